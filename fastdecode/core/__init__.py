@@ -1,0 +1,1 @@
+"""Values that every layer shares: errors, dtypes, specs, requests. Imports nothing else of ours, and no torch."""

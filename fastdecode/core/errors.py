@@ -1,0 +1,104 @@
+"""The one error hierarchy.
+
+::
+
+    FastDecodeError                    anything we raise on purpose
+    ├── ConfigError                    an option or a combination of options makes no sense        (exit 2)
+    │   └── MissingExtraError          a needed optional dependency is not installed               (exit 2)
+    ├── ModelError                     a model directory can't be used                             (exit 2)
+    │   ├── UnsupportedModelError      we don't implement this architecture or feature
+    │   └── CheckpointError            its files are missing, broken or don't match the config
+    ├── RequestError                   one request is bad; all others go on                        (exit 3)
+    ├── CapacityError                  out of KV blocks or memory; a refusal, never a crash
+    ├── ProtocolError                  a peer sent something that the protocol forbids
+    └── WorkerError                    a worker failed, named by its rank or thread                (exit 4)
+
+Every error has a ``code`` (stable, snake_case, for machines) and a message for people that names the input, the
+reason and the mend. What crosses a user or process boundary raises one of these; ``assert`` is for our own
+invariants.
+"""
+
+from __future__ import annotations
+
+
+class FastDecodeError(Exception):
+    """Base of every deliberate error. ``code`` is stable across releases; the message is not."""
+
+    default_code = "internal_error"
+    exit_code = 1
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or self.default_code
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ConfigError(FastDecodeError):
+    """An option, or a combination of options, makes no sense."""
+
+    default_code = "invalid_config"
+    exit_code = 2
+
+
+class MissingExtraError(ConfigError):
+    """An optional dependency is missing; the message gives the pip command that brings it."""
+
+    default_code = "missing_extra"
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed. "
+            f'Install it with: pip install "fastdecode[{extra}]"   (from a checkout: pip install ".[{extra}]")'
+        )
+        self.package = package
+        self.extra = extra
+
+
+class ModelError(FastDecodeError):
+    """A model directory can't be used."""
+
+    default_code = "invalid_model"
+    exit_code = 2
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture, or a feature its config asks for, isn't implemented."""
+
+    default_code = "unsupported_model"
+
+
+class CheckpointError(ModelError):
+    """Files of a checkpoint are missing, broken, or don't match ``config.json``."""
+
+    default_code = "invalid_checkpoint"
+
+
+class RequestError(FastDecodeError):
+    """One request is bad. It is answered with this error; every other request goes on."""
+
+    default_code = "invalid_request"
+    exit_code = 3
+
+
+class CapacityError(FastDecodeError):
+    """There isn't room (KV blocks, memory) for what was asked. Nothing was changed by the attempt."""
+
+    default_code = "out_of_capacity"
+    exit_code = 3
+
+
+class ProtocolError(FastDecodeError):
+    """A peer sent a message that the protocol forbids. It was refused before it reached any state or kernel."""
+
+    default_code = "protocol_error"
+    exit_code = 4
+
+
+class WorkerError(FastDecodeError):
+    """A worker failed. The message names the worker."""
+
+    default_code = "worker_failed"
+    exit_code = 4

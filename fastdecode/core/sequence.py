@@ -1,0 +1,202 @@
+"""Requests, their sampling parameters, and what comes back.
+
+A **request** is what a user asks; it becomes ``n`` **sequences** (its tokens and their state), each of which becomes
+one ``Completion``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fastdecode.core.errors import FastDecodeError, RequestError
+
+FinishReason = Literal["stop", "length"]
+
+MAX_N = 1024
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+MAX_LOGPROBS = 100
+MAX_TOKENS = 1 << 24
+
+
+def _refuse(name: str, value: object, rule: str) -> RequestError:
+    return RequestError(f"{name}={value!r}: must be {rule}", code="invalid_sampling_params")
+
+
+def _number(name: str, value: object, low: float, high: float, rule: str, *, open_low: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _refuse(name, value, rule)
+    if value > high or value < low or (open_low and value == low):
+        raise _refuse(name, value, rule)
+    return float(value)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _refuse(name, value, f"a whole number from {low} to {high}")
+    return value
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the next token, and when to stop. Validated at construction; the names are OpenAI's and vLLM's.
+
+    The order of operations for one row of logits: ``logit_bias``, the penalties, ``min_tokens`` (EOS and stop ids
+    masked), then greedy if ``temperature == 0``, else ``/ temperature``, ``top_k``, ``top_p``, ``min_p``, draw.
+
+    Raises:
+        RequestError: (code ``invalid_sampling_params``) names the field, its value and what it must be.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probability reaches top_p; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least min_p times as likely as the likeliest; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 does nothing."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for every occurrence in the output."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id → added to its logit, -100 to 100."""
+    seed: int | None = None
+    """Same seed, same tokens, whatever else is in the batch. None draws a fresh seed."""
+    stop: tuple[str, ...] = ()
+    """Stop when the text contains one of these; it is cut off the text."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Stop after one of these; it stays in token_ids, its text is cut off."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; None: until the model's limit."""
+    min_tokens: int = 0
+    """EOS and stop ids can't be drawn before this many tokens; stop strings don't end the text before it."""
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: no logprobs; k >= 0: the drawn token's, and the k likeliest tokens', at every step."""
+    n: int = 1
+    """Completions of the one prompt; the prompt is prefilled once."""
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("temperature", _number("temperature", self.temperature, 0, 100, "a number from 0 to 100"))
+        put("top_k", 0 if self.top_k == -1 else _integer("top_k", self.top_k, 0, 1 << 30))
+        rule = "a number above 0 and at most 1"
+        put("top_p", _number("top_p", self.top_p, 0, 1, rule, open_low=True))
+        put("min_p", _number("min_p", self.min_p, 0, 1, "a number from 0 to 1"))
+        rule = "a number above 0 and at most 100"
+        put(
+            "repetition_penalty",
+            _number("repetition_penalty", self.repetition_penalty, 0, 100, rule, open_low=True),
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(name, _number(name, getattr(self, name), -100, 100, "a number from -100 to 100"))
+        put("logit_bias", self._checked_logit_bias())
+        if self.seed is not None:
+            _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+        put("stop", self._checked_stop())
+        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Sequence):
+            raise _refuse("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 1 << 31) for t in self.stop_token_ids))
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if not isinstance(self.ignore_eos, bool):
+            raise _refuse("ignore_eos", self.ignore_eos, "true or false")
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _integer("n", self.n, 1, MAX_N)
+
+    def _checked_logit_bias(self) -> dict[int, float]:
+        if not isinstance(self.logit_bias, Mapping):
+            raise _refuse("logit_bias", self.logit_bias, "an object of token id to bias")
+        checked: dict[int, float] = {}
+        for key, bias in self.logit_bias.items():
+            try:
+                token = int(key)  # JSON object keys are strings
+            except (TypeError, ValueError):
+                raise _refuse("logit_bias", key, "an object whose keys are token ids") from None
+            _integer("logit_bias token id", token, 0, 1 << 31)
+            checked[token] = _number(
+                f"logit_bias[{token}]", bias, -100, 100, "a number from -100 to 100"
+            )
+        return checked
+
+    def _checked_stop(self) -> tuple[str, ...]:
+        rule = f"a string or a list of at most {MAX_STOP_STRINGS} non-empty strings of at most {MAX_STOP_CHARS} characters"
+        stop: object = self.stop
+        if stop is None:
+            return ()
+        strings = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(strings, Sequence) or len(strings) > MAX_STOP_STRINGS:
+            raise _refuse("stop", stop, rule)
+        for string in strings:
+            if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_CHARS:
+                raise _refuse("stop", string, rule)
+        return tuple(strings)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt that has been tokenised and found valid for the model, and how to continue it."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    """``params.max_tokens`` with None resolved and the model's limit applied."""
+    seed: int
+    """``params.seed``, or the fresh seed drawn in its place."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One step's log-probabilities, of the distribution after penalties and bias, before temperature and truncation."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their logprobs, likeliest first; as many as ``SamplingParams.logprobs``."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one request gave: its completions, or the error that it alone met."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...] = ()
+    error: FastDecodeError | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def text(self) -> str:
+        """The first completion's text; raises the request's own error if it failed."""
+        if self.error is not None:
+            raise self.error
+        return self.completions[0].text

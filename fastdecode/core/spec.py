@@ -1,0 +1,106 @@
+"""What the R-part must know about a model, and nothing more.
+
+R-workers know no model names. One ``AttentionSpec`` a layer and one ``KVSpec`` for the cache say everything that
+append-then-attend depends on; they travel once, when an S-worker greets an R-worker. RoPE and q/k norms belong to the
+S-part and have left their mark on q and k before those travel; ALiBi, windows and soft-caps belong to the R-part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
+
+MAX_HEADS = 1024
+MAX_HEAD_DIM = 512
+MAX_LAYERS = 4096
+MAX_BLOCK_SIZE = 256
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's attention: o = softmax(f(scale · q·kᵀ) + bias) · v over the visible tokens.
+
+    The query at position p sees the keys j with ``p - sliding_window < j <= p`` (no lower bound without a window).
+    ``f(s) = logit_softcap · tanh(s / logit_softcap)``; the ALiBi bias is ``alibi_slopes[h] · (j - p)``.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    """Tokens seen, the query's own included; None sees all."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """One slope a query head."""
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_kv_heads <= self.num_q_heads <= MAX_HEADS:
+            raise ConfigError(
+                f"attention needs 1 <= num_kv_heads <= num_q_heads <= {MAX_HEADS}, "
+                f"got {self.num_kv_heads} KV heads and {self.num_q_heads} query heads"
+            )
+        if self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_q_heads={self.num_q_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if not 1 <= self.head_dim <= MAX_HEAD_DIM:
+            raise ConfigError(f"head_dim={self.head_dim} is not within 1..{MAX_HEAD_DIM}")
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ConfigError(f"attention scale must be finite and > 0, got {self.scale}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(f"sliding_window must be >= 1 token, got {self.sliding_window}")
+        if self.alibi_slopes is not None:
+            if len(self.alibi_slopes) != self.num_q_heads:
+                raise ConfigError(
+                    f"alibi_slopes has {len(self.alibi_slopes)} entries for {self.num_q_heads} query heads"
+                )
+            if not all(math.isfinite(slope) for slope in self.alibi_slopes):
+                raise ConfigError("alibi_slopes must all be finite")
+        if self.logit_softcap is not None and not (
+            math.isfinite(self.logit_softcap) and self.logit_softcap > 0
+        ):
+            raise ConfigError(f"logit_softcap must be finite and > 0, got {self.logit_softcap}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head (G in GQA)."""
+        return self.num_q_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """The KV cache of one model on one R-worker. A KV block holds ``block_size`` tokens' K and V of one layer."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: DType
+    block_size: int = 32
+
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("num_layers", self.num_layers, MAX_LAYERS),
+            ("num_kv_heads", self.num_kv_heads, MAX_HEADS),
+            ("head_dim", self.head_dim, MAX_HEAD_DIM),
+            ("block_size", self.block_size, MAX_BLOCK_SIZE),
+        ):
+            if not 1 <= value <= most:
+                raise ConfigError(f"{name}={value} is not within 1..{most}")
+
+    @property
+    def token_bytes(self) -> int:
+        """Raw K and V bytes of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.size_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Raw bytes of one block id over all layers (a block id names one block in every layer)."""
+        return self.block_size * self.token_bytes
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` cached tokens of one sequence fill."""
+        return -(-num_tokens // self.block_size)

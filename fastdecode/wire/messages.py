@@ -1,0 +1,147 @@
+"""Every message between an S-worker and an R-worker. This docstring is the protocol.
+
+==================  ===========  ============================================================================
+message             direction    meaning, and the answer
+==================  ===========  ============================================================================
+``Hello``           S → R        protocol version, model, KV cache and attention of every layer → ``Welcome``
+``OpenSequence``    S → R        reserve room for a new sequence → ``Accepted`` or ``Refused``
+``ForkSequence``    S → R        a new sequence that shares its parent's tokens so far (blocks are shared, copied
+                                 on write) → ``Accepted`` or ``Refused``
+``CloseSequence``   S → R        free a sequence's blocks; no answer
+``BeginStep``       S → R        which sequences step, how many tokens each appends and attends; travels once a
+                                 step and lane, not once a layer; no answer
+``Attend``          S → R        one layer of the lane's step: append k and v, attend q → ``AttendResult``, always
+``Shutdown``        S → R        leave the loop; no answer
+``Welcome``         R → S        the worker's name and capacity
+``Accepted``        R → S        the sequence is open
+``Refused``         R → S        the sequence is not open, and why (out of blocks); nothing was changed
+``AttendResult``    R → S        o (and log-sum-exp, if the step asked for it), and the seconds it took
+``Failed``          R → S        the peer broke the protocol, or a kernel failed: the worker stops serving this peer
+==================  ===========  ============================================================================
+
+One lane has at most one step open at an R-worker; within a step, layers come in order 0 … num_layers - 1, and the
+last layer's ``Attend`` closes the step. Arrays declare dtype and dims beside the field: ``act`` is the activation
+dtype agreed in ``Hello`` (float32, or uint16 carrying the bits of a 16-bit float). T_kv sums ``num_new`` and T_q
+sums ``num_queries`` over the step's sequences, in the order of ``sequence_ids``.
+
+Queries of one sequence are its last ``num_queries`` new tokens: the query i of a sequence stands at position
+``num_past + num_new - num_queries + i`` and sees keys up to its own position, below ``num_visible``, and inside the
+layer's window. So one contract covers decode (``num_new = num_queries = 1``, ``num_visible = num_past + 1``), a
+prompt's first chunk, attended on the S-worker (``num_queries = 0``), its later chunks, whose past alone is attended
+here and merged there by log-sum-exp (``num_queries = num_new``, ``num_visible = num_past``), and several new tokens
+attended here causally (``num_queries = num_new``, ``num_visible = num_past + num_new``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.spec import AttentionSpec, KVSpec
+
+PROTOCOL_VERSION = 1
+
+Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
+
+
+@dataclass(frozen=True)
+class Hello:
+    protocol_version: int
+    model_hash: str
+    kv: KVSpec
+    attention: tuple[AttentionSpec, ...]
+    """One a layer."""
+    activation_dtype: DType
+
+
+@dataclass(frozen=True)
+class OpenSequence:
+    sequence_id: int
+    num_reserved_tokens: int
+    """Room is set aside for this many tokens, so that no later step of the sequence can run out of blocks."""
+
+
+@dataclass(frozen=True)
+class ForkSequence:
+    parent_id: int
+    sequence_id: int
+    num_reserved_tokens: int
+    """In all, the shared tokens included."""
+
+
+@dataclass(frozen=True)
+class CloseSequence:
+    sequence_id: int
+
+
+@dataclass(frozen=True, eq=False)
+class BeginStep:
+    step: int
+    lane: int
+    sequence_ids: NDArray[np.int64]  # [N]
+    num_past: NDArray[np.int32]  # [N] tokens cached before this step; must equal the worker's own count
+    num_new: NDArray[np.int32]  # [N] tokens appended, >= 1
+    num_queries: NDArray[np.int32]  # [N] 0 or more, at most num_new
+    num_visible: NDArray[np.int32]  # [N] keys visible at most: num_past or num_past + num_new
+    want_lse: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Attend:
+    step: int
+    lane: int
+    layer: int
+    q: Activations  # act [T_q, Hq, D]
+    k: Activations  # act [T_kv, Hkv, D]
+    v: Activations  # act [T_kv, Hkv, D]
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    pass
+
+
+@dataclass(frozen=True)
+class Welcome:
+    worker: str
+    num_blocks: int
+    block_size: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Accepted:
+    sequence_id: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    sequence_id: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, eq=False)
+class AttendResult:
+    step: int
+    lane: int
+    layer: int
+    o: Activations  # act [T_q, Hq, D]
+    lse: NDArray[np.float32] | None  # float32 [T_q, Hq]; None unless the step wants it
+    compute_s: float
+    """Seconds spent appending and attending, waiting excluded."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    worker: str
+    code: str
+    message: str
+
+
+ToRWorker: TypeAlias = Hello | OpenSequence | ForkSequence | CloseSequence | BeginStep | Attend | Shutdown
+FromRWorker: TypeAlias = Welcome | Accepted | Refused | AttendResult | Failed
