@@ -5,8 +5,8 @@ message             direction    meaning, and the answer
 ==================  ===========  ============================================================================
 ``Hello``           S → R        protocol version, model, KV cache and attention of every layer → ``Welcome``
 ``OpenSequence``    S → R        reserve room for a new sequence → ``Accepted`` or ``Refused``
-``ForkSequence``    S → R        a new sequence that shares its parent's tokens so far (blocks are shared, copied
-                                 on write) → ``Accepted`` or ``Refused``
+``ForkSequence``    S → R        a new sequence that starts with a prefix of its parent's cached tokens (blocks are
+                                 shared, copied on write) → ``Accepted`` or ``Refused``
 ``CloseSequence``   S → R        free a sequence's blocks; no answer
 ``BeginStep``       S → R        which sequences step, how many tokens each appends and attends; travels once a
                                  step and lane, not once a layer; no answer
@@ -69,6 +69,9 @@ class OpenSequence:
 class ForkSequence:
     parent_id: int
     sequence_id: int
+    num_shared_tokens: int
+    """The prefix of the parent that the new sequence starts with: 1 to the parent's cached tokens, in whole tokens. Its
+    blocks are shared; the first append into a shared block copies that block first."""
     num_reserved_tokens: int
     """In all, the shared tokens included."""
 
