@@ -7,7 +7,8 @@ one ``Completion``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -103,7 +104,7 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         put("stop", self._checked_stop())
-        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Sequence):
+        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, abc.Sequence):
             raise _refuse("stop_token_ids", self.stop_token_ids, "a list of token ids")
         put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 1 << 31) for t in self.stop_token_ids))
         if self.max_tokens is not None:
@@ -127,9 +128,7 @@ class SamplingParams:
             except (TypeError, ValueError):
                 raise _refuse("logit_bias", key, "an object whose keys are token ids") from None
             _integer("logit_bias token id", token, 0, 1 << 31)
-            checked[token] = _number(
-                f"logit_bias[{token}]", bias, -100, 100, "a number from -100 to 100"
-            )
+            checked[token] = _number(f"logit_bias[{token}]", bias, -100, 100, "a number from -100 to 100")
         return checked
 
     def _checked_stop(self) -> tuple[str, ...]:
@@ -138,7 +137,7 @@ class SamplingParams:
         if stop is None:
             return ()
         strings = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(strings, Sequence) or len(strings) > MAX_STOP_STRINGS:
+        if not isinstance(strings, abc.Sequence) or len(strings) > MAX_STOP_STRINGS:
             raise _refuse("stop", stop, rule)
         for string in strings:
             if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_CHARS:
@@ -200,3 +199,46 @@ class RequestOutput:
         if self.error is not None:
             raise self.error
         return self.completions[0].text
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One continuation in the making: its tokens, and how many of them an R-worker holds.
+
+    A sequence is always continued the same way: run the tokens that aren't cached yet, and once all are, draw the
+    next one. So a first prefill, a chunk of one, a decode step (one token to run) and a recomputation after the cache
+    was lost (prompt and generated tokens to run) are the same thing to everyone.
+    """
+
+    sequence_id: int
+    request: Request
+    index: int
+    """Which of the request's ``n``."""
+    token_ids: list[int]
+    """The prompt, then what was generated."""
+    num_cached: int = 0
+    """Leading tokens whose K and V the R-worker holds."""
+    worker: int | None = None
+    """Index of the R-worker that holds the cache; None while waiting."""
+
+    @classmethod
+    def of(cls, sequence_id: int, request: Request, index: int) -> Sequence:
+        return cls(sequence_id, request, index, list(request.prompt_token_ids))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_uncached(self) -> int:
+        """Tokens to run before the next one can be drawn; 1 when decoding."""
+        return len(self.token_ids) - self.num_cached
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Most tokens that will ever be cached: the last one drawn is never run."""
+        return len(self.request.prompt_token_ids) + self.request.max_tokens - 1

@@ -1,0 +1,92 @@
+"""What a user may choose about an engine. Frozen, and valid from construction on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
+
+MAX_R_WORKERS = 4096
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine. None means "decide for me"; ``resolve`` in the engine decides, in one place.
+
+    Raises:
+        ConfigError: names the option, its value, and what it may be.
+    """
+
+    model: str
+    """A Hugging Face model directory."""
+    dtype: str = "auto"
+    """Of weights and activations; auto: the checkpoint's."""
+    kv_dtype: str = "auto"
+    """Of the KV cache on the R-workers; auto: like ``dtype``."""
+    device: str = "cpu"
+    """Where the S-part runs: cpu, cuda, cuda:1, …"""
+    r_workers: int = 1
+    """R-workers to start as threads of this process."""
+    r_threads: int | None = None
+    """CPU threads of each R-worker; None: this machine's cores shared out among the R-workers."""
+    kv_memory_gb: float | None = None
+    """KV cache of each R-worker in GB (1e9 bytes); None: half of the free memory, shared out."""
+    block_size: int = 32
+    """Tokens in a KV block."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and completion together; None: the model's own limit."""
+    max_num_sequences: int = 256
+    """Most sequences that run at once."""
+    prefill_chunk: int = 512
+    """Most prompt tokens of one sequence that one step runs; longer prompts take several steps."""
+    max_step_tokens: int | None = None
+    """Most tokens of all sequences that one step runs; None: max_num_sequences + max(2048, prefill_chunk)."""
+    worker_timeout_s: float = 60.0
+    """How long to wait for an R-worker's answer before it is given up."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model is empty: give the path of a Hugging Face model directory")
+        for name in ("dtype", "kv_dtype"):
+            if getattr(self, name) != "auto":
+                DType.parse(getattr(self, name), option=name)
+        self._check_int("r_workers", 1, MAX_R_WORKERS)
+        self._check_int("r_threads", 1, 4096)
+        self._check_int("block_size", 1, 256)
+        self._check_int("max_model_len", 1, 1 << 30)
+        self._check_int("max_num_sequences", 1, 1 << 20)
+        self._check_int("prefill_chunk", 1, 1 << 24)
+        self._check_int("max_step_tokens", 2, 1 << 26)
+        self._check_float("kv_memory_gb", 1e-6, 1e6, "GB")
+        self._check_float("worker_timeout_s", 1e-3, 1e6, "s")
+        if self.max_step_tokens is not None and self.max_step_tokens <= self.max_num_sequences:
+            raise ConfigError(
+                f"max_step_tokens={self.max_step_tokens} must exceed max_num_sequences="
+                f"{self.max_num_sequences}: every running sequence decodes one token a step, and prompts need the rest"
+            )
+
+    def _check_int(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if value is None and _may_be_none(name):
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"{name}={value!r} is not a whole number from {low} to {high}")
+
+    def _check_float(self, name: str, low: float, high: float, unit: str) -> None:
+        value = getattr(self, name)
+        if value is None and _may_be_none(name):
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise ConfigError(f"{name}={value!r} is not a number of {unit} from {low:g} to {high:g}")
+
+    @property
+    def step_tokens(self) -> int:
+        """``max_step_tokens`` with its default applied."""
+        if self.max_step_tokens is not None:
+            return self.max_step_tokens
+        return self.max_num_sequences + max(2048, self.prefill_chunk)
+
+
+def _may_be_none(name: str) -> bool:
+    return next(f.default for f in fields(EngineConfig) if f.name == name) is None

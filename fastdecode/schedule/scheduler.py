@@ -1,0 +1,154 @@
+"""Which sequences step, which start: the interface every policy has, and the plainest policy, first come first served.
+
+A sequence is **waiting**, then **running**, then **finished**. Each step the engine asks for a plan, carries it out
+whole, and tells the scheduler which sequences finished; requests therefore join and leave the running batch at every
+step (continuous batching).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastdecode.core.sequence import Sequence
+from fastdecode.schedule.placement import BlockLedger
+
+
+@dataclass(frozen=True)
+class Start:
+    """A sequence starts on an R-worker: empty, or as a fork that shares a prefix of a running sibling's tokens."""
+
+    sequence: Sequence
+    worker: int
+    parent: Sequence | None = None
+    num_shared_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next ``num_tokens`` uncached tokens of a running sequence."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: what starts before it, and what runs in it."""
+
+    starts: tuple[Start, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class Scheduler(Protocol):
+    """What the engine asks of a policy."""
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """The sequences of one request join the queue, in order.
+
+        Raises:
+            CapacityError: no R-worker could ever hold one of them; none was added.
+        """
+
+    def plan(self) -> StepPlan:
+        """The next step. Its starts count as running from now on; the engine carries out the plan whole."""
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence, waiting or running, is over; what it held is free."""
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+
+class FirstComeFirstServed:
+    """Start in order of arrival whenever there is room; decode every running sequence in every step.
+
+    Decoding comes first, so that no prompt can stall it; prompts in order of their start share what is left of the
+    step's token budget, each at most ``prefill_chunk`` tokens. The head of the queue waits for room, and nobody
+    overtakes it, so nobody starves. The 2nd to n-th sequences of a request wait until a sibling holds the prompt and
+    then fork it; all but the prompt's last token is shared, the last is run again to get its logits.
+    """
+
+    def __init__(
+        self, ledger: BlockLedger, *, max_num_sequences: int, prefill_chunk: int, max_step_tokens: int
+    ) -> None:
+        assert max_step_tokens > max_num_sequences >= 1 <= prefill_chunk
+        self._ledger = ledger
+        self._max_num_sequences = max_num_sequences
+        self._prefill_chunk = prefill_chunk
+        self._max_step_tokens = max_step_tokens
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[int, Sequence] = {}  # by sequence_id, in order of their start
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        arrived = list(sequences)
+        for sequence in arrived:
+            self._ledger.check_possible(sequence.max_cached_tokens)
+        self._waiting.extend(arrived)
+
+    def plan(self) -> StepPlan:
+        starts = self._start_waiting()
+        decoding = [s for s in self._running.values() if s.num_uncached == 1]
+        chunks = [Chunk(sequence, 1) for sequence in decoding]
+        budget = self._max_step_tokens - len(decoding)
+        for sequence in self._running.values():
+            if budget and sequence.num_uncached > 1:
+                num_tokens = min(sequence.num_uncached, self._prefill_chunk, budget)
+                chunks.append(Chunk(sequence, num_tokens))
+                budget -= num_tokens
+        return StepPlan(tuple(starts), tuple(chunks))
+
+    def finish(self, sequence: Sequence) -> None:
+        if self._running.pop(sequence.sequence_id, None) is None:
+            self._waiting.remove(sequence)
+            return
+        assert sequence.worker is not None
+        self._ledger.release(sequence.worker, sequence.max_cached_tokens)
+        sequence.worker = None
+
+    def _start_waiting(self) -> list[Start]:
+        starts: list[Start] = []
+        while self._waiting and len(self._running) < self._max_num_sequences:
+            start = self._place(self._waiting[0])
+            if start is None:
+                break
+            sequence = self._waiting.popleft()
+            self._ledger.reserve(start.worker, sequence.max_cached_tokens)
+            sequence.worker = start.worker
+            sequence.num_cached = start.num_shared_tokens
+            self._running[sequence.sequence_id] = sequence
+            starts.append(start)
+        return starts
+
+    def _place(self, sequence: Sequence) -> Start | None:
+        """Where the sequence can start now; None if it has to wait."""
+        num_shared = sequence.num_prompt_tokens - 1
+        sibling = self._running_sibling(sequence) if num_shared else None
+        if sibling is not None:
+            if sibling.num_cached < num_shared:
+                return None
+            assert sibling.worker is not None
+            if self._ledger.has_room(sibling.worker, sequence.max_cached_tokens):
+                return Start(sequence, sibling.worker, sibling, num_shared)
+        worker = self._ledger.choose(sequence.max_cached_tokens)
+        return None if worker is None else Start(sequence, worker)
+
+    def _running_sibling(self, sequence: Sequence) -> Sequence | None:
+        """A running sequence of the same request, the one with most tokens cached."""
+        if sequence.index == 0:
+            return None
+        siblings = (s for s in self._running.values() if s.request is sequence.request)
+        return max(siblings, key=lambda s: s.num_cached, default=None)
