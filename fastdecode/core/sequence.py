@@ -132,7 +132,9 @@ class SamplingParams:
         return checked
 
     def _checked_stop(self) -> tuple[str, ...]:
-        rule = f"a string or a list of at most {MAX_STOP_STRINGS} non-empty strings of at most {MAX_STOP_CHARS} characters"
+        rule = (
+            f"a string or a list of at most {MAX_STOP_STRINGS} non-empty strings of at most {MAX_STOP_CHARS} characters"
+        )
         stop: object = self.stop
         if stop is None:
             return ()

@@ -44,9 +44,7 @@ class AttentionSpec:
                 f"got {self.num_kv_heads} KV heads and {self.num_q_heads} query heads"
             )
         if self.num_q_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_q_heads={self.num_q_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
+            raise ConfigError(f"num_q_heads={self.num_q_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if not 1 <= self.head_dim <= MAX_HEAD_DIM:
             raise ConfigError(f"head_dim={self.head_dim} is not within 1..{MAX_HEAD_DIM}")
         if not (math.isfinite(self.scale) and self.scale > 0):
@@ -60,9 +58,7 @@ class AttentionSpec:
                 )
             if not all(math.isfinite(slope) for slope in self.alibi_slopes):
                 raise ConfigError("alibi_slopes must all be finite")
-        if self.logit_softcap is not None and not (
-            math.isfinite(self.logit_softcap) and self.logit_softcap > 0
-        ):
+        if self.logit_softcap is not None and not (math.isfinite(self.logit_softcap) and self.logit_softcap > 0):
             raise ConfigError(f"logit_softcap must be finite and > 0, got {self.logit_softcap}")
 
     @property

@@ -108,9 +108,7 @@ class StepBatch:
             members = list(group)
             part = slice(first, first + len(members))
             first = part.stop
-            spans.append(
-                _worker_span(worker, members, lengths[part], past[part], row_starts[part], step, lane)
-            )
+            spans.append(_worker_span(worker, members, lengths[part], past[part], row_starts[part], step, lane))
             local += _local_spans(members, row_starts[part], lengths[part])
         return cls(ordered, np.array(tokens, np.int64), positions, tuple(spans), tuple(local), ends - 1)
 
@@ -149,9 +147,7 @@ def _worker_span(
         want_lse=bool((kinds == 1).any()),
     )
     first = int(row_starts[0])
-    return WorkerSpan(
-        worker, begin, slice(first, first + int(lengths.sum())), slice(first, first + int(queries.sum()))
-    )
+    return WorkerSpan(worker, begin, slice(first, first + int(lengths.sum())), slice(first, first + int(queries.sum())))
 
 
 def _local_spans(chunks: list[Chunk], row_starts: np.ndarray, lengths: np.ndarray) -> list[LocalSpan]:
@@ -243,9 +239,7 @@ class RemoteAttention:
             result = self._collect(span, at_most_owed=0)
             assert result is not None
             remote = self._to_device(result.o, o)
-            later = next(
-                (x for x in batch.local if x.merge and queries.start <= x.rows.start < queries.stop), None
-            )
+            later = next((x for x in batch.local if x.merge and queries.start <= x.rows.start < queries.stop), None)
             if later is None:
                 o[queries] = remote
                 continue
@@ -254,9 +248,7 @@ class RemoteAttention:
             split = later.rows.start - queries.start
             o[queries.start : later.rows.start] = remote[:split]
             remote_lse = torch.from_numpy(result.lse[split:]).to(o.device)
-            o[later.rows], _ = merge_attention(
-                o[later.rows], local_lse[later.rows.start], remote[split:], remote_lse
-            )
+            o[later.rows], _ = merge_attention(o[later.rows], local_lse[later.rows.start], remote[split:], remote_lse)
 
     def _collect(self, span: WorkerSpan, *, at_most_owed: int) -> AttendResult | None:
         """Receive answers until the worker owes at most so many; the last one received."""

@@ -1,0 +1,52 @@
+"""FastDecode: decode large batches on few GPUs.
+
+GPU S-workers run every layer that has weights; CPU R-workers keep the KV cache in their DRAM and compute attention.
+
+    from fastdecode import LLM, SamplingParams
+
+    with LLM("path/to/model", r_workers=2) as llm:
+        for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+            print(output.text)
+
+Importing the package is cheap: ``LLM``, and with it torch, is loaded when it is first asked for (PEP 562), so that an
+R-worker host or a planner's laptop needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastdecode.core.config import EngineConfig as EngineConfig
+    from fastdecode.core.errors import FastDecodeError as FastDecodeError
+    from fastdecode.core.sequence import Completion as Completion
+    from fastdecode.core.sequence import RequestOutput as RequestOutput
+    from fastdecode.core.sequence import SamplingParams as SamplingParams
+    from fastdecode.engine.llm import LLM as LLM
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "fastdecode.engine.llm",
+    "SamplingParams": "fastdecode.core.sequence",
+    "RequestOutput": "fastdecode.core.sequence",
+    "Completion": "fastdecode.core.sequence",
+    "EngineConfig": "fastdecode.core.config",
+    "FastDecodeError": "fastdecode.core.errors",
+}
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _HOME:
+        raise AttributeError(f"module 'fastdecode' has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "safetensors", "tokenizers"):
+            raise
+        from fastdecode.core.errors import MissingExtraError
+
+        raise MissingExtraError(str(error.name), "sworker", f"fastdecode.{name} (an S-worker)") from None

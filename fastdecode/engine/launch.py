@@ -1,0 +1,186 @@
+"""From a configuration to a running engine: resolve what was left to us, start R-workers, greet them, load the model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from fastdecode.core.config import EngineConfig
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
+from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.spec import KVSpec
+from fastdecode.engine.attend import RConnection, RemoteAttention
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.text import TextCodec
+from fastdecode.schedule.placement import BlockLedger
+from fastdecode.schedule.scheduler import FirstComeFirstServed
+from fastdecode.wire.messages import PROTOCOL_VERSION, Failed, Hello, Shutdown, Welcome
+from rworker.worker import WorkerThread, start_worker_thread
+from sworker.weights import load_model, load_spec, model_hash
+from sworker.worker import SWorker
+
+logger = logging.getLogger(__name__)
+
+# Of the memory that is free, what the KV caches may take when the user doesn't say.
+DEFAULT_KV_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A configuration with nothing left open."""
+
+    config: EngineConfig
+    dtype: DType
+    kv_dtype: DType
+    device: torch.device
+    r_threads: int
+    kv_bytes: int
+    """Of each R-worker."""
+    max_model_len: int
+
+
+def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes: int) -> ResolvedConfig:
+    """Decide everything that the user left open: the one place where "auto" means something.
+
+    Raises:
+        ConfigError: the device doesn't exist, or max_model_len exceeds the model's.
+    """
+    dtype = spec.dtype if config.dtype == "auto" else DType.parse(config.dtype)
+    kv_dtype = dtype if config.kv_dtype == "auto" else DType.parse(config.kv_dtype, option="kv_dtype")
+    max_model_len = config.max_model_len or spec.max_model_len
+    if max_model_len > spec.max_model_len:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the {spec.max_model_len} tokens that {config.model} was made for"
+        )
+    if config.kv_memory_gb is None:
+        kv_bytes = int(free_bytes * DEFAULT_KV_SHARE) // config.r_workers
+    else:
+        kv_bytes = int(config.kv_memory_gb * 1e9)
+    return ResolvedConfig(
+        config=config,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=_device(config.device),
+        r_threads=config.r_threads or max(1, num_cores // config.r_workers),
+        kv_bytes=kv_bytes,
+        max_model_len=max_model_len,
+    )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r} is not a torch device: use cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise ConfigError(
+            f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu, or check "
+            "the driver and that torch was built for CUDA"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r}: the S-part runs on cpu or cuda")
+    return device
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def greet(connections: Sequence[RConnection], hello: Hello, timeout_s: float) -> list[Welcome]:
+    """Say Hello to every R-worker and collect their answers.
+
+    Raises:
+        WorkerError: an R-worker refused, or didn't answer in time.
+    """
+    for connection in connections:
+        connection.send(hello)
+    welcomes = []
+    for connection in connections:
+        answer = connection.receive(timeout_s)
+        if isinstance(answer, Failed):
+            raise WorkerError(f"R-worker {answer.worker} refused to serve: {answer.message}", code=answer.code)
+        if not isinstance(answer, Welcome):
+            raise ProtocolError(f"R-worker {connection.peer} answered Hello with {type(answer).__name__}")
+        welcomes.append(answer)
+    return welcomes
+
+
+class EmbeddedEngine:
+    """An engine, the model it runs and the R-worker threads that serve it, all in this process. Close it when done."""
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
+        """Load the model and start the R-workers.
+
+        Args:
+            progress: told what is being done, one line at a time.
+
+        Raises:
+            ConfigError, ModelError: an option or the model directory is bad.
+            WorkerError: an R-worker failed to start.
+        """
+        tell = progress or logger.info
+        started = time.perf_counter()
+        self.spec = load_spec(config.model)
+        cores = available_cores()
+        resolved = resolve(config, self.spec, num_cores=cores, free_bytes=psutil.virtual_memory().available)
+        self.resolved = resolved
+        self.codec = TextCodec.load(config.model)
+        tell(f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype})")
+        _, model = load_model(config.model, device=resolved.device, dtype=getattr(torch, resolved.dtype.value))
+        tell(f"starting {config.r_workers} R-worker thread(s) of {resolved.r_threads} CPU thread(s) each")
+        self._workers: list[WorkerThread] = []
+        try:
+            self._workers = [
+                start_worker_thread(f"r{i}", kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)
+                for i in range(config.r_workers)
+            ]
+            connections = [worker.connection for worker in self._workers]
+            hello = Hello(
+                protocol_version=PROTOCOL_VERSION,
+                model_hash=model_hash(config.model),
+                kv=KVSpec(
+                    num_layers=self.spec.num_layers,
+                    num_kv_heads=self.spec.num_kv_heads,
+                    head_dim=self.spec.head_dim,
+                    dtype=resolved.kv_dtype,
+                    block_size=config.block_size,
+                ),
+                attention=self.spec.attention,
+                activation_dtype=resolved.dtype,
+            )
+            self.welcomes = greet(connections, hello, config.worker_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        attention = RemoteAttention(
+            connections=connections,
+            specs=self.spec.attention,
+            activation_dtype=resolved.dtype,
+            kv_dtype=getattr(torch, resolved.kv_dtype.value),
+            timeout_s=config.worker_timeout_s,
+        )
+        scheduler = FirstComeFirstServed(
+            BlockLedger(tuple(welcome.num_blocks for welcome in self.welcomes), config.block_size),
+            max_num_sequences=config.max_num_sequences,
+            prefill_chunk=config.prefill_chunk,
+            max_step_tokens=config.step_tokens,
+        )
+        s_worker = SWorker(self.spec, model, resolved.device)
+        self.engine = Engine(s_worker, attention, scheduler, self.codec, self.spec.eos_token_ids)
+        self.load_s = time.perf_counter() - started
+
+    def close(self) -> None:
+        """Stop the R-workers. Safe to call twice."""
+        for worker in self._workers:
+            worker.connection.send(Shutdown())
+        for worker in self._workers:
+            worker.join(timeout_s=10.0)
+        self._workers = []

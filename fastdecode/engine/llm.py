@@ -1,0 +1,218 @@
+"""The Python API: ``LLM(model).generate(prompts, params)``."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from fastdecode.core.config import EngineConfig
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, WorkerError
+from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
+from fastdecode.engine.engine import EngineStats
+from fastdecode.engine.launch import EmbeddedEngine
+from fastdecode.engine.progress import Progress
+from sworker.sampler import validate_for_vocab
+
+Prompt: TypeAlias = "str | Sequence[int]"
+
+# Requests kept queued beside the running ones, as a multiple of those: enough that a freed place is filled at once,
+# few enough that a long input file isn't held in memory.
+QUEUE_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """A request as it arrives: its prompt not yet tokenised or checked."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+
+
+class LLM:
+    """A model, ready to generate. Close it, or use it in a ``with`` statement.
+
+    Args:
+        model: a Hugging Face model directory.
+        options: the fields of ``EngineConfig``: dtype, kv_dtype, r_workers, device, …
+        progress: told what start-up is doing, one line at a time.
+
+    Raises:
+        ConfigError, ModelError, WorkerError: as their docstrings say.
+    """
+
+    def __init__(self, model: str, *, progress: Callable[[str], None] | None = None, **options: Any) -> None:
+        try:
+            config = EngineConfig(model=model, **options)
+        except TypeError as error:
+            raise ConfigError(f"LLM got an option it doesn't know: {error}") from None
+        self._embedded = EmbeddedEngine(config, progress)
+        self.config = config
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the R-workers. Safe to call twice."""
+        self._embedded.close()
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._embedded.engine.stats
+
+    @property
+    def dtype(self) -> DType:
+        """Of weights and activations."""
+        return self._embedded.resolved.dtype
+
+    @property
+    def kv_dtype(self) -> DType:
+        """Of the KV cache."""
+        return self._embedded.resolved.kv_dtype
+
+    @property
+    def r_threads(self) -> int:
+        """CPU threads of each R-worker."""
+        return self._embedded.resolved.r_threads
+
+    @property
+    def load_s(self) -> float:
+        """Seconds that loading the model and starting the R-workers took."""
+        return self._embedded.load_s
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue every prompt. Results stand in the order of the prompts.
+
+        Args:
+            prompts: texts or lists of token ids; a single one is a batch of one.
+            params: for all prompts, or one each; None is ``SamplingParams()``.
+            progress: show a progress bar on stderr.
+
+        Returns:
+            One output a prompt. A bad prompt's output carries its ``error``; the others aren't touched by it.
+
+        Raises:
+            RequestError: ``params`` is a list of another length than ``prompts``.
+            WorkerError: an R-worker was lost; no output is complete.
+        """
+        batch = _as_batch(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            every = [params or SamplingParams()] * len(batch)
+        else:
+            every = list(params)
+        if len(every) != len(batch):
+            raise RequestError(f"{len(batch)} prompts but {len(every)} sampling params: give one for all, or one each")
+        requests = (PromptRequest(str(i), p, s) for i, (p, s) in enumerate(zip(batch, every, strict=True)))
+        outputs: dict[str, RequestOutput] = {}
+        with Progress(total=len(batch), enabled=progress) as bar:
+            for output in self.stream(requests):
+                outputs[output.request_id] = output
+                bar.done(self.stats.num_output_tokens, failed=not output.ok)
+        lost = next((o.error for o in outputs.values() if isinstance(o.error, WorkerError)), None)
+        if lost is not None:
+            raise lost
+        return [outputs[str(i)] for i in range(len(batch))]
+
+    def stream(self, requests: Iterable[PromptRequest]) -> Iterator[RequestOutput]:
+        """Run requests as they come from an iterable; yield each output as soon as it is complete.
+
+        Only so many requests are taken ahead as keep the batch full, so memory stays flat however many there are.
+        Request ids must be unique among those unfinished. If an R-worker is lost, every request that was taken is
+        yielded with that error, and the stream ends.
+        """
+        engine = self._embedded.engine
+        most = QUEUE_AHEAD * self.config.max_num_sequences
+        waiting = iter(requests)
+        drained = False
+        try:
+            while not drained or engine.num_unfinished:
+                while not drained and engine.num_unfinished < most:
+                    request = next(waiting, None)
+                    if request is None:
+                        drained = True
+                    elif (refused := self._submit(request)) is not None:
+                        yield refused
+                if engine.num_unfinished:
+                    try:
+                        outputs = engine.step()
+                    except FastDecodeError as error:
+                        outputs = engine.abandon(error)
+                        drained = True
+                    yield from outputs
+        finally:
+            # The caller went away, or was interrupted: leave no request behind in the engine.
+            engine.cancel_all()
+
+    def _submit(self, arrived: PromptRequest) -> RequestOutput | None:
+        """Check and queue one request. Returns its output at once if it is refused."""
+        text = arrived.prompt if isinstance(arrived.prompt, str) else None
+        token_ids: tuple[int, ...] = ()
+        try:
+            token_ids = self._tokenise(arrived.prompt)
+            self._embedded.engine.submit(self._request(arrived, token_ids), text)
+        except FastDecodeError as error:
+            return RequestOutput(arrived.request_id, text, token_ids, error=error)
+        return None
+
+    def _tokenise(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError("the prompt is empty: give at least one character", code="empty_prompt")
+            return tuple(self._embedded.codec.encode(prompt))
+        if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Sequence):
+            raise RequestError(
+                f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", code="invalid_prompt"
+            )
+        vocab_size = self._embedded.spec.vocab_size
+        for place, token in enumerate(prompt):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"prompt_token_ids[{place}]={token!r} is not a token id of this model (0 to {vocab_size - 1})",
+                    code="invalid_token_id",
+                )
+        return tuple(prompt)
+
+    def _request(self, arrived: PromptRequest, token_ids: tuple[int, ...]) -> Request:
+        params = arrived.params
+        validate_for_vocab(params, self._embedded.spec.vocab_size)
+        limit = self._embedded.resolved.max_model_len
+        if not token_ids:
+            raise RequestError("the prompt has no tokens: give at least one", code="empty_prompt")
+        if len(token_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; the model's limit is {limit} for prompt and completion "
+                f"together, so at most {limit - 1} leave room for an answer: shorten the prompt",
+                code="prompt_too_long",
+            )
+        room = limit - len(token_ids)
+        return Request(
+            request_id=arrived.request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+        )
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    batch = list(prompts)
+    if batch and all(isinstance(item, int) and not isinstance(item, bool) for item in batch):
+        return [batch]  # type: ignore[list-item]
+    return batch  # type: ignore[return-value]
