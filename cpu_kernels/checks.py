@@ -1,0 +1,125 @@
+"""Every argument is looked at here before a kernel sees it: kernels have no bounds checks of their own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpu_kernels.layout import SOURCES, BlockLayout
+
+_CARRIER = {"float32": np.dtype(np.float32), "float16": np.dtype(np.uint16), "bfloat16": np.dtype(np.uint16)}
+
+
+def _array(name: str, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int | str, ...]) -> None:
+    """``shape``: an int fixes a dimension, a name leaves it open."""
+    if not isinstance(array, np.ndarray) or array.dtype != dtype:
+        raise ValueError(f"{name} must be a NumPy array of {dtype}, got {getattr(array, 'dtype', type(array))}")
+    fits = len(array.shape) == len(shape) and all(
+        not isinstance(want, int) or have == want for have, want in zip(array.shape, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name} has shape {list(array.shape)}, expected [{', '.join(map(str, shape))}]")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name} must be C-contiguous")
+
+
+def _pool(layout: BlockLayout, pool_layer: NDArray[np.uint8]) -> None:
+    _array("pool_layer", pool_layer, np.dtype(np.uint8), ("num_blocks", layout.block_bytes))
+    if pool_layer.ctypes.data % 64:
+        raise ValueError("pool_layer must be 64-byte aligned; make pools with allocate_pool")
+
+
+def _source(source: str) -> np.dtype[Any]:
+    if source not in SOURCES:
+        raise ValueError(f"source={source!r} is not one of {', '.join(SOURCES)}")
+    return _CARRIER[source]
+
+
+def _in_range(name: str, values: NDArray[Any], low: int, high: int) -> None:
+    """All of ``values`` within low … high - 1."""
+    if values.size and (values.min() < low or values.max() >= high):
+        raise ValueError(f"{name} holds {values.min()}..{values.max()}, outside {low}..{high - 1}")
+
+
+def check_append(
+    layout: BlockLayout,
+    pool_layer: NDArray[np.uint8],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    slots: NDArray[np.int64],
+    source: str,
+) -> None:
+    """Raises ValueError, naming the argument, unless ``append`` can run on these."""
+    _pool(layout, pool_layer)
+    carrier = _source(source)
+    _array("slots", slots, np.dtype(np.int64), ("T",))
+    for name, array in (("k", k), ("v", v)):
+        _array(name, array, carrier, (slots.shape[0], layout.num_kv_heads, layout.head_dim))
+    _in_range("slots", slots, 0, pool_layer.shape[0] * layout.block_size)
+
+
+def check_attend(
+    layout: BlockLayout,
+    pool_layer: NDArray[np.uint8],
+    q: NDArray[Any],
+    block_tables: NDArray[np.int32],
+    query_starts: NDArray[np.int32],
+    query_positions: NDArray[np.int32],
+    context_lens: NDArray[np.int32],
+    out: NDArray[Any],
+    lse: NDArray[np.float32] | None,
+    source: str,
+) -> None:
+    """Raises ValueError, naming the argument, unless the arrays fit each other. Block ids: ``check_block_ids``."""
+    _pool(layout, pool_layer)
+    carrier, int32 = _source(source), np.dtype(np.int32)
+    _array("q", q, carrier, ("T", "Hq", layout.head_dim))
+    num_rows, num_q_heads = q.shape[:2]
+    if num_q_heads == 0 or num_q_heads % layout.num_kv_heads:
+        raise ValueError(f"q has {num_q_heads} heads, not a multiple of {layout.num_kv_heads} KV heads")
+    _array("out", out, carrier, q.shape)
+    if lse is not None:
+        _array("lse", lse, np.dtype(np.float32), (num_rows, num_q_heads))
+    _array("context_lens", context_lens, int32, ("N",))
+    num_sequences = context_lens.shape[0]
+    _array("query_positions", query_positions, int32, (num_sequences,))
+    _array("query_starts", query_starts, int32, (num_sequences + 1,))
+    _array("block_tables", block_tables, int32, (num_sequences, "max_blocks"))
+    _in_range("context_lens", context_lens, 0, block_tables.shape[1] * layout.block_size + 1)
+    _in_range("query_positions", query_positions, 0, 1 << 30)
+    if query_starts[0] != 0 or query_starts[-1] != num_rows or (np.diff(query_starts) < 0).any():
+        raise ValueError(f"query_starts must rise from 0 to the {num_rows} rows of q, got {query_starts}")
+    block_ids = block_tables[np.arange(block_tables.shape[1]) * layout.block_size < context_lens[:, None]]
+    _in_range("block_tables", block_ids, 0, pool_layer.shape[0])
+
+
+def check_score_options(
+    num_q_heads: int,
+    scale: float,
+    sliding_window: int | None,
+    alibi_slopes: NDArray[np.float32] | None,
+    logit_softcap: float | None,
+) -> None:
+    """Raises ValueError unless the options that shape scores make sense."""
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window={sliding_window} must be >= 1")
+    if logit_softcap is not None and not (math.isfinite(logit_softcap) and logit_softcap > 0):
+        raise ValueError(f"logit_softcap={logit_softcap} must be finite and > 0")
+    if alibi_slopes is not None:
+        _array("alibi_slopes", alibi_slopes, np.dtype(np.float32), (num_q_heads,))
+
+
+def check_copy(pool: NDArray[np.uint8], source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:
+    """Raises ValueError unless ``copy_blocks`` can run on these."""
+    if not isinstance(pool, np.ndarray) or pool.dtype != np.uint8 or pool.ndim != 3:
+        raise ValueError("pool must be a uint8 array [num_layers, num_blocks, block_bytes]")
+    int64 = np.dtype(np.int64)
+    _array("source_ids", source_ids, int64, ("n",))
+    _array("target_ids", target_ids, int64, (source_ids.shape[0],))
+    _in_range("source_ids", source_ids, 0, pool.shape[1])
+    _in_range("target_ids", target_ids, 0, pool.shape[1])

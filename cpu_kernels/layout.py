@@ -1,0 +1,148 @@
+"""How one layer's KV blocks lie in memory.
+
+A **KV block** holds K and V of ``block_size`` tokens for all KV heads of one layer. Everything in it is a 32-bit
+**word**, whatever the element type: a word packs ``pack`` elements (1 for float32, 2 for a 16-bit float, 4 for int8,
+8 for int4), the first in the lowest bits. For each KV head, K and V stand side by side::
+
+    block   [num_kv_heads]
+      head    K       words [dim_words,   padded_tokens]     word (w, t) packs dims   w*pack … of token t
+              V       words [token_words, padded_dims]       word (w, d) packs tokens w*pack … of dim d
+              scales  float32 [2, padded_tokens]             int8 and int4 only: of K, of V, one a token
+
+so that a score needs no horizontal sum: a vector of K words is many tokens at the same dims, to be multiplied with
+one broadcast query word, and a vector of V words is many dims at the same tokens. Packing along the summed axis is
+what the dot-product instructions (``vdpbf16ps``, ``vpdpbusd``) and AMX tiles read directly; plain FMAs unpack it with
+a shift and a mask. Rows are padded to whole vectors of ``LANES`` words. The layout doesn't depend on the host's
+features, so blocks can be shipped between hosts as they are.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+LANES: Final = 16
+"""Rows of words are padded to a multiple of this: 64 bytes, the widest vector and the cache line."""
+ALIGNMENT: Final = 64
+HUGE_PAGE_BYTES: Final = 2 << 20
+
+_PACK: Final = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
+DTYPES: Final = tuple(_PACK)
+"""Element types a KV cache can have."""
+SOURCES: Final = ("float32", "float16", "bfloat16")
+"""Element types that q, k, v and o can have; the 16-bit ones travel as their bits in uint16."""
+MAX_BLOCK_SIZE: Final = 256
+MAX_HEADS: Final = 1024
+MAX_HEAD_DIM: Final = 512
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """One layer's KV block: all its heads' K and V for ``block_size`` tokens.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    """One of ``DTYPES``."""
+    block_size: int = 32
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _PACK:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+        for name, value, most in (
+            ("num_kv_heads", self.num_kv_heads, MAX_HEADS),
+            ("head_dim", self.head_dim, MAX_HEAD_DIM),
+            ("block_size", self.block_size, MAX_BLOCK_SIZE),
+        ):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name}={value} is not within 1..{most}")
+
+    @property
+    def pack(self) -> int:
+        """Elements in a word."""
+        return _PACK[self.dtype]
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.pack > 2
+
+    @property
+    def padded_tokens(self) -> int:
+        """Words in a row of K."""
+        return _round_up(self.block_size, LANES)
+
+    @property
+    def padded_dims(self) -> int:
+        """Words in a row of V."""
+        return _round_up(self.head_dim, LANES)
+
+    @property
+    def dim_words(self) -> int:
+        """Rows of K."""
+        return -(-self.head_dim // self.pack)
+
+    @property
+    def token_words(self) -> int:
+        """Rows of V."""
+        return -(-self.block_size // self.pack)
+
+    @property
+    def v_offset(self) -> int:
+        """Where V begins within a head, in words."""
+        return self.dim_words * self.padded_tokens
+
+    @property
+    def scale_offset(self) -> int:
+        """Where the scales of K, then V, begin within a head, in words."""
+        return self.v_offset + self.token_words * self.padded_dims
+
+    @property
+    def head_words(self) -> int:
+        """Words from one head of a block to the next."""
+        return self.scale_offset + (2 * self.padded_tokens if self.is_quantized else 0)
+
+    @property
+    def head_bytes(self) -> int:
+        return 4 * self.head_words
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer, padding included; a multiple of 64."""
+        return self.num_kv_heads * self.head_bytes
+
+
+def allocate_pool(layout: BlockLayout, num_layers: int, num_blocks: int) -> NDArray[np.uint8]:
+    """A pool of zeroed KV blocks, committed lazily: a page costs memory only once it is written.
+
+    The memory is an anonymous mapping that asks for huge pages. Pages fall on the NUMA node of the thread that first
+    writes them, so let the process that owns the pool run on one node.
+
+    Returns:
+        uint8 [num_layers, num_blocks, block_bytes], 64-byte aligned.
+
+    Raises:
+        ValueError: a count is below 1.
+        MemoryError, OSError: the address space can't be reserved.
+    """
+    if num_layers < 1 or num_blocks < 1:
+        raise ValueError(f"num_layers={num_layers} and num_blocks={num_blocks} must be >= 1")
+    shape = (num_layers, num_blocks, layout.block_bytes)
+    num_bytes = num_layers * num_blocks * layout.block_bytes
+    mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(mapping, dtype=np.uint8)
+    start = -raw.ctypes.data % HUGE_PAGE_BYTES  # the first layer begins on a huge page
+    return raw[start : start + num_bytes].reshape(shape)

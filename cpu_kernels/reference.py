@@ -1,0 +1,185 @@
+"""The NumPy twin of every kernel: same signature, same meaning, no speed. The tests compare the two.
+
+Quantised caches are exact here in the sense that the twin reads the very same quantised words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpu_kernels.layout import BlockLayout
+
+
+def to_float32(values: NDArray[Any], source: str) -> NDArray[np.float32]:
+    """Elements in their carrier (float32, or uint16 bits) as float32."""
+    if source == "float32":
+        return values.astype(np.float32, copy=False)
+    if source == "float16":
+        return values.view(np.float16).astype(np.float32)
+    return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def from_float32(values: NDArray[np.float32], source: str) -> NDArray[Any]:
+    """float32 rounded to nearest even, in the carrier of ``source``."""
+    if source == "float32":
+        return values.astype(np.float32, copy=False)
+    if source == "float16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).view(np.uint16)
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def quantize(values: NDArray[np.float32], dtype: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """``values [..., D]`` → integers ``[..., D]`` within ±127 (int8) or ±7 (int4), and one scale for each ``[...]``."""
+    most = np.float32(127 if dtype == "int8" else 7)
+    scales = np.max(np.abs(values), axis=-1).astype(np.float32) / most  # [...]
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+    return np.rint(values * inverse[..., None]).astype(np.int64).clip(-most, most), scales
+
+
+def _head(layout: BlockLayout, pool_layer: NDArray[np.uint8], block: int, head: int) -> NDArray[np.uint32]:
+    words = pool_layer[block].view(np.uint32).reshape(layout.num_kv_heads, layout.head_words)
+    return words[head]
+
+
+def _encode(values: NDArray[np.float32], dtype: str) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    """One token and head: its D elements as bit patterns, and its scale."""
+    if dtype == "float32":
+        return np.ascontiguousarray(values).view(np.uint32).astype(np.uint64), np.ones((), np.float32)
+    if dtype in ("float16", "bfloat16"):
+        return from_float32(values, dtype).astype(np.uint64), np.ones((), np.float32)
+    integers, scale = quantize(values, dtype)
+    bias = 128 if dtype == "int8" else 8
+    return (integers + bias).astype(np.uint64), scale
+
+
+def _decode(bits: NDArray[np.uint32], dtype: str) -> NDArray[np.float32]:
+    if dtype == "float32":
+        return bits.view(np.float32)
+    if dtype in ("float16", "bfloat16"):
+        return to_float32(bits.astype(np.uint16), dtype)
+    return bits.astype(np.float32) - np.float32(128 if dtype == "int8" else 8)
+
+
+def append(
+    layout: BlockLayout,
+    pool_layer: NDArray[np.uint8],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    slots: NDArray[np.int64],
+    *,
+    source: str = "float32",
+    num_threads: int = 1,
+) -> None:
+    """See ``cpu_kernels.append``."""
+    bits_each, pack = 32 // layout.pack, layout.pack
+    mask = (1 << bits_each) - 1
+    k_elements, v_elements = to_float32(k, source), to_float32(v, source)
+    for token, slot in enumerate(slots.tolist()):
+        block, offset = divmod(slot, layout.block_size)
+        for head in range(layout.num_kv_heads):
+            words = _head(layout, pool_layer, block, head)
+            k_words = words[: layout.v_offset].reshape(layout.dim_words, layout.padded_tokens)
+            v_words = words[layout.v_offset : layout.scale_offset].reshape(layout.token_words, layout.padded_dims)
+            k_bits, k_scale = _encode(k_elements[token, head], layout.dtype)
+            v_bits, v_scale = _encode(v_elements[token, head], layout.dtype)
+            for d in range(layout.head_dim):
+                k_shift, v_shift = d % pack * bits_each, offset % pack * bits_each
+                old = int(k_words[d // pack, offset]) & ~(mask << k_shift)
+                k_words[d // pack, offset] = old | int(k_bits[d]) << k_shift
+                old = int(v_words[offset // pack, d]) & ~(mask << v_shift)
+                v_words[offset // pack, d] = old | int(v_bits[d]) << v_shift
+            if layout.is_quantized:
+                scales = words[layout.scale_offset :].view(np.float32).reshape(2, layout.padded_tokens)
+                scales[0, offset], scales[1, offset] = k_scale, v_scale
+
+
+def gather(
+    layout: BlockLayout, pool_layer: NDArray[np.uint8], blocks: NDArray[np.int32], num_tokens: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The first ``num_tokens`` cached tokens of a sequence: K and V, float32 [num_tokens, Hkv, D]."""
+    bits_each, pack = 32 // layout.pack, layout.pack
+    mask = np.uint32((1 << bits_each) - 1)
+    shifts = np.arange(pack, dtype=np.uint32) * np.uint32(bits_each)
+    num_used = -(-num_tokens // layout.block_size)
+    shape = (num_used * layout.block_size, layout.num_kv_heads, layout.head_dim)
+    k, v = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    for index, block in enumerate(blocks[:num_used].tolist()):
+        rows = slice(index * layout.block_size, (index + 1) * layout.block_size)
+        for head in range(layout.num_kv_heads):
+            words = _head(layout, pool_layer, block, head)
+            k_words = words[: layout.v_offset].reshape(layout.dim_words, 1, layout.padded_tokens)
+            v_words = words[layout.v_offset : layout.scale_offset]
+            v_words = v_words.reshape(layout.token_words, 1, layout.padded_dims)
+            k_bits = ((k_words >> shifts[:, None]) & mask).reshape(-1, layout.padded_tokens)  # [dims, tokens]
+            v_bits = ((v_words >> shifts[:, None]) & mask).reshape(-1, layout.padded_dims)  # [tokens, dims]
+            k_block = _decode(k_bits[: layout.head_dim, : layout.block_size].T.copy(), layout.dtype)
+            v_block = _decode(v_bits[: layout.block_size, : layout.head_dim].copy(), layout.dtype)
+            if layout.is_quantized:
+                scales = words[layout.scale_offset :].view(np.float32).reshape(2, layout.padded_tokens)
+                k_block = k_block * scales[0, : layout.block_size, None]
+                v_block = v_block * scales[1, : layout.block_size, None]
+            k[rows, head], v[rows, head] = k_block, v_block
+    return k[:num_tokens], v[:num_tokens]
+
+
+def attend(
+    layout: BlockLayout,
+    pool_layer: NDArray[np.uint8],
+    q: NDArray[Any],
+    block_tables: NDArray[np.int32],
+    query_starts: NDArray[np.int32],
+    query_positions: NDArray[np.int32],
+    context_lens: NDArray[np.int32],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    alibi_slopes: NDArray[np.float32] | None = None,
+    logit_softcap: float | None = None,
+    out: NDArray[Any],
+    lse: NDArray[np.float32] | None = None,
+    source: str = "float32",
+    num_threads: int = 1,
+) -> None:
+    """See ``cpu_kernels.attend``. Computes in float64."""
+    num_q_heads = q.shape[1]
+    group_size = num_q_heads // layout.num_kv_heads
+    queries = to_float32(q, source).astype(np.float64)  # [T, Hq, D]
+    for n, context_len in enumerate(context_lens.tolist()):
+        first, last = int(query_starts[n]), int(query_starts[n + 1])
+        if first == last:
+            continue
+        k, v = gather(layout, pool_layer, block_tables[n], context_len)
+        k = np.repeat(k, group_size, axis=1).astype(np.float64)  # [L, Hq, D]
+        v = np.repeat(v, group_size, axis=1).astype(np.float64)
+        position = int(query_positions[n]) + np.arange(last - first)[:, None]  # [Q, 1]
+        key = np.arange(context_len)[None, :]  # [1, L]
+        visible = key <= position
+        if sliding_window is not None:
+            visible &= key > position - sliding_window
+        scores = np.einsum("qhd,lhd->hql", queries[first:last], k) * scale
+        if logit_softcap is not None:
+            scores = logit_softcap * np.tanh(scores / logit_softcap)
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes[:, None, None].astype(np.float64) * (key - position)[None]
+        scores = np.where(visible[None], scores, -np.inf)
+        top = scores.max(axis=-1, keepdims=True, initial=-np.inf)  # [Hq, Q, 1]
+        weights = np.where(visible[None], np.exp(scores - np.where(np.isfinite(top), top, 0.0)), 0.0)
+        total = weights.sum(axis=-1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            lse_rows = (np.log(total) + np.where(np.isfinite(top), top, 0.0))[..., 0].T  # [Q, Hq]
+        rows = np.einsum("hql,lhd->qhd", weights / np.where(total > 0, total, 1.0), v)
+        out[first:last] = from_float32(rows.astype(np.float32), source)
+        if lse is not None:
+            lse[first:last] = lse_rows
+
+
+def copy_blocks(pool: NDArray[np.uint8], source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:
+    """See ``cpu_kernels.copy_blocks``."""
+    for source_id, target_id in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
+        pool[:, target_id] = pool[:, source_id]

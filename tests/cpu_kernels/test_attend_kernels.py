@@ -1,0 +1,111 @@
+"""Compiled kernels against their NumPy twins on random inputs, with poisoned outputs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cpu_kernels
+from cpu_kernels import BlockLayout, allocate_pool, reference
+
+SEED = 20240321
+
+
+def random_batch(rng, layout, num_q_heads, context_lens, num_queries, source):
+    """A pool filled through ``append`` in a random block order, and everything ``attend`` needs."""
+    needed = [-(-length // layout.block_size) for length in context_lens]
+    num_blocks = sum(needed) + 3
+    pool = allocate_pool(layout, 1, num_blocks)
+    pool[:] = rng.integers(0, 100, pool.shape, dtype=np.uint8)  # stale, finite
+    ids = rng.permutation(num_blocks).astype(np.int32)
+    tables = np.full((len(context_lens), max([*needed, 1])), -1, np.int32)
+    used = 0
+    for n, count in enumerate(needed):
+        tables[n, :count] = ids[used : used + count]
+        used += count
+    kv_shape = (sum(context_lens), layout.num_kv_heads, layout.head_dim)
+    k, v = (rng.standard_normal(kv_shape, np.float32) for _ in range(2))
+    slots = np.concatenate(
+        [
+            tables[n, np.arange(length) // layout.block_size].astype(np.int64) * layout.block_size
+            + np.arange(length) % layout.block_size
+            for n, length in enumerate(context_lens)
+        ]
+    )
+    num_rows = sum(num_queries)
+    q = rng.standard_normal((num_rows, num_q_heads, layout.head_dim), np.float32)
+    starts = np.concatenate([[0], np.cumsum(num_queries)]).astype(np.int32)
+    positions = np.array(
+        [max(0, length - count) for length, count in zip(context_lens, num_queries, strict=True)], np.int32
+    )
+    k, v, q = (reference.from_float32(x, source) for x in (k, v, q))
+    return pool, k, v, slots, q, tables, starts, positions, np.array(context_lens, np.int32)
+
+
+def compare(layout, num_q_heads, context_lens, num_queries, source="float32", tolerance=2e-6, seed=SEED, **options):
+    rng = np.random.default_rng(seed)
+    pool, k, v, slots, q, tables, starts, positions, lens = random_batch(
+        rng, layout, num_q_heads, context_lens, num_queries, source
+    )
+    twin_pool = pool.copy()
+    cpu_kernels.append(layout, pool[0], k, v, slots, source=source)
+    reference.append(layout, twin_pool[0], k, v, slots, source=source)
+    np.testing.assert_array_equal(pool, twin_pool)
+    results = []
+    for attend in (cpu_kernels.attend, reference.attend):
+        out = np.full(q.shape, 0x7FC0, q.dtype) if source != "float32" else np.full(q.shape, np.nan, q.dtype)
+        lse = np.full(q.shape[:2], np.nan, np.float32)
+        attend(
+            layout, pool[0], q, tables, starts, positions, lens,
+            scale=layout.head_dim**-0.5, out=out, lse=lse, source=source, **options,
+        )  # fmt: skip
+        results.append((reference.to_float32(out, source), lse))
+    (out, lse), (twin_out, twin_lse) = results
+    if source == "float16":
+        tolerance = max(tolerance, 2e-3)
+    if source == "bfloat16":
+        tolerance = max(tolerance, 1.6e-2)
+    np.testing.assert_allclose(out, twin_out, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(lse, twin_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
+@pytest.mark.parametrize("source", cpu_kernels.SOURCES)
+def test_every_dtype_and_source(dtype, source):
+    compare(BlockLayout(2, 32, dtype, 16), 4, [1, 17, 40, 0], [1, 1, 3, 1], source)
+
+
+@pytest.mark.parametrize("head_dim", [1, 20, 24, 64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("block_size", [4, 32])
+def test_head_dims(head_dim, block_size):
+    compare(BlockLayout(1, head_dim, "bfloat16", block_size), 3, [33, 5], [1, 2])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 7},
+        {"logit_softcap": 5.0},
+        {"alibi_slopes": np.array([0.5, 0.1, 0.02, 0.7], np.float32)},
+        {"sliding_window": 20, "logit_softcap": 3.0, "alibi_slopes": np.full(4, 0.1, np.float32)},
+    ],
+)
+def test_score_options(options):
+    compare(BlockLayout(2, 16, "float16", 8), 4, [30, 64, 3], [2, 5, 3], tolerance=1e-5, **options)
+
+
+def test_past_only_context_and_nothing_visible():
+    layout = BlockLayout(1, 8, "float32", 4)
+    pool = allocate_pool(layout, 1, 2)
+    kv = np.ones((3, 1, 8), np.float32)
+    cpu_kernels.append(layout, pool[0], kv, kv, np.arange(3))
+    q, out = np.ones((3, 2, 8), np.float32), np.full((3, 2, 8), np.nan, np.float32)
+    lse = np.full((3, 2), np.nan, np.float32)
+    cpu_kernels.attend(
+        layout, pool[0], q, np.array([[0], [0]], np.int32), np.array([0, 2, 3], np.int32),
+        np.array([3, 0], np.int32), np.array([3, 0], np.int32), scale=1.0, sliding_window=3, out=out, lse=lse,
+    )  # fmt: skip
+    np.testing.assert_allclose(out[:2], 1)
+    np.testing.assert_allclose(lse[:2], 8 + np.log([[2, 2], [1, 1]]))
+    assert (out[2] == 0).all()
+    assert (lse[2] == -np.inf).all()
