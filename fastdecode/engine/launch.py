@@ -1,4 +1,4 @@
-"""From a configuration to a running engine: resolve what was left to us, start R-workers, greet them, load the model."""
+"""From a configuration to a running engine: resolve what was left open, load the model, start and greet R-workers."""
 
 from __future__ import annotations
 

@@ -44,14 +44,15 @@ def peak_rss_bytes() -> int:
 
 
 def render(summary: dict[str, Any]) -> str:
-    """The summary in four lines."""
+    """The summary in a few lines for a person."""
     s = summary
     return "\n".join(
         [
             f"{s['requests'] - s['failed']} requests done, {s['failed']} failed; "
             f"{s['prompt_tokens']} prompt and {s['output_tokens']} output tokens in {s['steps']} steps",
-            f"{s['output_tokens_per_s']:.0f} output tokens/s; load {s["load_s"]:.2f} s, prefill {s['prefill_s']:.2f} s, "
-            f"decode {s['decode_s']:.2f} s; peak memory {s['peak_rss_bytes'] / 1e9:.2f} GB",
+            f"{s['output_tokens_per_s']:.0f} output tokens/s; "
+            f"load {s['load_s']:.2f} s, prefill {s['prefill_s']:.2f} s, decode {s['decode_s']:.2f} s; "
+            f"peak memory {s['peak_rss_bytes'] / 1e9:.2f} GB",
             f"of each step on average: S-part {s['s_share']:.0%}, waiting for R-workers {s['wait_share']:.0%} "
             f"(the busiest of {s['r_workers']} R-workers computed {s['r_share']:.0%} of the time)",
         ]

@@ -1,0 +1,50 @@
+# Two commands: `make demo` and `make test`. Each sets up its own virtual environment in .venv first.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help demo test check format venv clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    set up, then complete examples/prompts.jsonl with the shipped demo model"
+	@echo "make test    set up, then run the tests"
+	@echo "make check   set up, then ruff, mypy and import-linter"
+	@echo "make format  rewrite the code in the project's format"
+	@echo "make clean   remove the virtual environment and everything that was built"
+
+# A stamp a set of packages; it is renewed when what it was made from changes.
+$(VENV)/.base: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "FastDecode needs Python 3.10 or newer; run: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	@# torch alone, and first, so that no other package's needs choose its build.
+	$(PIP) install -c constraints.txt 'torch==2.13.0'
+	$(PIP) install -c constraints.txt -e '.[sworker]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) install -c constraints.txt -e '.[sworker,test,lint]'
+	@touch $@
+
+demo: $(VENV)/.base
+	@mkdir -p out
+	$(BIN)/fastdecode generate --model examples/model/checkpoint --input examples/prompts.jsonl \
+	    --output out/completions.jsonl --summary out/summary.json --r-workers 2 --temperature 0 --show
+	@echo; echo "completions: out/completions.jsonl   summary: out/summary.json"
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
