@@ -1,0 +1,302 @@
+"""The KV store against a naive model: a dict of token lists, and a memory that a slot really writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import CapacityError, ProtocolError
+from fastdecode.core.spec import KVSpec
+from rworker.kv_store import KVStore
+
+NUM_BLOCKS = 12
+BLOCK_SIZE = 4
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def counts(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+class Memory:
+    """What a pool of KV would hold, one number a slot."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.cells = np.full((num_blocks, block_size), -1, np.int64)
+
+    def append(self, store: KVStore, new: dict[int, list[int]]) -> None:
+        appended = store.append(ids(*new), counts(*map(len, new.values())))
+        self.cells[appended.copy_targets] = self.cells[appended.copy_sources]
+        self.cells.reshape(-1)[appended.slots] = [token for tokens in new.values() for token in tokens]
+
+    def read(self, store: KVStore, sequence_id: int) -> list[int]:
+        table = store.block_tables(ids(sequence_id))[0]
+        (length,) = store.num_tokens(ids(sequence_id))
+        return self.cells[table].reshape(-1)[:length].tolist()
+
+
+def snapshot(store: KVStore) -> dict[str, object]:
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else repr(value)
+        for name, value in vars(store).items()
+        if name not in ("_tables", "_lengths", "_reserved", "_widths", "_free_rows")
+    } | {
+        f"row {key}": (
+            store._tables[row].tolist(),
+            store._lengths[row].item(),
+            store._reserved[row].item(),
+            store._widths[row].item(),
+        )
+        for key, row in store._row_of.items()
+    }
+
+
+def refuses_unchanged(store: KVStore, error: type[Exception], act: Callable[[], object]) -> Exception:
+    before = snapshot(store)
+    with pytest.raises(error) as caught:
+        act()
+    assert snapshot(store) == before
+    return caught.value
+
+
+class KVStoreMachine(RuleBasedStateMachine):
+    """Open, fork, append and close in any order. An append inside its reservation must never fail."""
+
+    sequences = Bundle("sequences")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = KVStore(NUM_BLOCKS, BLOCK_SIZE, max_sequences=9)
+        self.memory = Memory(NUM_BLOCKS, BLOCK_SIZE)
+        self.tokens: dict[int, list[int]] = {}
+        self.reserved: dict[int, int] = {}
+        self.next_id = 0
+        self.next_token = 0
+
+    def _fresh(self, num_tokens: int) -> list[int]:
+        self.next_token += num_tokens
+        return list(range(self.next_token - num_tokens, self.next_token))
+
+    def _accept(self, act: Callable[[int], None], tokens: list[int], num_reserved: int) -> object:
+        self.next_id += 1
+        try:
+            act(self.next_id)
+        except CapacityError:
+            refuses_unchanged(self.store, CapacityError, lambda: act(self.next_id))
+            return multiple()
+        self.tokens[self.next_id] = tokens
+        self.reserved[self.next_id] = num_reserved
+        return self.next_id
+
+    @rule(target=sequences, num_reserved=st.integers(1, 24))
+    def open(self, num_reserved: int) -> object:
+        return self._accept(lambda new: self.store.open(new, num_reserved), [], num_reserved)
+
+    @rule(target=sequences, parent=sequences, shared=st.integers(1, 24), more=st.integers(0, 9))
+    def fork(self, parent: int, shared: int, more: int) -> object:
+        if not self.tokens[parent]:
+            return multiple()
+        shared = min(shared, len(self.tokens[parent]))
+        return self._accept(
+            lambda new: self.store.fork(parent, new, shared, shared + more),
+            self.tokens[parent][:shared],
+            shared + more,
+        )
+
+    @rule(chosen=st.lists(st.tuples(sequences, st.integers(1, 9)), min_size=1, max_size=6))
+    def append(self, chosen: list[tuple[int, int]]) -> None:
+        new = {
+            s: self._fresh(min(n, self.reserved[s] - len(self.tokens[s])))
+            for s, n in dict(chosen).items()
+            if len(self.tokens[s]) < self.reserved[s]
+        }
+        self.memory.append(self.store, new)
+        for sequence, tokens in new.items():
+            self.tokens[sequence] = self.tokens[sequence] + tokens
+
+    @rule(sequence=sequences)
+    def outgrow(self, sequence: int) -> None:
+        over = self.reserved[sequence] - len(self.tokens[sequence]) + 1
+        refuses_unchanged(self.store, CapacityError, lambda: self.store.append(ids(sequence), counts(over)))
+
+    @rule(sequence=consumes(sequences))
+    def close(self, sequence: int) -> None:
+        self.store.close(sequence)
+        del self.tokens[sequence], self.reserved[sequence]
+        refuses_unchanged(self.store, ProtocolError, lambda: self.store.close(sequence))
+
+    @invariant()
+    def store_is_sound(self) -> None:
+        self.store.check_invariants()
+        assert self.store.num_sequences == len(self.tokens)
+
+    @invariant()
+    def every_sequence_reads_its_own_tokens(self) -> None:
+        for sequence, tokens in self.tokens.items():
+            assert self.memory.read(self.store, sequence) == tokens
+
+    @invariant()
+    def sharing_never_costs_blocks(self) -> None:
+        num_used = NUM_BLOCKS - self.store.num_free_blocks
+        assert num_used <= sum(-(-len(tokens) // BLOCK_SIZE) for tokens in self.tokens.values())
+
+    @invariant()
+    def promises_are_no_dearer_than_without_sharing(self) -> None:
+        num_held = NUM_BLOCKS - self.store.num_available_blocks
+        assert num_held <= sum(-(-tokens // BLOCK_SIZE) for tokens in self.reserved.values())
+
+    def teardown(self) -> None:
+        for sequence in list(self.tokens):
+            self.store.close(sequence)
+        self.store.check_invariants()
+        assert self.store.num_free_blocks == self.store.num_available_blocks == NUM_BLOCKS
+
+
+KVStoreMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestKVStoreMachine = KVStoreMachine.TestCase
+
+
+def test_slots_fill_blocks_in_order() -> None:
+    store = KVStore(8, 4)
+    store.open(7, 12)
+    store.open(9, 4)
+    first = store.append(ids(7, 9), counts(6, 1))
+    assert first.slots.dtype == np.int64
+    assert first.slots.tolist() == [0, 1, 2, 3, 4, 5, 8]
+    assert store.append(ids(9, 7), counts(1, 3)).slots.tolist() == [9, 6, 7, 12]
+    tables = store.block_tables(ids(9, 7))
+    assert tables.dtype == np.int32
+    assert tables.shape == (2, 3)
+    assert tables[0, 0] == 2
+    assert tables[1].tolist() == [0, 1, 3]
+    assert store.num_tokens(ids(9, 7)).tolist() == [2, 9]
+
+
+def test_open_takes_nothing_but_promises_everything() -> None:
+    store = KVStore(4, 4)
+    store.open(1, 9)
+    assert (store.num_free_blocks, store.num_available_blocks) == (4, 1)
+    error = refuses_unchanged(store, CapacityError, lambda: store.open(2, 5))
+    assert error.code == "out_of_capacity"  # type: ignore[attr-defined]
+    assert "sequence 2" in str(error)
+    error = refuses_unchanged(store, CapacityError, lambda: store.open(2, 17))
+    assert error.code == "exceeds_capacity"  # type: ignore[attr-defined]
+    store.open(2, 4)
+    assert store.num_available_blocks == 0
+
+
+def test_fork_of_a_full_block_costs_nothing() -> None:
+    store = KVStore(4, 4)
+    store.open(1, 8)
+    store.append(ids(1), counts(8))
+    store.fork(1, 2, 4, 4)
+    store.fork(1, 3, 8, 8)
+    assert store.num_available_blocks == 2
+    store.close(1)
+    assert store.num_free_blocks == 2  # both blocks live on in sequence 3
+    store.close(3)
+    assert store.num_free_blocks == 3
+    store.close(2)
+    assert store.num_free_blocks == 4
+
+
+def test_fork_promises_the_copy_of_a_shared_tail() -> None:
+    store = KVStore(2, 4)
+    store.open(1, 4)
+    store.append(ids(1), counts(2))
+    store.fork(1, 2, 2, 4)
+    assert store.num_available_blocks == 0
+    refuses_unchanged(store, CapacityError, lambda: store.fork(1, 3, 2, 4))
+    # Both write: one copies, the other is left alone with the old block.
+    appended = store.append(ids(2, 1), counts(2, 2))
+    assert appended.copy_sources.tolist() == [0]
+    assert appended.copy_targets.tolist() == [1]
+    assert appended.slots.tolist() == [6, 7, 2, 3]
+    store.check_invariants()
+
+
+def test_closing_the_parent_returns_the_promised_copy() -> None:
+    store = KVStore(3, 4)
+    store.open(1, 4)
+    store.append(ids(1), counts(4))
+    store.fork(1, 2, 3, 4)  # the parent has the whole block, so the child must copy it
+    assert store.num_available_blocks == 1
+    store.close(1)
+    assert store.num_available_blocks == 2  # the child alone is left, and writes in place
+    assert store.append(ids(2), counts(1)).copy_sources.size == 0
+
+
+def test_ids_that_are_not_open_are_refused() -> None:
+    store = KVStore(4, 4)
+    store.open(1, 4)
+    store.append(ids(1), counts(2))
+    for act in (
+        lambda: store.append(ids(1, 5), counts(1, 1)),
+        lambda: store.block_tables(ids(5)),
+        lambda: store.num_tokens(ids(5)),
+        lambda: store.close(5),
+        lambda: store.fork(5, 6, 1, 1),
+        lambda: store.fork(1, 1, 1, 1),
+        lambda: store.fork(1, 6, 3, 4),
+        lambda: store.fork(1, 6, 0, 4),
+        lambda: store.fork(1, 6, 2, 1),
+        lambda: store.open(1, 1),
+    ):
+        assert "sequence" in str(refuses_unchanged(store, ProtocolError, act))
+
+
+def test_number_of_sequences_is_bounded() -> None:
+    store = KVStore(400, 4, max_sequences=100)
+    for i in range(100):
+        store.open(i, 1)
+    refuses_unchanged(store, CapacityError, lambda: store.open(100, 1))
+    store.close(3)
+    store.open(100, 1)
+    store.check_invariants()
+
+
+def test_rows_and_tables_grow_and_are_used_again() -> None:
+    store = KVStore(8000, 1)
+    memory = Memory(8000, 1)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 40, 200)
+    for i, length in enumerate(lengths):
+        store.open(i, int(length))
+        memory.append(store, {i: [1000 * i + j for j in range(length)]})
+    for i in range(0, 200, 2):
+        store.close(i)
+    num_rows = store._tables.shape[0]
+    for i in range(200, 300):
+        store.open(i, 3)
+        memory.append(store, {i: [1000 * i, 1000 * i + 1, 1000 * i + 2]})
+    assert store._tables.shape[0] == num_rows
+    for i in range(1, 200, 2):
+        assert memory.read(store, i) == [1000 * i + j for j in range(lengths[i])]
+    store.check_invariants()
+
+
+@pytest.mark.parametrize(("mean_tokens", "num_sequences"), [(96, 2000), (1024, 500), (16384, 40)])
+def test_kv_memory_overhead(mean_tokens: int, num_sequences: int) -> None:
+    """All that the cache takes, bookkeeping included, over the raw K and V bytes: at most 5% and a block a sequence."""
+    kv = KVSpec(num_layers=8, num_kv_heads=4, head_dim=64, dtype=DType.FLOAT16, block_size=32)
+    rng = np.random.default_rng(mean_tokens)
+    lengths = rng.integers(1, 2 * mean_tokens, num_sequences)
+    num_blocks = int(sum(map(kv.num_blocks_for, lengths.tolist())))
+    store = KVStore(num_blocks, kv.block_size)
+    for i, length in enumerate(lengths.tolist()):
+        store.open(i, length)
+    store.append(np.arange(num_sequences), lengths.astype(np.int32))
+    used_bytes = (num_blocks - store.num_free_blocks) * kv.block_bytes + store.bookkeeping_bytes
+    raw_bytes = int(lengths.sum()) * kv.token_bytes
+    assert used_bytes <= 1.05 * raw_bytes + num_sequences * kv.block_bytes
