@@ -37,8 +37,8 @@ class Appended:
     """Where the new tokens of a step go, and which blocks must be copied before anything is written."""
 
     slots: NDArray[np.int64]  # [T] in the order of the sequences, each sequence's tokens in order
-    copy_sources: NDArray[np.int32]  # [C] block ids
-    copy_targets: NDArray[np.int32]  # [C]
+    copy_sources: NDArray[np.int64]  # [C] block ids
+    copy_targets: NDArray[np.int64]  # [C]
 
 
 class KVStore:
@@ -218,7 +218,7 @@ class KVStore:
 
     def _copy_shared_tails(
         self, rows: NDArray[np.int64], past: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Give every sequence that is about to write into a shared tail a block of its own: (sources, targets)."""
         last = np.maximum(self._widths[rows] - 1, 0)
         tails = self._tables[rows, last]
@@ -235,7 +235,7 @@ class KVStore:
             self._tables[rows[i], last[i]] = target
             sources.append(source)
             targets.append(target)
-        return np.array(sources, np.int32), np.array(targets, np.int32)
+        return np.array(sources, np.int64), np.array(targets, np.int64)
 
     def _take_blocks(self, rows: NDArray[np.int64], total: NDArray[np.int64]) -> None:
         """Lengthen the block tables so that they hold ``total`` tokens."""

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import KVSpec
@@ -71,8 +72,6 @@ def refuses_unchanged(store: KVStore, error: type[Exception], act: Callable[[], 
 class KVStoreMachine(RuleBasedStateMachine):
     """Open, fork, append and close in any order. An append inside its reservation must never fail."""
 
-    sequences = Bundle("sequences")
-
     def __init__(self) -> None:
         super().__init__()
         self.store = KVStore(NUM_BLOCKS, BLOCK_SIZE, max_sequences=9)
@@ -86,50 +85,55 @@ class KVStoreMachine(RuleBasedStateMachine):
         self.next_token += num_tokens
         return list(range(self.next_token - num_tokens, self.next_token))
 
-    def _accept(self, act: Callable[[int], None], tokens: list[int], num_reserved: int) -> object:
+    def _try(self, act: Callable[[int], None], tokens: list[int], num_reserved: int) -> None:
         self.next_id += 1
         try:
             act(self.next_id)
         except CapacityError:
             refuses_unchanged(self.store, CapacityError, lambda: act(self.next_id))
-            return multiple()
+            return
         self.tokens[self.next_id] = tokens
         self.reserved[self.next_id] = num_reserved
-        return self.next_id
 
-    @rule(target=sequences, num_reserved=st.integers(1, 24))
-    def open(self, num_reserved: int) -> object:
-        return self._accept(lambda new: self.store.open(new, num_reserved), [], num_reserved)
+    @rule(num_reserved=st.integers(1, 24))
+    def open(self, num_reserved: int) -> None:
+        self._try(lambda new: self.store.open(new, num_reserved), [], num_reserved)
 
-    @rule(target=sequences, parent=sequences, shared=st.integers(1, 24), more=st.integers(0, 9))
-    def fork(self, parent: int, shared: int, more: int) -> object:
-        if not self.tokens[parent]:
-            return multiple()
-        shared = min(shared, len(self.tokens[parent]))
-        return self._accept(
+    @precondition(lambda self: any(self.tokens.values()))
+    @rule(data=st.data(), more=st.integers(0, 9))
+    def fork(self, data: st.DataObject, more: int) -> None:
+        parent = data.draw(st.sampled_from([s for s, tokens in self.tokens.items() if tokens]), "parent")
+        shared = data.draw(st.integers(1, len(self.tokens[parent])), "shared")
+        self._try(
             lambda new: self.store.fork(parent, new, shared, shared + more),
             self.tokens[parent][:shared],
             shared + more,
         )
 
-    @rule(chosen=st.lists(st.tuples(sequences, st.integers(1, 9)), min_size=1, max_size=6))
-    def append(self, chosen: list[tuple[int, int]]) -> None:
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def append(self, data: st.DataObject) -> None:
+        some = data.draw(st.lists(st.sampled_from(list(self.tokens)), min_size=1, unique=True), "sequences")
         new = {
-            s: self._fresh(min(n, self.reserved[s] - len(self.tokens[s])))
-            for s, n in dict(chosen).items()
-            if len(self.tokens[s]) < self.reserved[s]
+            sequence: self._fresh(data.draw(st.integers(1, room), "num_new"))
+            for sequence in some
+            if (room := self.reserved[sequence] - len(self.tokens[sequence]))
         }
         self.memory.append(self.store, new)
         for sequence, tokens in new.items():
             self.tokens[sequence] = self.tokens[sequence] + tokens
 
-    @rule(sequence=sequences)
-    def outgrow(self, sequence: int) -> None:
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def outgrow(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(list(self.tokens)), "sequence")
         over = self.reserved[sequence] - len(self.tokens[sequence]) + 1
         refuses_unchanged(self.store, CapacityError, lambda: self.store.append(ids(sequence), counts(over)))
 
-    @rule(sequence=consumes(sequences))
-    def close(self, sequence: int) -> None:
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(list(self.tokens)), "sequence")
         self.store.close(sequence)
         del self.tokens[sequence], self.reserved[sequence]
         refuses_unchanged(self.store, ProtocolError, lambda: self.store.close(sequence))
@@ -297,6 +301,8 @@ def test_kv_memory_overhead(mean_tokens: int, num_sequences: int) -> None:
     for i, length in enumerate(lengths.tolist()):
         store.open(i, length)
     store.append(np.arange(num_sequences), lengths.astype(np.int32))
-    used_bytes = (num_blocks - store.num_free_blocks) * kv.block_bytes + store.bookkeeping_bytes
+    layout = BlockLayout(kv.num_kv_heads, kv.head_dim, kv.dtype.value, kv.block_size)
+    num_used = num_blocks - store.num_free_blocks
+    used_bytes = num_used * kv.num_layers * layout.block_bytes + store.bookkeeping_bytes
     raw_bytes = int(lengths.sum()) * kv.token_bytes
     assert used_bytes <= 1.05 * raw_bytes + num_sequences * kv.block_bytes
