@@ -40,7 +40,8 @@ _REFUSED_IF_TRUE = {
     "apply_residual_connection_post_layernorm": "a residual taken after the norm",
     "pruned_heads": "pruned heads",
     **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"), "a mixture of experts"
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+        "a mixture of experts",
     ),
 }
 
@@ -62,7 +63,10 @@ class _Family:
 
 
 def read_model_spec(
-    config: Mapping[str, object], name: str, generation_config: Mapping[str, object], max_model_len: int | None
+    config: Mapping[str, object],
+    name: str,
+    generation_config: Mapping[str, object],
+    max_model_len: int | None,
 ) -> ModelSpec:
     """See ``ModelSpec.from_hf``."""
     reader = ConfigReader(config, f"{name}/config.json")

@@ -115,7 +115,11 @@ class ModelSpec:
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
         """Output dims of the q, k and v projections."""
-        return self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return (
+            self.num_q_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        )
 
     @property
     def num_layer_parameters(self) -> int:

@@ -1,0 +1,230 @@
+"""A Hugging Face model directory: its config files, and where each tensor lies on disk.
+
+The safetensors layout is: the header's length (8 bytes, little endian), the header (a JSON object of name → dtype,
+shape, begin and end), the raw tensors. We read it ourselves rather than map the file into memory, so that the peak
+memory of a load is what the loader allocates and nothing else. Everything in a header is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdecode.core.errors import CheckpointError
+
+MAX_CONFIG_BYTES = 16 << 20
+MAX_INDEX_BYTES = 256 << 20
+MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+MAX_DIMS = 8
+MAX_DIM = 1 << 40
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor on disk."""
+
+    name: str
+    file: Path
+    dtype: str
+    """As safetensors names it, e.g. ``BF16``."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the file's start."""
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model directory whose files are all there and consistent with each other."""
+
+    directory: Path
+    config: Mapping[str, object]
+    generation_config: Mapping[str, object]
+    tensors: Mapping[str, TensorEntry]
+    model_hash: str
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Read the config files and every safetensors header of a model directory; no tensor is read.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or the index doesn't fit the files; says what to do.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is not a directory. A model is a local directory in the Hugging Face layout (config.json, "
+            f"*.safetensors); models are never downloaded: fetch it first, e.g. with `hf download`."
+        )
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory} has no config.json: it is not a model directory, or its download is incomplete."
+        )
+    config_bytes = _read_bytes(directory / "config.json", MAX_CONFIG_BYTES)
+    config = _parse_object(directory / "config.json", config_bytes)
+    generation: Mapping[str, object] = {}
+    if (directory / "generation_config.json").is_file():
+        file = directory / "generation_config.json"
+        generation = _parse_object(file, _read_bytes(file, MAX_CONFIG_BYTES))
+
+    digest = hashlib.sha256(config_bytes)
+    tensors: dict[str, TensorEntry] = {}
+    index = _read_index(directory)
+    for file in sorted({directory / WEIGHTS_FILE} if index is None else set(index.values())):
+        header_bytes = _read_header(file)
+        digest.update(file.name.encode() + b"\0" + header_bytes)
+        for entry in _parse_header(file, header_bytes):
+            if index is not None and index.get(entry.name) != file:
+                continue  # the index decides; a shard may hold more than it
+            tensors[entry.name] = entry
+    for name in index or {}:
+        if name not in tensors:
+            raise CheckpointError(
+                f"{directory / INDEX_FILE} says that {name!r} is in {(index or {})[name].name}, which doesn't hold it: "
+                f"index and shards are of different versions. Fetch the model again."
+            )
+    return Checkpoint(directory, config, generation, tensors, digest.hexdigest())
+
+
+def model_hash(path: str | Path) -> str:
+    """An identity for a model: SHA-256 over its config.json and safetensors headers, in hex.
+
+    Cheap: the weights aren't read, so two fine-tunes of one model that were saved alike have the same hash.
+
+    Raises:
+        CheckpointError: as ``open_checkpoint``.
+    """
+    return open_checkpoint(path).model_hash
+
+
+def _read_bytes(file: Path, limit: int) -> bytes:
+    try:
+        if file.stat().st_size > limit:
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes; more than {limit} can't be right.")
+        return file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read: {error.strerror or error}.") from error
+
+
+def _parse_object(file: Path, data: bytes) -> dict[str, object]:
+    try:
+        parsed = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}). Fetch the file again.") from None
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not a {type(parsed).__name__}. Fetch the file again.")
+    return parsed
+
+
+def _read_index(directory: Path) -> dict[str, Path] | None:
+    """Tensor → shard; None for a checkpoint in a single file."""
+    if (directory / WEIGHTS_FILE).is_file():
+        return None
+    file = directory / INDEX_FILE
+    if not file.is_file():
+        raise _no_weights(directory)
+    weight_map = _parse_object(file, _read_bytes(file, MAX_INDEX_BYTES)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{file}: 'weight_map' must be an object of tensor to shard. Fetch the file again.")
+    index: dict[str, Path] = {}
+    for name, shard in weight_map.items():
+        if (
+            not isinstance(shard, str)
+            or not shard.endswith(".safetensors")
+            or Path(shard).name != shard
+            or "\\" in shard
+        ):
+            raise CheckpointError(
+                f"{file}: {shard!r}, the shard of {name!r}, is not a *.safetensors file name within the directory. "
+                f"Don't trust this checkpoint; fetch it from its source."
+            )
+        index[name] = directory / shard
+    missing = sorted({shard.name for shard in index.values() if not shard.is_file()})
+    if missing:
+        raise CheckpointError(
+            f"{directory}: {len(missing)} of {len(set(index.values()))} shards named by {INDEX_FILE} are missing: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Finish the download."
+        )
+    return index
+
+
+def _no_weights(directory: Path) -> CheckpointError:
+    names = sorted(file.name for file in directory.iterdir())
+    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
+        return CheckpointError(
+            f"{directory} holds its weights as pickled files only (*.bin, *.pt), which can run code when loaded, so "
+            f"they are never read. Convert it once, where transformers is installed and you trust the files: "
+            f'python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{directory}').save_pretrained('NEW_DIRECTORY')\""
+        )
+    others = [name for name in names if name.endswith(".safetensors")]
+    found = f"; found {', '.join(others[:5])}, which no index explains" if others else ""
+    return CheckpointError(
+        f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{found}. Fetch the weights in safetensors format."
+    )
+
+
+def _read_header(file: Path) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                raise _broken(file, "its header is cut off or isn't one")
+            return stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read: {error.strerror or error}.") from error
+
+
+def _parse_header(file: Path, header_bytes: bytes) -> list[TensorEntry]:
+    start = 8 + len(header_bytes)
+    room = file.stat().st_size - start
+    try:
+        header = json.loads(header_bytes)
+    except (ValueError, RecursionError):
+        raise _broken(file, "its header isn't valid JSON") from None
+    if not isinstance(header, dict):
+        raise _broken(file, "its header isn't a JSON object")
+    header.pop("__metadata__", None)
+    entries = [_parse_entry(file, name, entry, start) for name, entry in header.items()]
+    end = 0
+    for entry in sorted(entries, key=lambda e: (e.offset, e.num_bytes)):
+        if entry.offset != start + end:
+            raise _broken(file, f"the bytes of {entry.name!r} overlap another tensor's, or leave a gap")
+        end += entry.num_bytes
+    if end != room:
+        raise _broken(file, f"its tensors take {end} bytes, but {room} are there")
+    return entries
+
+
+def _parse_entry(file: Path, name: str, entry: object, start: int) -> TensorEntry:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
+            dtype in _ITEM_BYTES and len(shape) <= MAX_DIMS and all(_is_dim(dim) for dim in shape)
+        ):
+            num_bytes = _ITEM_BYTES[dtype] * math.prod(shape)
+            if begin >= 0 and end - begin == num_bytes:
+                return TensorEntry(name, file, dtype, tuple(shape), start + begin, num_bytes)
+    raise _broken(file, f"the header's entry of {name!r} makes no sense")
+
+
+def _is_dim(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DIM
+
+
+def _broken(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{file} is not a whole safetensors file: {why}. Fetch it again (is the disk full?).")

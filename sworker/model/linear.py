@@ -1,0 +1,65 @@
+"""Linear layers, alone and fused, and the MLPs made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastdecode.core.model_spec import Activation, ModelSpec
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+}
+
+
+class Linear(nn.Module):
+    """y = x · weightᵀ + bias. ``splits`` are the output sizes of the projections that are fused into this one."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, in_size: int, splits: tuple[int, ...], bias: bool) -> None:
+        super().__init__()
+        self.splits = splits
+        self.weight = nn.Parameter(torch.empty(sum(splits), in_size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(sum(splits)), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, in_size] → [T, sum(splits)]
+        return F.linear(x, self.weight, self.bias)
+
+
+class MLP(nn.Module):
+    """down(act(up(x))), or down(act(gate(x)) · up(x)) with gate and up fused, gate first."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.act = ACTIVATIONS[spec.activation]
+        self.gated = spec.gated_mlp
+        splits = (spec.intermediate_size,) * (2 if spec.gated_mlp else 1)
+        self.up = Linear(spec.hidden_size, splits, spec.mlp_bias)
+        self.down = Linear(spec.intermediate_size, (spec.hidden_size,), spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, hidden] → [T, hidden]
+        h: Tensor = self.up(x)
+        if self.gated:
+            gate, up = h.chunk(2, dim=-1)  # [T, intermediate] each
+            h = self.act(gate) * up
+        else:
+            h = self.act(h)
+        y: Tensor = self.down(h)
+        return y

@@ -1,0 +1,260 @@
+"""From a model directory to a model on a device.
+
+Modules are built without storage; then the tensors stream from disk in the order in which they lie there, one at a
+time, straight to their place on the target device in the target dtype. So the peak is the model's own size and the
+largest tensor's, whatever the number of shards, and every name and shape has been checked before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fastdecode.core.errors import CheckpointError
+from fastdecode.core.model_spec import ModelSpec
+from sworker.checkpoint import Checkpoint, TensorEntry, model_hash, open_checkpoint
+from sworker.model.decoder import Decoder
+from sworker.model.families import CHECKPOINT_NAMES, CheckpointNames, Layout, Names, Source
+from sworker.model.linear import Linear
+from sworker.model.rope import RotaryTable
+
+__all__ = ["load_model", "load_spec", "model_hash"]
+
+Progress = Callable[[int, int], None]
+"""Called with bytes read so far and bytes to read."""
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype | None = None,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[ModelSpec, Decoder]:
+    """Read a Hugging Face model directory.
+
+    Args:
+        path: the directory.
+        device: where the weights go.
+        dtype: of weights and activations: float32, float16 or bfloat16; None is the checkpoint's own.
+        max_model_len: a lower length limit than the model's own (see ``ModelSpec.from_hf``).
+        progress: called after every tensor with bytes read and bytes to read.
+
+    Returns:
+        The spec, and the model in inference mode: no parameter needs a gradient.
+
+    Raises:
+        UnsupportedModelError: the architecture or one of its features isn't implemented.
+        CheckpointError: files are missing, broken, or don't fit ``config.json``.
+        ConfigError: ``max_model_len`` is out of range.
+    """
+    checkpoint = open_checkpoint(path)
+    spec = _spec(checkpoint, max_model_len)
+    with torch.device("meta"):
+        model = Decoder(spec)
+    placements = _plan(checkpoint, spec, model)
+    device = torch.device(device)
+    _allocate(model, device, dtype or getattr(torch, spec.dtype.value))
+    _stream(placements, spec, progress)
+    return spec, model.eval()
+
+
+def load_spec(path: str | Path, *, max_model_len: int | None = None) -> ModelSpec:
+    """What ``load_model`` would return as the spec, without reading a tensor.
+
+    Raises:
+        ModelError, ConfigError: as ``load_model``.
+    """
+    return _spec(open_checkpoint(path), max_model_len)
+
+
+def _spec(checkpoint: Checkpoint, max_model_len: int | None) -> ModelSpec:
+    return ModelSpec.from_hf(
+        checkpoint.config,
+        name=str(checkpoint.directory),
+        generation_config=checkpoint.generation_config,
+        max_model_len=max_model_len,
+    )
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """One tensor on disk and the rows of our parameter that it fills."""
+
+    entry: TensorEntry
+    module: nn.Module
+    parameter: str
+    first_row: int
+    num_rows: int
+    layout: Layout
+
+
+def _plan(checkpoint: Checkpoint, spec: ModelSpec, model: Decoder) -> list[_Placement]:
+    """Match every parameter with tensors on disk, and every tensor on disk with a parameter; in the order on disk."""
+    names = CHECKPOINT_NAMES[spec.family]
+    prefix = _find_prefix(checkpoint, names)
+    placements: list[_Placement] = []
+    missing: list[str] = []
+    for module, sources in _matched_modules(model, names, prefix):
+        for parameter, tensor in module.named_parameters(recurse=False):
+            first_row = 0
+            for source, num_rows in zip(sources, _row_counts(module, tensor, len(sources)), strict=True):
+                name = f"{source.name}.{parameter}"
+                entry = checkpoint.tensors.get(name)
+                if entry is None:
+                    missing.append(name)
+                else:
+                    layout = source.layout if tensor.dim() == 2 or source.layout == "heads" else "rows"
+                    _check(checkpoint, entry, (num_rows, *tensor.shape[1:]), layout)
+                    placements.append(_Placement(entry, module, parameter, first_row, num_rows, layout))
+                first_row += num_rows
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.directory} lacks {_some(missing)}, which its config.json calls for. The weights are "
+            f"incomplete or of another model: fetch them again."
+        )
+    _refuse_unexpected(checkpoint, spec, names, {placement.entry.name for placement in placements})
+    return sorted(placements, key=lambda p: (p.entry.file.name, p.entry.offset))
+
+
+def _find_prefix(checkpoint: Checkpoint, names: CheckpointNames) -> str:
+    embedding = names.model["embed_tokens"]
+    for prefix in names.prefixes:
+        if f"{prefix}{embedding}.weight" in checkpoint.tensors:
+            return prefix
+    raise CheckpointError(
+        f"{checkpoint.directory} lacks the token embedding {names.prefixes[0]}{embedding}.weight. The weights are "
+        f"incomplete or of another architecture than config.json says: fetch them again."
+    )
+
+
+def _matched_modules(
+    model: Decoder, names: CheckpointNames, prefix: str
+) -> Iterator[tuple[nn.Module, tuple[Source, ...]]]:
+    """Every module that has parameters of its own, with the checkpoint's modules that it is made of."""
+    for path, module in model.named_modules():
+        if not list(module.named_parameters(recurse=False)):
+            continue
+        if path == "lm_head":
+            yield module, (Source(names.head, "rows"),)
+        elif path.startswith("layers."):
+            _, layer, own = path.split(".", 2)
+            yield module, _sources(names.layers[own], prefix + names.layer.format(layer))
+        else:
+            yield module, _sources(names.model[path], prefix)
+
+
+def _sources(names: Names, prefix: str) -> tuple[Source, ...]:
+    match names:
+        case str():
+            return (Source(prefix + names, "rows"),)
+        case Source():
+            return (Source(prefix + names.name, names.layout),)
+        case _:
+            return tuple(Source(prefix + name, "rows") for name in names)
+
+
+def _row_counts(module: nn.Module, tensor: Tensor, num_sources: int) -> tuple[int, ...]:
+    """How the rows of a parameter divide among the tensors that fill it."""
+    if num_sources == 1:
+        return (tensor.shape[0],)
+    assert isinstance(module, Linear)
+    return module.splits
+
+
+def _check(checkpoint: Checkpoint, entry: TensorEntry, shape: tuple[int, ...], layout: Layout) -> None:
+    expected = shape[::-1] if layout == "transposed" else shape
+    if entry.shape != expected:
+        raise CheckpointError(
+            f"{entry.file}: {entry.name!r} has the shape {list(entry.shape)}, but config.json "
+            f"calls for {list(expected)}. Config and weights are of different models: fetch both again."
+        )
+    if entry.dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{entry.file}: {entry.name!r} has the dtype {entry.dtype}, not one of {', '.join(_DTYPES)}. Use the "
+            f"checkpoint in float32, float16 or bfloat16 that it was made from."
+        )
+
+
+def _refuse_unexpected(checkpoint: Checkpoint, spec: ModelSpec, names: CheckpointNames, used: set[str]) -> None:
+    harmless = [re.compile(pattern) for pattern in names.harmless]
+    if spec.tied_embeddings:
+        harmless.append(re.compile(re.escape(f"{names.head}.weight")))
+    unexpected = [
+        name for name in checkpoint.tensors if name not in used and not any(p.fullmatch(name) for p in harmless)
+    ]
+    if unexpected:
+        raise CheckpointError(
+            f"{checkpoint.directory} holds {_some(unexpected)}, for which the architecture {spec.architecture} in its "
+            f"config.json has no place. Leaving them out would give wrong text: fetch the config that belongs to them."
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:4])
+    return (
+        f"the tensor {shown}"
+        if len(names) == 1
+        else f"{len(names)} tensors ({shown}{', ...' if len(names) > 4 else ''})"
+    )
+
+
+def _allocate(model: Decoder, device: torch.device, dtype: torch.dtype) -> None:
+    """Give every module storage on the device; weights uninitialised, rotary tables filled."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            storage = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(storage, requires_grad=False))
+        if isinstance(module, RotaryTable):
+            module.fill(device)
+
+
+def _stream(placements: list[_Placement], spec: ModelSpec, progress: Progress | None) -> None:
+    total = sum(placement.entry.num_bytes for placement in placements)
+    done = 0
+    for placement in placements:
+        target = getattr(placement.module, placement.parameter)
+        assert isinstance(target, Tensor)
+        rows = target.narrow(0, placement.first_row, placement.num_rows)
+        _place(rows, _read(placement.entry), placement.layout, spec)
+        done += placement.entry.num_bytes
+        if progress is not None:
+            progress(done, total)
+
+
+def _read(entry: TensorEntry) -> Tensor:
+    data = torch.empty(entry.num_bytes, dtype=torch.uint8)
+    try:
+        with entry.file.open("rb", buffering=0) as stream:
+            stream.seek(entry.offset)
+            view, filled = memoryview(data.numpy()), 0
+            while filled < entry.num_bytes:  # one call reads 2 GiB at most
+                count = stream.readinto(view[filled:])
+                if not count:
+                    raise CheckpointError(
+                        f"{entry.file} ended while {entry.name!r} was read: is something writing to it?"
+                    )
+                filled += count
+    except OSError as error:
+        raise CheckpointError(f"{entry.file} can't be read: {error.strerror or error}.") from error
+    return data.view(_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _place(target: Tensor, source: Tensor, layout: Layout, spec: ModelSpec) -> None:
+    with torch.no_grad():
+        match layout:
+            case "rows":
+                target.copy_(source)
+            case "transposed":
+                target.copy_(source.T)
+            case "heads":
+                by_kind = target.view(3, spec.num_q_heads, spec.head_dim, -1)
+                by_kind.copy_(source.view(spec.num_q_heads, 3, spec.head_dim, -1).transpose(0, 1))

@@ -1,0 +1,116 @@
+"""Small random checkpoints of every model family, and transformers as the oracle of what they say.
+
+Shapes are odd on purpose (head_dim that isn't hidden / heads, one or several KV heads, a prime vocabulary). Weights are
+drawn wide enough that greedy text wanders instead of repeating one token, and that two tokens are never nearly tied.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+VOCAB = 211
+_GQA = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_GQA, "head_dim": 12}),
+    "mistral": ("MistralConfig", {**_GQA, "head_dim": 20, "sliding_window": 9, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2Config", {**_GQA}),
+    "qwen3": ("Qwen3Config", {**_GQA, "head_dim": 20, "num_key_value_heads": 3}),
+    "phi3": ("Phi3Config", {**_GQA}),
+    "gemma2": ("Gemma2Config", {**_GQA, "head_dim": 20, "sliding_window": 7, "query_pre_attn_scalar": 10,
+                                "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    "opt": ("OPTConfig", {"vocab_size": VOCAB, "hidden_size": 48, "ffn_dim": 80, "num_hidden_layers": 3,
+                          "num_attention_heads": 6, "max_position_embeddings": 200}),
+    "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 200,
+                            "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt_neox": ("GPTNeoXConfig", {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80,
+                                   "num_hidden_layers": 3, "num_attention_heads": 4, "rotary_pct": 0.5,
+                                   "max_position_embeddings": 512}),
+    "bloom": ("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 3, "n_head": 6}),
+}  # fmt: skip
+
+FAMILIES = tuple(_FAMILIES)
+
+
+def save_checkpoint(directory: Path, family: str, overrides: dict[str, Any]) -> None:
+    """A random checkpoint in the Hugging Face layout; the same family and overrides give the same weights."""
+    config_class, defaults = _FAMILIES[family]
+    # transformers changes the nested dicts that it is given.
+    options = json.loads(json.dumps({**defaults, **overrides}))
+    config = getattr(transformers, config_class)(**options)
+    torch.manual_seed(zlib.crc32(json.dumps([family, overrides], sort_keys=True).encode()))
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _draw(name, parameter, centre=0.0 if family == "gemma2" else 1.0)
+    model.save_pretrained(directory)
+
+
+def _draw(name: str, parameter: torch.Tensor, centre: float) -> None:
+    if parameter.dim() == 1:
+        is_norm_weight = name.endswith("weight")
+        parameter.normal_(centre if is_norm_weight else 0.0, 0.3)
+    else:
+        parameter.normal_(0.0, 1.6 / max(parameter.shape[-1], 32) ** 0.5)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """transformers' own model in float32 with its plainest attention, run on one sequence at a time."""
+
+    model: Any
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """float32 [len(tokens), vocab]"""
+        logits: torch.Tensor = self.model(torch.tensor([list(tokens)])).logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], float]:
+        """``num_tokens`` tokens after the prompt, EOS ignored, and the least lead of a chosen logit over the next."""
+        output = self.model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens = output.sequences[0, len(prompt) :].tolist()
+        top = torch.cat(output.logits).topk(2, dim=-1).values  # [num_tokens, 2]
+        return tokens, (top[:, 0] - top[:, 1]).min().item()
+
+
+@functools.cache
+def oracle(directory: Path) -> Oracle:
+    """The oracle of a checkpoint."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    return Oracle(model.eval())
+
+
+def prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
+    """Random prompts of these lengths, without the first few ids, which are special."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]

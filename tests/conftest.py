@@ -1,0 +1,31 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Tests are imported by path, not as a package; this lets them import the modules that they share.
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny_checkpoint(family, **config) -> Path``: a small random model directory, made once a session."""
+    from checkpoints import save_checkpoint  # needs transformers
+
+    made: dict[str, Path] = {}
+
+    def make(family: str, **overrides: Any) -> Path:
+        key = json.dumps([family, overrides], sort_keys=True)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(family)
+            save_checkpoint(made[key], family, overrides)
+        return made[key]
+
+    return make
