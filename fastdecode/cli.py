@@ -102,6 +102,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--max-num-sequences", int, "most sequences that run at once")
     add("--prefill-chunk", int, "most prompt tokens of one sequence in a step; longer prompts take several steps")
     add("--max-step-tokens", int, "most tokens of all sequences in a step")
+    add("--lanes", int, "parts of the running batch that take turns on the S-worker; default: 1 on a CPU, 2 on a GPU")
     add("--worker-timeout-s", float, "wait so long for an R-worker before giving it up", "S")
 
 

@@ -42,6 +42,9 @@ class EngineConfig:
     """Most prompt tokens of one sequence that one step runs; longer prompts take several steps."""
     max_step_tokens: int | None = None
     """Most tokens of all sequences that one step runs; None: max_num_sequences + max(2048, prefill_chunk)."""
+    lanes: int | None = None
+    """Parts of the running batch that take turns on the S-worker; None: 2 where S-part and R-part have hardware of
+    their own, else 1."""
     worker_timeout_s: float = 60.0
     """How long to wait for an R-worker's answer before it is given up."""
 
@@ -58,6 +61,7 @@ class EngineConfig:
         self._check_int("max_num_sequences", 1, 1 << 20)
         self._check_int("prefill_chunk", 1, 1 << 24)
         self._check_int("max_step_tokens", 2, 1 << 26)
+        self._check_int("lanes", 1, 64)
         self._check_float("kv_memory_gb", 1e-6, 1e6, "GB")
         self._check_float("worker_timeout_s", 1e-3, 1e6, "s")
         if self.max_step_tokens is not None and self.max_step_tokens <= self.max_num_sequences:

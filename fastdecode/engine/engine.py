@@ -1,8 +1,12 @@
-"""The engine: carries out the scheduler's plans, one step of the running batch at a time.
+"""The engine: carries out the scheduler's plans, one step of a lane at a time.
 
 A request's life: ``submit`` → waiting → started on an R-worker (``OpenSequence`` or ``ForkSequence``) → its prompt run
 in one or more chunks → one token drawn a step → finished, its blocks freed (``CloseSequence``), its output returned by
 ``step``. Nothing here knows how a step is scheduled, what a layer computes, or where an R-worker runs.
+
+When an R-worker is lost, its sequences are requeued: they start again on another one, and what was cached is recomputed
+from their tokens, prompt and generated alike. Since a token depends on the sequence alone, the text goes on as if
+nothing had happened.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastdecode.core.errors import CapacityError, FastDecodeError, ProtocolError, WorkerError
+from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
 from fastdecode.core.sequence import Completion, FinishReason, Request, RequestOutput, Sequence, TokenLogprob
-from fastdecode.engine.attend import RemoteAttention, StepBatch
+from fastdecode.engine.fleet import Fleet
+from fastdecode.engine.layout import StepBatch
+from fastdecode.engine.pipeline import LaneStep, Pipeline
 from fastdecode.engine.text import SequenceText, TextCodec
-from fastdecode.schedule.scheduler import Chunk, Scheduler, Start
-from fastdecode.wire.messages import Accepted, CloseSequence, Failed, ForkSequence, OpenSequence, Refused
+from fastdecode.schedule.scheduler import Chunk, Scheduler, Start, StepPlan
+from fastdecode.wire.messages import CloseSequence, ForkSequence, OpenSequence, Refused
 from sworker.sampler import SampledToken, SamplingState
 from sworker.worker import SWorker
 
@@ -28,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EngineStats:
-    """Totals since the engine started. Steps that run any prompt chunk count as prefill, the others as decode."""
+    """Totals since the engine started. Wall time while any lane runs part of a prompt counts as prefill, the rest as
+    decode."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -37,9 +44,11 @@ class EngineStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     wait_s: float = 0.0
-    """The S-worker had nothing to do but wait for o."""
+    """The S-worker had nothing to do but wait for R-workers."""
     r_compute_s: float = 0.0
     """The busiest R-worker's compute of every step, summed."""
+    num_recomputed: int = 0
+    """Sequences that were started again after their R-worker was lost."""
 
     @property
     def step_s(self) -> float:
@@ -47,7 +56,7 @@ class EngineStats:
 
     @property
     def s_compute_s(self) -> float:
-        """Time in steps that wasn't spent waiting for R-workers."""
+        """Time that wasn't spent waiting for R-workers."""
         return self.step_s - self.wait_s
 
 
@@ -78,7 +87,8 @@ class Engine:
 
     Args:
         s_worker: every layer that has weights.
-        attention: the ``attend`` whose KV lives on the R-workers, and the connections to them.
+        pipeline: runs the lanes' steps.
+        fleet: the R-workers.
         scheduler: decides what starts and what steps.
         codec: between text and token ids.
         eos_token_ids: any of them ends a sequence, unless the request ignores EOS.
@@ -87,19 +97,24 @@ class Engine:
     def __init__(
         self,
         s_worker: SWorker,
-        attention: RemoteAttention,
+        pipeline: Pipeline,
+        fleet: Fleet,
         scheduler: Scheduler,
         codec: TextCodec,
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self._s_worker = s_worker
-        self._attention = attention
+        self._pipeline = pipeline
+        self._fleet = fleet
         self._scheduler = scheduler
         self._codec = codec
         self._eos_token_ids = eos_token_ids
         self._groups: dict[str, _Group] = {}
         self._runs: dict[int, _Run] = {}
+        self._dropped: dict[int, _Run] = {}
         self._sequence_ids = itertools.count()
+        self._num_launched = 0
+        self._num_lost = 0
         self._broken: FastDecodeError | None = None
         self.stats = EngineStats()
 
@@ -136,29 +151,37 @@ class Engine:
         self._runs.update((run.sequence.sequence_id, run) for run in runs)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the requests that it finished, in order of arrival within the step."""
+        """Run until some lane has finished a step. Returns the requests that are over.
+
+        Raises:
+            WorkerError: no R-worker is left. ``abandon`` is all that can be done then.
+        """
         started = time.perf_counter()
-        plan = self._scheduler.plan()
-        refused = self._start(plan.starts)
-        chunks = [c for c in plan.chunks if c.sequence.sequence_id in self._runs]
-        if not chunks:
-            assert refused, "a scheduler with unfinished sequences plans at least one chunk"
-            return refused
-        batch = StepBatch.build(chunks, step=self.stats.num_steps)
-        ready = np.array([chunk.num_tokens == chunk.sequence.num_uncached for chunk in batch.chunks])
-        self._attention.begin(batch)
-        logits = self._s_worker.run(batch.token_ids, batch.positions, batch.last_rows[ready], self._attention)
-        wait_s, r_compute_s = self._attention.finish()
-        is_prefill = self._count_cached(batch.chunks)
-        runs = [self._runs[c.sequence.sequence_id] for c, r in zip(batch.chunks, ready, strict=True) if r]
-        finished = self._accept(runs, self._s_worker.sample(logits, [run.sampling for run in runs]))
-        self._count_step(time.perf_counter() - started, wait_s, r_compute_s, is_prefill=is_prefill)
-        return refused + finished
+        wait_s = self._pipeline.wait_s
+        outputs = self._recover()
+        for lane in self._pipeline.idle_lanes:
+            outputs += self._launch(lane, self._scheduler.plan(lane))
+        if not self._pipeline.in_flight:
+            return outputs
+        is_prefill = any(chunk.num_tokens > 1 for step in self._pipeline.in_flight for chunk in step.batch.chunks)
+        finished = self._pipeline.run()
+        self.stats.num_steps += 1
+        self.stats.r_compute_s += finished.r_compute_s
+        outputs += self._complete(finished)
+        elapsed = time.perf_counter() - started
+        self.stats.wait_s += self._pipeline.wait_s - wait_s
+        if is_prefill:
+            self.stats.prefill_s += elapsed
+        else:
+            self.stats.decode_s += elapsed
+        return outputs
 
     def cancel_all(self) -> None:
         """Forget every unfinished request, and free what it holds."""
         for group in list(self._groups.values()):
             self._drop(group)
+        while self._pipeline.in_flight and self._broken is None:
+            self._complete(self._pipeline.run())
 
     def abandon(self, error: FastDecodeError) -> list[RequestOutput]:
         """A step broke down: end every unfinished request with this error. The engine takes no requests from then on,
@@ -169,9 +192,19 @@ class Engine:
         self._runs.clear()
         return [_failed(group, error) for group in groups]
 
+    def _launch(self, lane: int, plan: StepPlan) -> list[RequestOutput]:
+        """Start a lane's step. Returns the requests whose sequences were refused by their R-worker."""
+        refused = self._start(plan.starts)
+        chunks = [c for c in plan.chunks if c.sequence.sequence_id in self._runs]
+        if chunks:
+            batch = StepBatch.build(chunks, step=self._num_launched, lane=lane)
+            self._num_launched += 1
+            ready = np.array([chunk.num_tokens == chunk.sequence.num_uncached for chunk in batch.chunks])
+            self._pipeline.launch(lane, batch, batch.last_rows[ready])
+        return refused
+
     def _start(self, starts: tuple[Start, ...]) -> list[RequestOutput]:
         """Open the sequences on their R-workers. Returns the requests that were refused."""
-        connections = self._attention.connections
         for start in starts:
             sequence = start.sequence
             reserve = sequence.max_cached_tokens
@@ -180,20 +213,14 @@ class Engine:
                 message = OpenSequence(sequence.sequence_id, reserve)
             else:
                 message = ForkSequence(start.parent.sequence_id, sequence.sequence_id, start.num_shared_tokens, reserve)
-            connections[start.worker].send(message)
+            self._fleet.send(start.worker, message)
+        answers = self._pipeline.await_openings({start.sequence.sequence_id: start.sequence for start in starts})
         refusals: list[tuple[str, Refused]] = []
         for start in starts:
-            answer = connections[start.worker].receive(self._attention.timeout_s)
-            if isinstance(answer, Failed):
-                raise WorkerError(f"R-worker {answer.worker} failed: {answer.message}", code=answer.code)
-            if not isinstance(answer, (Accepted, Refused)):
-                raise ProtocolError(
-                    f"R-worker {connections[start.worker].peer} answered {type(answer).__name__} to the opening of "
-                    f"sequence {start.sequence.sequence_id}"
-                )
+            answer = answers.get(start.sequence.sequence_id)
             if isinstance(answer, Refused):
                 refusals.append((start.sequence.request.request_id, answer))
-            else:
+            else:  # accepted, or its R-worker was lost: then its rows go nowhere, and it is requeued after the step
                 self._runs[start.sequence.sequence_id].is_open = True
         # Only now, when every answer is in, is it known which sequences have to be closed again.
         return [
@@ -202,25 +229,63 @@ class Engine:
             if request_id in self._groups
         ]
 
-    def _count_cached(self, chunks: tuple[Chunk, ...]) -> bool:
-        """Note that the chunks' tokens are cached now. Returns whether any of them ran part of a prompt."""
-        num_prompt_tokens = 0
-        for chunk in chunks:
+    def _complete(self, step: LaneStep) -> list[RequestOutput]:
+        """A lane's step is over: note what is cached now, draw the next tokens, finish what they end."""
+        lost = self._fleet.lost
+        survivors, rows = [], []
+        row = 0
+        for chunk in step.batch.chunks:
             sequence = chunk.sequence
-            num_prompt_tokens += min(chunk.num_tokens, max(0, sequence.num_prompt_tokens - sequence.num_cached))
-            sequence.num_cached += chunk.num_tokens
-        self.stats.num_prompt_tokens += num_prompt_tokens
-        return num_prompt_tokens > 0
+            has_logits = chunk.num_tokens == sequence.num_uncached
+            run = self._runs.get(sequence.sequence_id)
+            if run is not None and sequence.worker not in lost:
+                self._count_cached(chunk)
+                if has_logits:
+                    survivors.append(run)
+                    rows.append(row)
+            dropped = self._dropped.pop(sequence.sequence_id, None)
+            if dropped is not None:
+                self._release(dropped)
+            row += has_logits
+        assert step.logits is not None
+        logits = step.logits if len(rows) == row else step.logits[rows]
+        return self._accept(survivors, self._s_worker.sample(logits, [run.sampling for run in survivors]))
 
-    def _count_step(self, step_s: float, wait_s: float, r_compute_s: float, *, is_prefill: bool) -> None:
-        stats = self.stats
-        stats.num_steps += 1
-        stats.wait_s += wait_s
-        stats.r_compute_s += r_compute_s
-        if is_prefill:
-            stats.prefill_s += step_s
-        else:
-            stats.decode_s += step_s
+    def _count_cached(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        in_prompt = min(chunk.num_tokens, max(0, sequence.num_prompt_tokens - sequence.num_cached))
+        self.stats.num_prompt_tokens += in_prompt
+        sequence.num_cached += chunk.num_tokens
+
+    def _recover(self) -> list[RequestOutput]:
+        """Requeue the sequences of lost R-workers, but for those whose step is still in flight. Returns the requests
+        that no R-worker that is left could hold.
+
+        Raises:
+            WorkerError: none is left.
+        """
+        lost = self._fleet.lost
+        if not lost:
+            return []
+        if len(lost) == len(self._fleet):
+            raise next(iter(lost.values()))
+        hopeless: list[Sequence] = []
+        for worker in list(lost)[self._num_lost :]:
+            hopeless += self._scheduler.lose_worker(worker)
+        self._num_lost = len(lost)
+        flying = self._flying()
+        for run in self._runs.values():
+            sequence = run.sequence
+            if sequence.worker in lost and sequence.sequence_id not in flying:
+                run.is_open = False
+                self.stats.num_recomputed += 1
+                try:
+                    self._scheduler.requeue(sequence)
+                except CapacityError:
+                    hopeless.append(sequence)
+        error = WorkerError("its R-worker was lost, and no R-worker that is left has room for it")
+        request_ids = dict.fromkeys(sequence.request.request_id for sequence in hopeless)
+        return [self._fail(self._groups[request_id], error) for request_id in request_ids]
 
     def _accept(self, runs: list[_Run], sampled: list[SampledToken]) -> list[RequestOutput]:
         """Append the drawn tokens; finish the sequences that they end. Returns the requests that are over."""
@@ -265,7 +330,7 @@ class Engine:
                 logprobs=tuple(run.logprobs) if sequence.request.params.logprobs is not None else None,
             )
         )
-        self._release(run)
+        self._release(self._runs.pop(sequence.sequence_id))
         if len(group.completions) < len(group.runs):
             return None
         request = group.request
@@ -279,18 +344,26 @@ class Engine:
         return _failed(group, error)
 
     def _drop(self, group: _Group) -> None:
+        flying = self._flying()
         for run in group.runs:
-            if run.sequence.sequence_id in self._runs:
-                self._release(run)
+            sequence_id = run.sequence.sequence_id
+            if sequence_id in self._runs and sequence_id in flying:
+                # Its R-worker still writes to its blocks: free them when the step is over.
+                self._dropped[sequence_id] = self._runs.pop(sequence_id)
+            elif sequence_id in self._runs:
+                self._release(self._runs.pop(sequence_id))
         del self._groups[group.request.request_id]
+
+    def _flying(self) -> set[int]:
+        """Sequences whose step is in flight."""
+        return {chunk.sequence.sequence_id for step in self._pipeline.in_flight for chunk in step.batch.chunks}
 
     def _release(self, run: _Run) -> None:
         sequence, worker = run.sequence, run.sequence.worker
-        del self._runs[sequence.sequence_id]
         self._scheduler.finish(sequence)
         if run.is_open:
             assert worker is not None
-            self._attention.connections[worker].send(CloseSequence(sequence.sequence_id))
+            self._fleet.send(worker, CloseSequence(sequence.sequence_id))
 
 
 def _failed(group: _Group, error: FastDecodeError) -> RequestOutput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -13,15 +13,17 @@ import torch
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
+from fastdecode.core.errors import ConfigError
 from fastdecode.core.model_spec import ModelSpec
 from fastdecode.core.spec import KVSpec
-from fastdecode.engine.attend import RConnection, RemoteAttention
+from fastdecode.engine.attend import AttentionPlan
 from fastdecode.engine.engine import Engine
+from fastdecode.engine.fleet import Fleet
+from fastdecode.engine.pipeline import Pipeline
 from fastdecode.engine.text import TextCodec
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.scheduler import FirstComeFirstServed
-from fastdecode.wire.messages import PROTOCOL_VERSION, Failed, Hello, Shutdown, Welcome
+from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Shutdown
 from rworker.worker import WorkerThread, start_worker_thread
 from sworker.weights import load_model, load_spec, model_hash
 from sworker.worker import SWorker
@@ -44,6 +46,7 @@ class ResolvedConfig:
     kv_bytes: int
     """Of each R-worker."""
     max_model_len: int
+    num_lanes: int
 
 
 def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes: int) -> ResolvedConfig:
@@ -63,14 +66,17 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
         kv_bytes = int(free_bytes * DEFAULT_KV_SHARE) // config.r_workers
     else:
         kv_bytes = int(config.kv_memory_gb * 1e9)
+    device = _device(config.device)
     return ResolvedConfig(
         config=config,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        device=_device(config.device),
+        device=device,
         r_threads=config.r_threads or max(1, num_cores // config.r_workers),
         kv_bytes=kv_bytes,
         max_model_len=max_model_len,
+        # Threads of this process that do both parts would only get into each other's way.
+        num_lanes=config.lanes or (1 if device.type == "cpu" else 2),
     )
 
 
@@ -92,25 +98,6 @@ def _device(name: str) -> torch.device:
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def greet(connections: Sequence[RConnection], hello: Hello, timeout_s: float) -> list[Welcome]:
-    """Say Hello to every R-worker and collect their answers.
-
-    Raises:
-        WorkerError: an R-worker refused, or didn't answer in time.
-    """
-    for connection in connections:
-        connection.send(hello)
-    welcomes = []
-    for connection in connections:
-        answer = connection.receive(timeout_s)
-        if isinstance(answer, Failed):
-            raise WorkerError(f"R-worker {answer.worker} refused to serve: {answer.message}", code=answer.code)
-        if not isinstance(answer, Welcome):
-            raise ProtocolError(f"R-worker {connection.peer} answered Hello with {type(answer).__name__}")
-        welcomes.append(answer)
-    return welcomes
 
 
 class EmbeddedEngine:
@@ -156,25 +143,22 @@ class EmbeddedEngine:
                 attention=self.spec.attention,
                 activation_dtype=resolved.dtype,
             )
-            self.welcomes = greet(connections, hello, config.worker_timeout_s)
+            fleet = Fleet(connections, config.worker_timeout_s)
+            self.welcomes = fleet.greet(hello)
         except BaseException:
             self.close()
             raise
-        attention = RemoteAttention(
-            connections=connections,
-            specs=self.spec.attention,
-            activation_dtype=resolved.dtype,
-            kv_dtype=getattr(torch, resolved.kv_dtype.value),
-            timeout_s=config.worker_timeout_s,
-        )
         scheduler = FirstComeFirstServed(
             BlockLedger(tuple(welcome.num_blocks for welcome in self.welcomes), config.block_size),
             max_num_sequences=config.max_num_sequences,
             prefill_chunk=config.prefill_chunk,
             max_step_tokens=config.step_tokens,
+            num_lanes=resolved.num_lanes,
         )
         s_worker = SWorker(self.spec, model, resolved.device)
-        self.engine = Engine(s_worker, attention, scheduler, self.codec, self.spec.eos_token_ids)
+        attention = AttentionPlan(self.spec.attention, getattr(torch, resolved.kv_dtype.value), fleet)
+        pipeline = Pipeline(s_worker, attention, resolved.num_lanes)
+        self.engine = Engine(s_worker, pipeline, fleet, scheduler, self.codec, self.spec.eos_token_ids)
         self.load_s = time.perf_counter() - started
 
     def close(self) -> None:

@@ -85,6 +85,11 @@ class LLM:
         return self._embedded.resolved.r_threads
 
     @property
+    def num_kv_blocks(self) -> int:
+        """KV blocks of all R-workers together."""
+        return sum(welcome.num_blocks for welcome in self._embedded.welcomes)
+
+    @property
     def load_s(self) -> float:
         """Seconds that loading the model and starting the R-workers took."""
         return self._embedded.load_s

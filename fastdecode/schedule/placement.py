@@ -18,31 +18,45 @@ class BlockLedger:
         self.block_size = block_size
         self._capacity = worker_blocks
         self._free = list(worker_blocks)
+        self._lost: set[int] = set()
+
+    def lose(self, worker: int) -> None:
+        """The worker is gone: nothing fits on it any more."""
+        self._lost.add(worker)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of ``num_tokens`` cached tokens fills; a sequence always takes one."""
         return max(1, -(-num_tokens // self.block_size))
 
+    def is_possible(self, num_tokens: int) -> bool:
+        """Whether some R-worker, were it empty, could hold a sequence of ``num_tokens`` tokens."""
+        return self.blocks_for(num_tokens) <= self._most_blocks
+
     def check_possible(self, num_tokens: int) -> None:
-        """Raises CapacityError if no R-worker, were it empty, could hold a sequence of ``num_tokens`` tokens."""
-        blocks, most = self.blocks_for(num_tokens), max(self._capacity)
-        if blocks > most:
+        """Raises CapacityError unless ``is_possible``."""
+        if not self.is_possible(num_tokens):
+            most = self._most_blocks
             raise CapacityError(
-                f"the sequence may grow to {num_tokens} cached tokens ({blocks} KV blocks), but the largest R-worker "
-                f"has {most} blocks ({most * self.block_size} tokens): lower max_tokens, or give R-workers more "
-                "memory (--kv-memory-gb)"
+                f"the sequence may grow to {num_tokens} cached tokens ({self.blocks_for(num_tokens)} KV blocks), but "
+                f"the largest R-worker has {most} blocks ({most * self.block_size} tokens): lower max_tokens, or give "
+                "R-workers more memory (--kv-memory-gb)"
             )
+
+    @property
+    def _most_blocks(self) -> int:
+        return max((c for w, c in enumerate(self._capacity) if w not in self._lost), default=0)
 
     def free_blocks(self, worker: int) -> int:
         return self._free[worker]
 
     def choose(self, num_tokens: int) -> int | None:
         """The R-worker with the most free blocks, lowest index first, if it has room for ``num_tokens`` tokens."""
-        worker = max(range(len(self._free)), key=lambda w: (self._free[w], -w))
-        return worker if self._free[worker] >= self.blocks_for(num_tokens) else None
+        alive = (w for w in range(len(self._free)) if w not in self._lost)
+        worker = max(alive, key=lambda w: (self._free[w], -w), default=None)
+        return worker if worker is not None and self.has_room(worker, num_tokens) else None
 
     def has_room(self, worker: int, num_tokens: int) -> bool:
-        return self._free[worker] >= self.blocks_for(num_tokens)
+        return worker not in self._lost and self._free[worker] >= self.blocks_for(num_tokens)
 
     def reserve(self, worker: int, num_tokens: int) -> None:
         self._free[worker] -= self.blocks_for(num_tokens)

@@ -1,8 +1,8 @@
 """Which sequences step, which start: the interface every policy has, and the plainest policy, first come first served.
 
-A sequence is **waiting**, then **running**, then **finished**. Each step the engine asks for a plan, carries it out
-whole, and tells the scheduler which sequences finished; requests therefore join and leave the running batch at every
-step (continuous batching).
+A sequence is **waiting**, then **running** in one lane, then **finished**. For each step of a lane the engine asks for
+a plan, carries it out whole, and tells the scheduler which sequences finished; requests therefore join and leave the
+running batch at every step (continuous batching).
 """
 
 from __future__ import annotations
@@ -52,11 +52,29 @@ class Scheduler(Protocol):
             CapacityError: no R-worker could ever hold one of them; none was added.
         """
 
-    def plan(self) -> StepPlan:
-        """The next step. Its starts count as running from now on; the engine carries out the plan whole."""
+    def plan(self, lane: int) -> StepPlan:
+        """The lane's next step. Its starts count as running from now on; the engine carries out the plan whole.
+
+        The plan of a lane that has nothing to do has no chunks. While sequences are unfinished, a plan for each lane in
+        turn gives at least one chunk, or some lane's step is in flight.
+        """
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence, waiting or running, is over; what it held is free."""
+
+    def requeue(self, sequence: Sequence) -> None:
+        """A running sequence has lost its cache: it waits again, at its old place in the queue, to be recomputed.
+
+        Raises:
+            CapacityError: no R-worker that is left could ever hold it; it waits all the same, until it is finished.
+        """
+
+    def lose_worker(self, worker: int) -> list[Sequence]:
+        """Start nothing on this R-worker any more; its running sequences are requeued by the engine, one by one.
+
+        Returns:
+            The waiting sequences that no R-worker that is left could ever hold.
+        """
 
     @property
     def num_waiting(self) -> int: ...
@@ -70,20 +88,28 @@ class FirstComeFirstServed:
 
     Decoding comes first, so that no prompt can stall it; prompts in order of their start share what is left of the
     step's token budget, each at most ``prefill_chunk`` tokens. The head of the queue waits for room, and nobody
-    overtakes it, so nobody starves. The 2nd to n-th sequences of a request wait until a sibling holds the prompt and
-    then fork it; all but the prompt's last token is shared, the last is run again to get its logits.
+    overtakes it, so nobody starves. Lanes take an equal share of the unfinished sequences each. The 2nd to n-th
+    sequences of a request wait until a sibling holds the prompt and then fork it; all but the prompt's last token is
+    shared, the last is run again to get its logits.
     """
 
     def __init__(
-        self, ledger: BlockLedger, *, max_num_sequences: int, prefill_chunk: int, max_step_tokens: int
+        self,
+        ledger: BlockLedger,
+        *,
+        max_num_sequences: int,
+        prefill_chunk: int,
+        max_step_tokens: int,
+        num_lanes: int = 1,
     ) -> None:
         assert max_step_tokens > max_num_sequences >= 1 <= prefill_chunk
+        assert num_lanes >= 1
         self._ledger = ledger
         self._max_num_sequences = max_num_sequences
         self._prefill_chunk = prefill_chunk
         self._max_step_tokens = max_step_tokens
         self._waiting: deque[Sequence] = deque()
-        self._running: dict[int, Sequence] = {}  # by sequence_id, in order of their start
+        self._lanes: list[dict[int, Sequence]] = [{} for _ in range(num_lanes)]  # by sequence_id, in order of start
 
     @property
     def num_waiting(self) -> int:
@@ -91,7 +117,7 @@ class FirstComeFirstServed:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return sum(len(lane) for lane in self._lanes)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         arrived = list(sequences)
@@ -99,12 +125,13 @@ class FirstComeFirstServed:
             self._ledger.check_possible(sequence.max_cached_tokens)
         self._waiting.extend(arrived)
 
-    def plan(self) -> StepPlan:
-        starts = self._start_waiting()
-        decoding = [s for s in self._running.values() if s.num_uncached == 1]
+    def plan(self, lane: int) -> StepPlan:
+        running = self._lanes[lane]
+        starts = self._start_waiting(running)
+        decoding = [s for s in running.values() if s.num_uncached == 1]
         chunks = [Chunk(sequence, 1) for sequence in decoding]
         budget = self._max_step_tokens - len(decoding)
-        for sequence in self._running.values():
+        for sequence in running.values():
             if budget and sequence.num_uncached > 1:
                 num_tokens = min(sequence.num_uncached, self._prefill_chunk, budget)
                 chunks.append(Chunk(sequence, num_tokens))
@@ -112,16 +139,33 @@ class FirstComeFirstServed:
         return StepPlan(tuple(starts), tuple(chunks))
 
     def finish(self, sequence: Sequence) -> None:
-        if self._running.pop(sequence.sequence_id, None) is None:
+        if not self._stop(sequence):
             self._waiting.remove(sequence)
-            return
-        assert sequence.worker is not None
-        self._ledger.release(sequence.worker, sequence.max_cached_tokens)
-        sequence.worker = None
 
-    def _start_waiting(self) -> list[Start]:
+    def requeue(self, sequence: Sequence) -> None:
+        stopped = self._stop(sequence)
+        assert stopped, "only a running sequence can be requeued"
+        sequence.num_cached = 0
+        self._waiting = deque(sorted([sequence, *self._waiting], key=lambda s: s.sequence_id))
+        self._ledger.check_possible(sequence.max_cached_tokens)
+
+    def lose_worker(self, worker: int) -> list[Sequence]:
+        self._ledger.lose(worker)
+        return [s for s in self._waiting if not self._ledger.is_possible(s.max_cached_tokens)]
+
+    def _stop(self, sequence: Sequence) -> bool:
+        for lane in self._lanes:
+            if lane.pop(sequence.sequence_id, None) is not None:
+                assert sequence.worker is not None
+                self._ledger.release(sequence.worker, sequence.max_cached_tokens)
+                sequence.worker = None
+                return True
+        return False
+
+    def _start_waiting(self, running: dict[int, Sequence]) -> list[Start]:
         starts: list[Start] = []
-        while self._waiting and len(self._running) < self._max_num_sequences:
+        share = -(-(self.num_running + self.num_waiting) // len(self._lanes))
+        while self._waiting and len(running) < share and self.num_running < self._max_num_sequences:
             start = self._place(self._waiting[0])
             if start is None:
                 break
@@ -129,7 +173,7 @@ class FirstComeFirstServed:
             self._ledger.reserve(start.worker, sequence.max_cached_tokens)
             sequence.worker = start.worker
             sequence.num_cached = start.num_shared_tokens
-            self._running[sequence.sequence_id] = sequence
+            running[sequence.sequence_id] = sequence
             starts.append(start)
         return starts
 
@@ -148,7 +192,7 @@ class FirstComeFirstServed:
 
     def _running_sibling(self, sequence: Sequence) -> Sequence | None:
         """A running sequence of the same request, the one with most tokens cached."""
-        if sequence.index == 0:
+        if sequence.request.params.n == 1:
             return None
-        siblings = (s for s in self._running.values() if s.request is sequence.request)
+        siblings = (s for lane in self._lanes for s in lane.values() if s.request is sequence.request)
         return max(siblings, key=lambda s: s.num_cached, default=None)

@@ -1,0 +1,147 @@
+"""The two-stage pipeline: lanes of the running batch that take turns on the S-worker while R-workers attend the others.
+
+A **lane** is a part of the running batch that moves through the layers as one. While lane A's attention runs on the
+R-workers, the S-worker computes lane B::
+
+    S-worker   | A: layer 0 | B: layer 0 | A: layer 1 | B: layer 1 | A: layer 2 | …
+    R-workers               | A: layer 0 | B: layer 0 | A: layer 1 | B: layer 1 | …
+
+Nothing is fixed about whose turn it is. The S-worker takes the lane that has been ready longest, and waits only when no
+lane is ready. Lanes don't share steps either: one that has finished its step starts its next while the others are in
+the middle of theirs. With one lane, S-part and R-part alternate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.sequence import Sequence
+from fastdecode.engine.attend import AttentionPlan, RemoteStep
+from fastdecode.engine.layout import StepBatch
+from fastdecode.wire.messages import Accepted, AttendResult, FromRWorker, Refused
+from sworker.worker import Pass, SWorker
+
+
+@dataclass(eq=False)
+class LaneStep:
+    """A lane's step, in flight or just finished."""
+
+    lane: int
+    batch: StepBatch
+    logit_rows: NDArray[np.int64]  # [R]
+    remote: RemoteStep
+    forward: Pass
+    logits: Tensor | None = None  # [R, vocab], once finished
+    s_compute_s: float = 0.0
+    started_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def r_compute_s(self) -> float:
+        """The busiest R-worker's compute for this step."""
+        return max(self.remote.r_compute_s.values(), default=0.0)
+
+
+class Pipeline:
+    """Runs lanes' steps side by side. One thread drives it."""
+
+    def __init__(self, s_worker: SWorker, attention: AttentionPlan, num_lanes: int) -> None:
+        self._s_worker = s_worker
+        self._attention = attention
+        self._lanes: list[LaneStep | None] = [None] * num_lanes
+        self._ready: deque[LaneStep] = deque()
+        self._openings: dict[int, Accepted | Refused] = {}
+        self.wait_s = 0.0
+        """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
+
+    @property
+    def idle_lanes(self) -> list[int]:
+        return [lane for lane, step in enumerate(self._lanes) if step is None]
+
+    @property
+    def in_flight(self) -> list[LaneStep]:
+        return [step for step in self._lanes if step is not None]
+
+    def launch(self, lane: int, batch: StepBatch, logit_rows: NDArray[np.int64]) -> None:
+        """Start an idle lane's step: embed, the first layer's S-step, and off to the R-workers."""
+        assert self._lanes[lane] is None
+        started = time.perf_counter()
+        remote = RemoteStep(self._attention, batch)
+        step = LaneStep(lane, batch, logit_rows, remote, self._s_worker.begin(batch.token_ids, batch.positions))
+        self._lanes[lane] = step
+        self._scatter(step)
+        step.s_compute_s += time.perf_counter() - started
+
+    def run(self) -> LaneStep:
+        """Go on until some lane has finished its step."""
+        while True:
+            self._collect_ready()
+            if not self._ready:
+                self._receive()
+                continue
+            step = self._ready.popleft()
+            if step.logits is None:
+                self._advance(step)
+            if step.logits is not None and step.remote.settled:
+                self._lanes[step.lane] = None
+                return step
+
+    def await_openings(self, sequences: dict[int, Sequence]) -> dict[int, Accepted | Refused]:
+        """Wait until every sequence {id: sequence} that was sent to be opened is accepted, refused, or its R-worker
+        lost. Answers to other lanes' steps that arrive meanwhile are kept."""
+        lost = self._attention.fleet.lost
+        while any(i not in self._openings and s.worker not in lost for i, s in sequences.items()):
+            self._receive()
+        return {i: self._openings.pop(i) for i in sequences if i in self._openings}
+
+    def _advance(self, step: LaneStep) -> None:
+        started = time.perf_counter()
+        if step.forward.advance(step.remote.take()):
+            self._scatter(step)
+        else:
+            step.logits = step.forward.logits(step.logit_rows)
+        step.s_compute_s += time.perf_counter() - started
+
+    def _scatter(self, step: LaneStep) -> None:
+        forward = step.forward
+        step.remote.scatter(forward.layer, forward.q, forward.k, forward.v)
+
+    def _collect_ready(self) -> None:
+        """Queue the lanes that have become able to go on."""
+        for step in self.in_flight:
+            can_go_on = step.remote.ready if step.logits is None else step.remote.settled
+            if can_go_on and step not in self._ready:
+                self._ready.append(step)
+
+    def _receive(self) -> None:
+        started = time.perf_counter()
+        received = self._attention.fleet.receive()
+        self.wait_s += time.perf_counter() - started
+        if received is None:
+            return
+        worker, message = received
+        try:
+            self._route(worker, message)
+        except ProtocolError as error:
+            self._attention.fleet.lose(worker, error)
+
+    def _route(self, worker: int, message: FromRWorker) -> None:
+        if isinstance(message, AttendResult):
+            step = self._lanes[message.lane] if 0 <= message.lane < len(self._lanes) else None
+            if step is None:
+                raise ProtocolError(
+                    f"R-worker {self._attention.fleet.peer(worker)} answered for lane {message.lane}, which is idle"
+                )
+            step.remote.deliver(worker, message)
+        elif isinstance(message, (Accepted, Refused)):
+            self._openings[message.sequence_id] = message
+        else:
+            raise ProtocolError(
+                f"R-worker {self._attention.fleet.peer(worker)} sent {type(message).__name__}, which nobody asked for"
+            )

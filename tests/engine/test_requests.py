@@ -1,0 +1,152 @@
+"""What goes in and what comes out: order, refusals that touch nobody else, stops, limits, capacity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.errors import CapacityError, ConfigError, ModelError, RequestError
+from fastdecode.engine.llm import PromptRequest
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_checkpoint: Callable[..., Path]) -> Iterator[LLM]:
+    with LLM(str(tiny_checkpoint("llama")), dtype="float32", r_workers=2, r_threads=1, kv_memory_gb=0.01) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        ([], "empty_prompt"),
+        ("", "empty_prompt"),
+        ([1, -1], "invalid_token_id"),
+        ([1, 10**6], "invalid_token_id"),
+        ([1, True], "invalid_token_id"),
+        ([1, 2.5], "invalid_token_id"),
+        ([5] * 100_000, "prompt_too_long"),
+        (7, "invalid_prompt"),
+        (b"bytes", "invalid_prompt"),
+    ],
+)
+def test_a_bad_prompt_is_refused_and_its_neighbours_are_not(llm: LLM, prompt: object, code: str) -> None:
+    good = [5, 6, 7]
+    first, bad, last = llm.generate([good, prompt, good], GREEDY)  # type: ignore[list-item]
+    assert isinstance(bad.error, RequestError)
+    assert bad.error.code == code
+    assert bad.completions == ()
+    assert first.completions == last.completions
+    assert len(first.completions[0].token_ids) == 8
+    with pytest.raises(RequestError):
+        _ = bad.text
+
+
+def test_text_needs_a_tokenizer(llm: LLM) -> None:
+    (output,) = llm.generate("hello", GREEDY)
+    assert output.error is not None
+    assert "tokenizer" in str(output.error)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": math.nan}, {"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"top_p": 1.5},
+        {"min_p": -0.1}, {"n": 0}, {"n": 10**9}, {"max_tokens": 0}, {"max_tokens": -5}, {"max_tokens": 10**12},
+        {"max_tokens": 2.5}, {"min_tokens": 20}, {"stop": [""]}, {"stop": [1]}, {"logit_bias": {"x": 1}},
+        {"logit_bias": {1: math.inf}}, {"stop_token_ids": [-1]}, {"seed": 1.5}, {"logprobs": 10**6}, {"top_k": -2},
+        {"repetition_penalty": 0}, {"presence_penalty": math.nan}, {"ignore_eos": 1},
+    ],
+)  # fmt: skip
+def test_bad_sampling_params_name_the_field(bad: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=next(iter(bad))) as caught:
+        SamplingParams(**bad)  # type: ignore[arg-type]
+    assert caught.value.code == "invalid_sampling_params"
+
+
+def test_ids_beyond_the_vocabulary_are_refused(llm: LLM) -> None:
+    outputs = llm.generate([[5], [5]], [SamplingParams(logit_bias={10**6: 1.0}), GREEDY])
+    assert isinstance(outputs[0].error, RequestError)
+    assert outputs[1].ok
+
+
+def test_one_params_each_or_one_for_all(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="3 prompts but 2"):
+        llm.generate([[1], [2], [3]], [GREEDY, GREEDY])
+    assert llm.generate([], GREEDY) == []
+    assert len(llm.generate([5, 6, 7], GREEDY)) == 1
+
+
+def test_stop_token_ids_and_limits(llm: LLM) -> None:
+    (free,) = llm.generate([[5, 6, 7]], GREEDY)
+    tokens = free.completions[0].token_ids
+    assert free.completions[0].finish_reason == "length"
+    stop_at = next(i for i in range(1, 8) if tokens[i] not in tokens[:i])
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=(tokens[stop_at],))
+    (stopped,) = llm.generate([[5, 6, 7]], params)
+    assert stopped.completions[0].token_ids == tokens[: stop_at + 1]
+    assert stopped.completions[0].finish_reason == "stop"
+
+
+def test_generation_ends_at_the_models_limit(tiny_checkpoint: Callable[..., Path]) -> None:
+    with LLM(str(tiny_checkpoint("llama")), dtype="float32", max_model_len=20, kv_memory_gb=0.01) as llm:
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        outputs = llm.generate([[5] * 15, [5] * 19, [5] * 20], params)
+    assert [len(o.completions[0].token_ids) for o in outputs[:2]] == [5, 1]
+    assert outputs[0].completions[0].finish_reason == "length"
+    assert outputs[2].error is not None
+    assert outputs[2].error.code == "prompt_too_long"
+
+
+def test_too_little_memory_is_a_refusal_and_a_queue(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Few blocks: a request that can never fit is refused; those that fit one by one wait for each other."""
+    path = str(tiny_checkpoint("llama"))
+    with LLM(path, dtype="float32", kv_memory_gb=0.01) as roomy:
+        block_bytes = 0.01e9 / roomy.num_kv_blocks
+        expected = roomy.generate([[5, 6]] * 6, GREEDY)
+    with LLM(path, dtype="float32", kv_memory_gb=2.5 * block_bytes / 1e9) as tight:
+        assert tight.num_kv_blocks == 2
+        outputs = tight.generate([[5, 6]] * 6, GREEDY)
+        (big,) = tight.generate([[5, 6]], SamplingParams(max_tokens=80))
+    assert [o.completions for o in outputs] == [o.completions for o in expected]
+    assert isinstance(big.error, CapacityError)
+    assert "kv-memory" in str(big.error)
+
+
+def test_stream_yields_as_requests_finish_and_survives_being_dropped(llm: LLM) -> None:
+    def arrivals() -> Iterator[PromptRequest]:
+        yield PromptRequest("long", [5, 6, 7], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        yield PromptRequest("short", [5, 6, 7], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+
+    stream = llm.stream(arrivals())
+    assert next(stream).request_id == "short"
+    stream.close()  # "long" is forgotten, and its blocks are free again
+    assert [o.request_id for o in llm.stream(arrivals())] == ["short", "long"]
+
+
+def test_bad_options_are_named() -> None:
+    with pytest.raises(ConfigError, match="r_workers"):
+        LLM("model", r_workers=0)
+    with pytest.raises(ConfigError, match="kv_dtype"):
+        LLM("model", kv_dtype="int3")
+    with pytest.raises(ConfigError, match="temperatur"):
+        LLM("model", temperatur=1)
+    with pytest.raises(ConfigError, match="max_step_tokens"):
+        LLM("model", max_num_sequences=64, max_step_tokens=64)
+
+
+def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        LLM(str(tmp_path / "nowhere"))
+
+
+def test_an_absent_device_is_named(tiny_checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="cuda:99"):
+        LLM(str(tiny_checkpoint("llama")), device="cuda:99")
+    with pytest.raises(ConfigError, match="abacus"):
+        LLM(str(tiny_checkpoint("llama")), device="abacus")
