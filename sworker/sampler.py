@@ -1,0 +1,330 @@
+"""Batched sampling: logits of a running batch in, one token a row out.
+
+A row's token depends on that row alone, to the bit: nothing is summed in an order that could change with the batch.
+Probabilities become **fixed-point weights** (``exp`` scaled by a power of two and rounded to int64), so that every sum
+(the mass, the running sums of top-p and of the inverse CDF) is exact, in whatever order a device adds. A draw costs
+one uniform number and one prefix sum. The alternative, Gumbel's arg max, needs no sums, but a random number for every
+token of the vocabulary, and leaves top-p unsolved.
+
+Truncated rows (top-k, top-p) are drawn from their likeliest tokens in descending order, ties by ascending id: there
+top-k, top-p and min-p are all prefixes, and combining them is taking the shortest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastdecode.core.errors import RequestError
+from fastdecode.core.sequence import TokenLogprob
+from sworker.sampling_state import SamplingState, uniforms, validate_for_vocab
+
+__all__ = ["SampledToken", "SamplingState", "sample", "validate_for_vocab"]
+
+SHORT_LIST = 1024
+"""Likeliest tokens that a truncated row looks at first: sorting 1,024 of 128k costs a twentieth of sorting all. A row
+that needs more (a nearly flat distribution under top-p, or a greater top-k) is drawn again from the whole row, with
+the same result as if it had been at once."""
+
+MAX_BLOCK_ELEMENTS = 1 << 24
+"""Rows are worked on so many logits at a time: 128 MiB for each int64 temporary."""
+
+_MIN_TEMPERATURE = 1e-30
+"""Keeps (logit - max) / temperature away from 0 / 0; it is greedy but for exact ties long before."""
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """What one row gave: a token, or the error that this row alone met."""
+
+    token_id: int
+    """-1 if there is an error."""
+    logprob: TokenLogprob | None = None
+    """None unless the request asked for logprobs."""
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True)
+class _Controls:
+    """What the rows of one block are drawn with, on the device; each [n, 1]."""
+
+    u: Tensor  # float64, in [0, 1)
+    temperature: Tensor  # float32
+    top_k: Tensor  # int64, 0 for all
+    top_p: Tensor  # float64
+    min_weight: Tensor  # int64: min_p as a fixed-point weight
+    has_min_p: bool
+    has_full_rows: bool
+    """Some row has no top_k, so that its top_p is of the whole row's mass."""
+
+
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+    """Draw the next token of every row. The order of operations is ``SamplingParams``'s.
+
+    A row whose logits hold a NaN or +Inf, or nothing but -Inf, gives a ``SampledToken`` with an ``error``; no other row
+    notices. The states are only read: call ``observe`` with the tokens that are kept.
+
+    Args:
+        logits: float32 [B, V], on any device. Bias and penalties are applied **in place**.
+        states: one a row.
+
+    Returns:
+        One result a row, in order. Results come to the host in one copy; only rows that outrun ``SHORT_LIST`` take
+        a second pass.
+    """
+    assert logits.dtype == torch.float32 and logits.dim() == 2 and len(states) == logits.shape[0]
+    assert all(state.vocab_size == logits.shape[1] for state in states)
+    if not states:
+        return []
+    _adjust(logits, states)
+    results = _choose(logits, states, SHORT_LIST)
+    again = [row for row, result in enumerate(results) if result is None]
+    if again:
+        rows = _to_device(np.array(again), logits.device)
+        redone = _choose(logits[rows], [states[row] for row in again], logits.shape[1])
+        for row, result in zip(again, redone, strict=True):
+            results[row] = result
+    return [_sure(result) for result in results]
+
+
+def _sure(result: SampledToken | None) -> SampledToken:
+    assert result is not None, "a list as long as the vocabulary leaves no row undecided"
+    return result
+
+
+# --- bias, penalties, masks ------------------------------------------------------------------------------------------
+
+
+def _adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
+    """Apply logit_bias, min_tokens and penalties in place. Only the tokens concerned are touched.
+
+    The min_tokens mask adds -inf, so it may as well come first: no penalty moves -inf, and a NaN stays a NaN.
+    """
+    device = logits.device
+    additive = _entries([(row, entry) for row, s in enumerate(states) if (entry := s.additive)])
+    if additive is not None:
+        rows, ids, values = (_to_device(x, device) for x in additive)
+        logits[rows, ids] += values
+    penalised = [(row, entry) for row, s in enumerate(states) if (entry := s.penalised)]
+    entries = _entries(penalised)
+    if entries is None:
+        return
+    rows, ids, counts = (_to_device(x, device) for x in entries)
+    lengths = [len(entry[0]) for _, entry in penalised]
+    of_rows = [states[row].params for row, _ in penalised]
+    factors = np.array([(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in of_rows], np.float32)
+    repetition, frequency, presence = _to_device(np.repeat(factors, lengths, axis=0).T.copy(), device)
+    picked = logits[rows, ids]
+    picked = torch.where(picked > 0, picked / repetition, picked * repetition)
+    logits[rows, ids] = picked - frequency * counts - presence * (counts > 0)
+
+
+def _entries(
+    of_rows: list[tuple[int, tuple[NDArray[np.int64], NDArray[np.float32]]]],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]] | None:
+    """Per-row (ids, values) as flat (rows, ids, values); no (row, id) occurs twice."""
+    if not of_rows:
+        return None
+    lengths = [len(ids) for _, (ids, _) in of_rows]
+    rows = np.repeat(np.array([row for row, _ in of_rows]), lengths)
+    ids = np.concatenate([ids for _, (ids, _) in of_rows])
+    return rows, ids, np.concatenate([values for _, (_, values) in of_rows])
+
+
+# --- the draw --------------------------------------------------------------------------------------------------------
+
+
+def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) -> list[SampledToken | None]:
+    """Draw from adjusted logits [B, V]. None: a row's ``short_list`` likeliest tokens weren't enough to decide."""
+    num_rows, vocab_size = logits.shape
+    greatest, tokens = logits.max(dim=-1)  # [B], [B]; the first of equals, and NaN if there is one
+    decided = torch.ones(num_rows, dtype=torch.bool, device=logits.device)
+    whole, truncated = _split(states)
+    for rows in _blocks(whole, vocab_size):
+        at = _to_device(rows, logits.device)
+        tokens[at] = _draw_whole(logits[at], greatest[at, None], _controls(states, rows, logits))
+    for rows in _blocks(truncated, vocab_size):
+        at = _to_device(rows, logits.device)
+        columns = _num_columns([states[row].params.top_k for row in rows], short_list, vocab_size)
+        controls = _controls(states, rows, logits)
+        tokens[at], decided[at] = _draw_truncated(logits[at], greatest[at, None], controls, columns)
+    asking = np.array([row for row, state in enumerate(states) if state.params.logprobs is not None], np.int64)
+    found = []
+    for rows in _blocks(asking, vocab_size):
+        at = _to_device(rows, logits.device)
+        count = min(vocab_size, max(states[row].params.logprobs or 0 for row in rows))
+        found.append(_logprobs(logits[at], greatest[at, None], tokens[at, None], count))
+    # From here on the host waits for the device.
+    drawn = torch.stack([tokens.double(), greatest.double(), decided.double()]).tolist()
+    logprobs = dict(zip(asking.tolist(), (row for block in found for row in block.tolist()), strict=True))
+    return [
+        _result(state, int(token), top, logprobs.get(row)) if sure or not math.isfinite(top) else None
+        for row, (state, token, top, sure) in enumerate(zip(states, *drawn, strict=True))
+    ]
+
+
+def _split(states: Sequence[SamplingState]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows drawn from the whole distribution, and rows drawn from a truncated one. The rest is greedy."""
+    whole: list[int] = []
+    truncated: list[int] = []
+    for row, state in enumerate(states):
+        if not state.is_greedy:
+            params = state.params
+            (truncated if params.top_k or params.top_p < 1 else whole).append(row)
+    return np.array(whole, np.int64), np.array(truncated, np.int64)
+
+
+def _num_columns(top_ks: list[int], short_list: int, vocab_size: int) -> int:
+    """How many of the likeliest tokens to look at: no more than the short list, no more than any row needs."""
+    return min(short_list, vocab_size, max(top_k or vocab_size for top_k in top_ks))
+
+
+def _controls(states: Sequence[SamplingState], rows: NDArray[np.int64], logits: Tensor) -> _Controls:
+    chosen = [states[row] for row in rows]
+    params = [state.params for state in chosen]
+    table = np.stack(
+        [
+            uniforms(chosen),
+            np.array([max(p.temperature, _MIN_TEMPERATURE) for p in params]),
+            np.array([float(p.top_k) for p in params]),
+            np.array([p.top_p for p in params]),
+            np.ceil(np.array([p.min_p for p in params]) * _scale(logits.shape[1])),
+        ]
+    )
+    u, temperature, top_k, top_p, min_weight = _to_device(table, logits.device)[:, :, None]  # each [n, 1]
+    return _Controls(
+        u=u,
+        temperature=temperature.float(),
+        top_k=top_k.long(),
+        top_p=top_p,
+        min_weight=min_weight.long(),
+        has_min_p=any(p.min_p > 0 for p in params),
+        has_full_rows=any(p.top_k == 0 for p in params),
+    )
+
+
+def _draw_whole(logits: Tensor, greatest: Tensor, controls: _Controls) -> Tensor:
+    """Inverse CDF over all tokens in order of id. logits [n, V] → [n]."""
+    weights = _weights(logits, greatest, controls.temperature, logits.shape[1])
+    if controls.has_min_p:
+        weights.masked_fill_(weights < controls.min_weight, 0)
+    running = weights.cumsum(dim=-1)  # [n, V]
+    return _invert(running, running[:, -1:], controls.u)[:, 0]
+
+
+def _draw_truncated(logits: Tensor, greatest: Tensor, controls: _Controls, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Inverse CDF over the tokens that top_k, top_p and min_p leave, likeliest first.
+
+    logits [n, V] → token ids [n], and whether ``num_columns`` tokens were enough to know them [n].
+    """
+    vocab_size = logits.shape[1]
+    ids = _likeliest(logits, num_columns)  # [n, C]
+    weights = _weights(logits.gather(1, ids), greatest, controls.temperature, vocab_size)  # [n, C], descending
+    has_top_k = controls.top_k > 0
+    columns = torch.arange(num_columns, device=logits.device)
+    weights.masked_fill_(has_top_k & (columns >= controls.top_k), 0)
+    running = weights.cumsum(dim=-1)  # [n, C]
+    mass = running[:, -1:]
+    if controls.has_full_rows:
+        all_mass = _weights(logits, greatest, controls.temperature, vocab_size).sum(dim=-1, keepdim=True)
+        mass = torch.where(has_top_k, mass, all_mass)
+    needed = (controls.top_p * mass).ceil().long()
+    num_by_top_p = (running < needed).sum(dim=-1, keepdim=True) + 1
+    num_by_min_p = (weights >= controls.min_weight).sum(dim=-1, keepdim=True)
+    decided = (
+        (has_top_k & (controls.top_k <= num_columns))
+        | (~has_top_k & (num_by_top_p <= num_columns))
+        | (~has_top_k & (num_by_min_p < num_columns))
+        | torch.full_like(has_top_k, num_columns == vocab_size)
+    )
+    kept = torch.minimum(num_by_top_p, num_by_min_p).clamp_(1, num_columns)
+    place = _invert(running, running.gather(1, kept - 1), controls.u)
+    return ids.gather(1, place)[:, 0], decided[:, 0]
+
+
+def _scale(vocab_size: int) -> float:
+    """The weight of the likeliest token: as great as keeps any row's total below 2^52, exact in a float64."""
+    return 2.0 ** (52 - (vocab_size - 1).bit_length())
+
+
+def _weights(logits: Tensor, greatest: Tensor, temperature: Tensor | float, vocab_size: int) -> Tensor:
+    """exp((logits - greatest) / temperature) as fixed-point weights. [n, C], [n, 1] → int64 [n, C]."""
+    scaled = (logits - greatest).div_(temperature)
+    return scaled.exp_().mul_(_scale(vocab_size)).round_().long()
+
+
+def _invert(running: Tensor, mass: Tensor, u: Tensor) -> Tensor:
+    """The first column at which the running sum exceeds u · mass. [n, C], [n, 1], [n, 1] → int64 [n, 1]."""
+    place = torch.searchsorted(running, (u * mass).long(), right=True)
+    return place.clamp_(max=running.shape[1] - 1)  # rows of NaNs must stay in bounds too
+
+
+def _likeliest(logits: Tensor, count: int) -> Tensor:
+    """Ids of the greatest logits, descending, equals by ascending id. [n, V] → int64 [n, count].
+
+    Order and id are packed into one integer key, so no two keys are equal and every algorithm gives the same answer.
+    """
+    vocab_size = logits.shape[1]
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes one zero of two
+    keys = (bits ^ ((bits >> 31) & 0x7FFF_FFFF)).long() << 32
+    keys |= torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    return vocab_size - 1 - (torch.topk(keys, count, dim=-1).values & 0xFFFF_FFFF)
+
+
+# --- what comes back -------------------------------------------------------------------------------------------------
+
+
+def _logprobs(logits: Tensor, greatest: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """Log-probabilities of the drawn and of the likeliest tokens.
+
+    logits [m, V], greatest and tokens [m, 1] → float64 [m, 1 + 2 · count]: the token's logprob, ids, their logprobs.
+    """
+    vocab_size = logits.shape[1]
+    total = _weights(logits, greatest, 1.0, vocab_size).sum(dim=-1, keepdim=True)
+    log_mass = greatest.double() + (total.double() / _scale(vocab_size)).log()  # [m, 1]
+    ids = _likeliest(logits, count)  # [m, count]
+    picked = logits.gather(1, torch.cat([tokens, ids], dim=1)).double() - log_mass
+    return torch.cat([picked[:, :1], ids.double(), picked[:, 1:]], dim=1)
+
+
+def _result(state: SamplingState, token: int, greatest: float, logprobs: list[float] | None) -> SampledToken:
+    if not math.isfinite(greatest):
+        return SampledToken(-1, error=_row_error(greatest, state.num_generated))
+    if logprobs is None:
+        return SampledToken(token)
+    count = (len(logprobs) - 1) // 2
+    wanted = min(count, state.params.logprobs or 0)
+    ids, values = logprobs[1 : 1 + wanted], logprobs[1 + count : 1 + count + wanted]
+    # A masked token isn't likely, however few others there are.
+    top = tuple((int(i), value) for i, value in zip(ids, values, strict=True) if value > -math.inf)
+    return SampledToken(token, TokenLogprob(token, logprobs[0], top))
+
+
+def _row_error(greatest: float, num_generated: int) -> RequestError:
+    if greatest == -math.inf:
+        return RequestError(
+            f"after {num_generated} generated tokens every token is masked: min_tokens forbids all that the model "
+            f"could say; lower min_tokens or give fewer stop_token_ids",
+            code="no_token_left",
+        )
+    return RequestError(
+        f"the model's logits hold NaN or Inf after {num_generated} generated tokens: the weights are damaged or "
+        f"overflow their dtype; try dtype float32 or bfloat16",
+        code="non_finite_logits",
+    )
+
+
+def _blocks(rows: NDArray[np.int64], vocab_size: int) -> Iterator[NDArray[np.int64]]:
+    size = max(1, MAX_BLOCK_ELEMENTS // vocab_size)
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
+
+
+def _to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)

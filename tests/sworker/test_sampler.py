@@ -1,0 +1,360 @@
+"""The sampler against a plain float64 oracle, one row at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import sworker.sampler as sampler
+from fastdecode.core.errors import RequestError
+from fastdecode.core.sequence import SamplingParams
+from sworker.sampler import SamplingState, sample, validate_for_vocab
+from sworker.sampling_state import uniforms
+
+V = 61
+EOS = (3, 60)
+
+
+def make_state(
+    params: SamplingParams, seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), vocab: int = V
+) -> SamplingState:
+    return SamplingState(params, seed, prompt, EOS, vocab, 0, output)
+
+
+def naive_logits(
+    row: NDArray[np.float32], p: SamplingParams, prompt: tuple[int, ...], output: tuple[int, ...]
+) -> NDArray[np.float64]:
+    """Bias, penalties and masks as their definitions say."""
+    x = row.astype(np.float64)
+    for token, bias in p.logit_bias.items():
+        x[token] += bias
+    for token in set(prompt) | set(output):
+        x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+    for token, count in Counter(output).items():
+        x[token] -= p.frequency_penalty * count + p.presence_penalty
+    if len(output) < p.min_tokens:
+        x[list(p.stop_token_ids)] = -np.inf
+        if not p.ignore_eos:
+            x[list(EOS)] = -np.inf
+    return x
+
+
+def naive_probabilities(x: NDArray[np.float64], p: SamplingParams) -> NDArray[np.float64]:
+    """The distribution that is drawn from, over all tokens."""
+    if p.temperature == 0:
+        return np.eye(len(x))[np.argmax(x)]
+    probs = np.exp((x - x.max()) / p.temperature)
+    probs /= probs.sum()
+    order = np.argsort(-x, kind="stable")
+    if p.top_k:
+        probs[order[p.top_k :]] = 0
+        probs /= probs.sum()
+    if p.top_p < 1:
+        before = np.cumsum(probs[order]) - probs[order]
+        probs[order[before >= p.top_p]] = 0
+        probs /= probs.sum()
+    probs[probs < p.min_p * probs.max()] = 0
+    return probs / probs.sum()
+
+
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Draw one row many times with evenly spread uniforms: frequencies are probabilities, to within 1/count."""
+
+    def run(row: NDArray[np.float32], params: SamplingParams, **kwargs: Any) -> NDArray[np.float64]:
+        count = 4000
+        monkeypatch.setattr(sampler, "uniforms", lambda states: (np.arange(len(states)) + 0.5) / len(states))
+        states = [make_state(params, vocab=len(row), **kwargs)] * count
+        tokens = [s.token_id for s in sample(torch.from_numpy(np.tile(row, (count, 1))), states)]
+        monkeypatch.undo()
+        return np.bincount(tokens, minlength=len(row)) / count
+
+    return run
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "plain": {},
+    "hot": {"temperature": 1.7},
+    "cold": {"temperature": 0.2},
+    "top_k": {"top_k": 7},
+    "top_k above the vocabulary": {"top_k": 1000},
+    "top_p": {"top_p": 0.7},
+    "tiny top_p": {"top_p": 1e-9},
+    "min_p": {"min_p": 0.1},
+    "min_p of 1": {"min_p": 1.0},
+    "all truncations": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "top_k then top_p": {"top_k": 5, "top_p": 0.8},
+    "bias": {"logit_bias": {0: 5.0, 7: -100.0, 60: 1.5}},
+    "repetition": {"repetition_penalty": 1.5},
+    "repetition below 1": {"repetition_penalty": 0.6},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.7},
+    "negative penalties": {"presence_penalty": -1.0, "frequency_penalty": -0.3},
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": (11, 12)},
+    "min_tokens reached": {"min_tokens": 5, "stop_token_ids": (11, 12)},
+    "min_tokens, EOS ignored": {"min_tokens": 9, "stop_token_ids": (11,), "ignore_eos": True},
+    "everything": {
+        "temperature": 0.8, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2,
+        "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {11: 3.0, 2: 2.0},
+        "min_tokens": 8, "stop_token_ids": (11,),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_drawn_distribution_is_the_oracles(name: str, sweep: Any) -> None:
+    params = SamplingParams(**{"max_tokens": 100, **CASES[name]})
+    prompt, output = (1, 1, 5, 20), (5, 7, 7, 8, 20)
+    row = np.random.default_rng(len(name)).normal(0, 2, V).astype(np.float32)
+    row[[3, 11, 60]] += 2  # likely, so that a mask shows
+    expected = naive_probabilities(naive_logits(row, params, prompt, output), params)
+    drawn = sweep(row, params, prompt=prompt, output=output)
+    np.testing.assert_allclose(drawn, expected, atol=1.1 / 4000)
+    assert not drawn[expected == 0].any()
+
+
+@pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.4}, {"top_k": 3, "top_p": 0.5}])
+def test_truncation_breaks_ties_by_the_lowest_id(params: dict[str, Any], sweep: Any) -> None:
+    row = np.full(V, -50, np.float32)
+    row[[10, 20, 30, 40]] = 1.0
+    expected = np.zeros(V)
+    expected[[10, 20]] = 0.5
+    np.testing.assert_allclose(sweep(row, SamplingParams(**params)), expected, atol=1 / 4000)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 1}])
+def test_greedy_ties_give_the_lowest_id(params: dict[str, Any]) -> None:
+    logits = torch.full((3, 1000), -1.0)
+    logits[0, [999, 17, 400]] = 2.0
+    logits[1, [5, 6]] = torch.tensor([-0.0, 0.0])
+    logits[2] = 0.25
+    states = [make_state(SamplingParams(**params), vocab=1000)] * 3
+    assert [s.token_id for s in sample(logits, states)] == [17, 5, 0]
+
+
+def test_the_two_zeros_are_a_tie(sweep: Any) -> None:
+    row = np.full(V, -50, np.float32)
+    row[[10, 20, 30]] = [-0.0, 0.0, 0.0]
+    assert np.flatnonzero(sweep(row, SamplingParams(top_k=2))).tolist() == [10, 20]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}])
+def test_a_uniform_of_zero_draws_no_impossible_token(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "uniforms", lambda states: np.zeros(len(states)))
+    row = torch.full((1, V), -torch.inf)
+    row[0, 30:] = 1.0
+    assert sample(row, [make_state(SamplingParams(**options))])[0].token_id == 30
+
+
+def test_top_p_is_of_the_mass_that_its_own_rows_top_k_leaves(sweep: Any) -> None:
+    row = np.zeros(V, np.float32)
+    row[5] = 0.1
+    both, neighbour = SamplingParams(top_k=2, top_p=0.4), SamplingParams(top_p=0.4)
+    states = [make_state(p, seed=i) for i, p in enumerate([both, neighbour] * 50)]
+    drawn = [s.token_id for s in sample(torch.from_numpy(np.tile(row, (100, 1))), states)]
+    assert set(drawn[::2]) == {5}
+    assert len(set(drawn[1::2])) > 5
+
+
+def test_draws_pass_a_chi_square_test() -> None:
+    probs = np.array([0.4, 0.2, 0.15, 0.1, 0.08, 0.04, 0.02, 0.01])
+    count = 40_000
+    logits = torch.from_numpy(np.log(probs)).float().expand(count, -1).clone()
+    params = SamplingParams()
+    by_seed = [make_state(params, seed=seed, vocab=8) for seed in range(count)]
+    by_position = []
+    for position in range(count):
+        state = make_state(params, seed=123, vocab=8)
+        state.num_generated = position
+        by_position.append(state)
+    by_sample = [SamplingState(params, 7, (), EOS, 8, index) for index in range(count)]
+    for states in (by_seed, by_position, by_sample):
+        drawn = np.array([s.token_id for s in sample(logits.clone(), states)])
+        observed = np.bincount(drawn, minlength=8)
+        assert ((observed - count * probs) ** 2 / (count * probs)).sum() < 24.3  # 7 degrees of freedom, p = 0.001
+        # Neighbouring counters are independent: so are pairs of successive draws.
+        pairs = np.bincount(drawn[:-1:2] * 8 + drawn[1::2], minlength=64)
+        expected = np.outer(probs, probs).ravel() * (count // 2)
+        assert ((pairs - expected) ** 2 / expected).sum() < 103.4  # 63 degrees of freedom, p = 0.001
+
+
+def test_uniforms_are_splitmix64() -> None:
+    states = []
+    for position in range(5):
+        state = make_state(SamplingParams())
+        state.stream, state.num_generated = 1234567, position
+        states.append(state)
+    published = [
+        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
+    ]  # fmt: skip
+    assert uniforms(states).tolist() == [(x >> 11) * 2.0**-53 for x in published]
+
+
+def test_seeds_of_every_kind_give_distinct_streams() -> None:
+    seeds = [0, 1, 2, -1, -(1 << 63), (1 << 64) - 2, 1 << 63, 1 << 32]
+    streams = {SamplingState(SamplingParams(), s, (), EOS, V, i).stream for s in seeds for i in range(64)}
+    assert len(streams) == 64 * len(seeds) - 64  # -(2^63) and 2^63 are the same 64 bits
+
+
+def test_a_resumed_sequence_draws_what_it_would_have_drawn() -> None:
+    params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2, min_tokens=4, max_tokens=20, top_p=0.9)
+    logits = torch.from_numpy(np.random.default_rng(5).normal(0, 3, (20, V)).astype(np.float32))
+    whole, tokens = make_state(params, seed=9, prompt=(1, 2)), []
+    for row in logits:
+        tokens.append(sample(row[None].clone(), [whole])[0].token_id)
+        whole.observe(tokens[-1])
+    for cut in (1, 7, 19):
+        resumed = make_state(params, seed=9, prompt=(1, 2), output=tuple(tokens[:cut]))
+        assert sample(logits[cut : cut + 1].clone(), [resumed])[0].token_id == tokens[cut]
+
+
+def test_prompt_of_many_tokens_and_long_outputs_are_all_counted() -> None:
+    params = SamplingParams(temperature=0, repetition_penalty=2.0, frequency_penalty=0.5)
+    state = SamplingState(params, 0, range(0, 500, 2), (), 1000)
+    for token in [999, *range(600, 700), *range(600, 650)]:
+        state.observe(token)
+    row = np.random.default_rng(0).normal(0, 1, 1000).astype(np.float32)
+    adjusted = torch.from_numpy(row)[None].clone()
+    sample(adjusted, [state])
+    expected = naive_logits(row, params, tuple(range(0, 500, 2)), (999, *range(600, 700), *range(600, 650)))
+    np.testing.assert_allclose(adjusted[0].numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+# --- logprobs --------------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_of_the_adjusted_untruncated_distribution() -> None:
+    params = SamplingParams(
+        temperature=0.3, top_k=2, logprobs=6, repetition_penalty=1.4, presence_penalty=0.5, logit_bias={4: 2.5}
+    )
+    prompt, output = (1, 2, 3), (4, 4, 9)
+    rows = np.random.default_rng(1).normal(0, 3, (40, V)).astype(np.float32)
+    results = sample(torch.from_numpy(rows.copy()), [make_state(params, i, prompt, output) for i in range(40)])
+    for row, result in zip(rows, results, strict=True):
+        x = naive_logits(row, params, prompt, output)
+        expected = x - x.max() - np.log(np.exp(x - x.max()).sum())
+        assert result.logprob is not None and result.logprob.token_id == result.token_id
+        assert result.logprob.logprob == pytest.approx(expected[result.token_id], abs=2e-6)
+        order = np.argsort(-x, kind="stable")[:6]
+        assert [token for token, _ in result.logprob.top] == order.tolist()
+        np.testing.assert_allclose([value for _, value in result.logprob.top], expected[order], atol=2e-6)
+
+
+def test_logprobs_of_mixed_requests() -> None:
+    wanted = [None, 0, 3, 100, None]
+    states = [make_state(SamplingParams(logprobs=k), seed=i) for i, k in enumerate(wanted)]
+    logits = torch.from_numpy(np.random.default_rng(2).normal(0, 1, (5, V)).astype(np.float32))
+    found = [result.logprob for result in sample(logits, states)]
+    assert [None if x is None else len(x.top) for x in found] == [None, 0, 3, V, None]
+
+
+def test_masked_tokens_are_not_among_the_likeliest() -> None:
+    params = SamplingParams(logprobs=100, min_tokens=2, stop_token_ids=(8,))
+    (result,) = sample(torch.zeros(1, V), [make_state(params)])
+    assert result.logprob is not None
+    assert {token for token, _ in result.logprob.top} == set(range(V)) - {3, 8, 60}
+    assert result.logprob.logprob == pytest.approx(-math.log(V - 3), abs=1e-9)
+
+
+# --- rows that can't be sampled -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("whole_row", [True, False])
+def test_a_bad_row_fails_alone(bad: float, whole_row: bool) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0}, {}, {"min_p": 0.1}, {"top_k": 5}, {"top_p": 0.5}, {"logprobs": 3},
+        {"min_tokens": 5, "repetition_penalty": 1.2, "frequency_penalty": 1.0, "logit_bias": {3: 4.0}},
+    ]  # fmt: skip
+    params = [SamplingParams(**kind) for kind in kinds]
+    states = [make_state(p, seed=i, prompt=(3, 4), output=(3,)) for i, p in enumerate(p for p in params for _ in "xy")]
+    logits = torch.from_numpy(np.random.default_rng(3).normal(0, 2, (len(states), V)).astype(np.float32))
+    clean = sample(logits.clone(), states)
+    poisoned = logits.clone()
+    if whole_row:
+        poisoned[::2] = bad
+    else:
+        poisoned[::2, 3] = bad  # the very token that min_tokens masks
+    results = sample(poisoned, states)
+    for i, result in enumerate(results):
+        if i % 2:
+            assert result == clean[i]
+        else:
+            assert result.token_id == -1 and isinstance(result.error, RequestError)
+            assert result.error.code == "non_finite_logits"
+
+
+def test_minus_infinity_is_a_token_that_is_never_drawn(sweep: Any) -> None:
+    row = np.zeros(V, np.float32)
+    row[10:] = -np.inf
+    drawn = sweep(row, SamplingParams())
+    np.testing.assert_allclose(drawn[:10], 0.1, atol=1 / 4000)
+
+
+def test_a_row_with_every_token_masked_is_an_error() -> None:
+    params = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(V)))
+    results = sample(torch.zeros(2, V), [make_state(params), make_state(SamplingParams())])
+    assert results[0].error is not None and results[0].error.code == "no_token_left"
+    assert "min_tokens" in str(results[0].error)
+    assert results[1].error is None
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-30, 1e-6, 100.0])
+def test_extreme_temperatures_and_logits_stay_finite(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=0.9)
+    logits = torch.tensor([[-3e38, 3e38, 1.0, 0.0], [1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.0]])
+    states = [make_state(params, seed=i, vocab=4) for i in range(3)]
+    results = sample(logits, states)
+    assert all(result.error is None for result in results)
+    assert results[0].token_id == 1
+    if temperature < 1:
+        assert results[1].token_id == 3
+
+
+def test_the_vocabulary_of_one_token() -> None:
+    for params in (SamplingParams(), SamplingParams(top_p=0.5, logprobs=4), SamplingParams(temperature=0)):
+        (result,) = sample(torch.zeros(1, 1), [make_state(params, vocab=1)])
+        assert result.token_id == 0
+
+
+def test_no_rows() -> None:
+    assert sample(torch.zeros(0, V), []) == []
+
+
+def test_eos_beyond_the_vocabulary_is_harmless() -> None:
+    state = SamplingState(SamplingParams(min_tokens=3), 0, (), (2, V + 5), V)
+    assert sample(torch.zeros(1, V), [state])[0].token_id != 2
+
+
+# --- validation ------------------------------------------------------------------------------------------------------
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
+    validate_for_vocab(SamplingParams(logit_bias={V - 1: 1.0}, stop_token_ids=(0, V - 1)), V)
+    for params, name in (
+        (SamplingParams(logit_bias={3: 1.0, V: 1.0}), "logit_bias"),
+        (SamplingParams(stop_token_ids=(1, 1 << 30)), "stop_token_ids"),
+    ):
+        with pytest.raises(RequestError, match=f"{name} names token .* end at {V - 1}") as refused:
+            validate_for_vocab(params, V)
+        assert refused.value.code == "invalid_sampling_params"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_device_changes_nothing_but_rounding() -> None:
+    kinds = [SamplingParams(**{"max_tokens": 100, **case}) for case in CASES.values()]
+    states = [
+        make_state(p, seed=i, prompt=(1, 2), output=(5, 6)) for i, p in enumerate(p for p in kinds for _ in range(8))
+    ]
+    logits = torch.from_numpy(np.random.default_rng(4).normal(0, 2, (len(states), V)).astype(np.float32))
+    on_cpu = sample(logits.clone(), states)
+    on_gpu = sample(logits.cuda(), states)
+    assert [s.token_id for s in on_cpu] == [s.token_id for s in on_gpu]
