@@ -1,0 +1,264 @@
+"""What workers measure and the cost model reads: profiles, as versioned JSON files.
+
+Workers fill these dataclasses; ``cost_model`` fits them; nothing here measures. A profile file is one JSON object:
+
+=============  =========================================================================================
+``format``     always ``"fastdecode.profile"``
+``version``    ``SCHEMA_VERSION``; another one is refused
+``kind``       ``"s"`` (S-part on a device), ``"r"`` (R-part on a host) or ``"net"`` (between two hosts)
+the rest       the fields of ``SProfile``, ``RProfile`` or ``NetProfile`` below, nested objects for nested
+               dataclasses, arrays for tuples; no field may be missing, none may be added
+=============  =========================================================================================
+
+Every measurement is kept as all its repeats, in seconds, so that a reader can judge the spread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.model_spec import ModelSpec
+
+FORMAT = "fastdecode.profile"
+SCHEMA_VERSION = 1
+MAX_FILE_BYTES = 16 << 20
+MAX_POINTS = 4096
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One quantity, measured several times."""
+
+    seconds: tuple[float, ...]
+    """Every repeat."""
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, relative to the median."""
+        if len(self.seconds) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return (high - low) / 2 / self.median_s
+
+
+@dataclass(frozen=True)
+class Point:
+    """A time over one size: tokens in the batch, prompt tokens, or bytes."""
+
+    size: int
+    timing: Timing
+
+
+@dataclass(frozen=True)
+class DecodePoint:
+    """One layer's append-then-attend of a decode step: ``num_sequences`` queries, each over ``context_tokens`` keys."""
+
+    num_sequences: int
+    context_tokens: int
+    timing: Timing
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it was measured."""
+
+    cpu: str
+    num_cores: int
+    memory_bytes: int
+    device: str
+    """What the measured part ran on: ``cpu``, or the GPU's name."""
+    software: dict[str, str]
+    """Package → version."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the S-part's times depend on."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> ModelShape:
+        return cls(*(getattr(spec, field.name) for field in fields(cls)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_layers} layers, hidden {self.hidden_size}, MLP {self.intermediate_size}, "
+            f"{self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}, vocabulary {self.vocab_size}"
+        )
+
+
+@dataclass(frozen=True)
+class SProfile:
+    """The S-part of one model on one device."""
+
+    machine: Machine
+    model: str
+    shape: ModelShape
+    dtype: str
+    device_memory_bytes: int
+    layer: tuple[Point, ...]
+    """Seconds of one layer over tokens in the batch: T(B)."""
+    head: tuple[Point, ...]
+    """Seconds a step spends outside the layers (embedding, final norm, logits, sampling) over tokens in the batch."""
+    prefill: tuple[Point, ...]
+    """Seconds of all layers of one prompt over its tokens, its own attention included."""
+
+
+@dataclass(frozen=True)
+class RProfile:
+    """The R-part of one head shape on one R-worker."""
+
+    machine: Machine
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_dtype: str
+    block_size: int
+    num_threads: int
+    memory_bytes: int
+    """That the KV cache may take."""
+    decode: tuple[DecodePoint, ...]
+    read_bytes_per_s: tuple[float, ...]
+    """The read bandwidth of the same threads, measured between the decode points: the ceiling."""
+
+    @property
+    def kv_token_layer_bytes(self) -> float:
+        """K and V of one cached token and layer."""
+        bits = {"float32": 32, "int8": 8, "int4": 4}.get(self.kv_dtype, 16)
+        return 2 * self.num_kv_heads * self.head_dim * bits / 8
+
+
+@dataclass(frozen=True)
+class NetProfile:
+    """The way between an S-worker and one R-worker."""
+
+    machine: Machine
+    transport: str
+    transfer: tuple[Point, ...]
+    """Seconds one way over message bytes."""
+    round_trip: Timing
+    """Of a small message there and back."""
+
+
+Profile: TypeAlias = SProfile | RProfile | NetProfile
+_KINDS: dict[str, type[Profile]] = {"s": SProfile, "r": RProfile, "net": NetProfile}
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile file, whole or not at all.
+
+    Raises:
+        ConfigError: the path can't be written.
+    """
+    kind = next(kind for kind, cls in _KINDS.items() if isinstance(profile, cls))
+    text = json.dumps({"format": FORMAT, "version": SCHEMA_VERSION, "kind": kind, **asdict(profile)}, indent=1)
+    partial = path.with_name(path.name + ".part")
+    try:
+        partial.write_text(text + "\n", "utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"can't write the profile {path}: {error.strerror}") from None
+
+
+def read_profile(path: Path) -> Profile:
+    """Read and check a profile file of any kind.
+
+    Raises:
+        ConfigError: there is no such file, or it isn't a valid profile; names the field and what it must be.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB: that is no profile")
+        tree = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read the profile {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise _broken(path, f"it isn't JSON ({error})") from None
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+        raise _broken(path, f'"format" must be "{FORMAT}"')
+    if tree.get("version") != SCHEMA_VERSION:
+        raise _broken(path, f'"version" is {tree.get("version")!r}; this release reads {SCHEMA_VERSION}')
+    kind = _KINDS.get(str(tree.get("kind")))
+    if kind is None:
+        raise _broken(path, f'"kind" is {tree.get("kind")!r}; it must be one of {", ".join(_KINDS)}')
+    body = {name: value for name, value in tree.items() if name not in ("format", "version", "kind")}
+    try:
+        profile = _decode(kind, body, "")
+    except _MismatchError as mismatch:
+        raise _broken(path, str(mismatch)) from None
+    assert isinstance(profile, kind)
+    return profile
+
+
+def _broken(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is not a usable profile: {why}. Write it again with: fastdecode calibrate s|r|net --out {path.name}",
+        code="invalid_profile",
+    )
+
+
+class _MismatchError(Exception):
+    """Where and how a JSON tree differs from its dataclass."""
+
+
+def _decode(kind: Any, value: object, where: str) -> object:
+    """A JSON value as ``kind``, which is a dataclass, tuple[X, ...], dict[str, str], int, float or str."""
+    origin = typing.get_origin(kind)
+    if is_dataclass(kind):
+        return _decode_object(typing.cast(type, kind), value, where)
+    if origin is tuple:
+        if not isinstance(value, list) or not 1 <= len(value) <= MAX_POINTS:
+            raise _MismatchError(f"{where} must be a list of 1 to {MAX_POINTS} items")
+        item = typing.get_args(kind)[0]
+        return tuple(_decode(item, each, f"{where}[{i}]") for i, each in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
+            raise _MismatchError(f"{where} must be an object of strings")
+        return dict(value)
+    if kind is str:
+        if not isinstance(value, str) or not 0 < len(value) <= 1000:
+            raise _MismatchError(f"{where} must be a string")
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _MismatchError(f"{where} must be a number")
+    if not (math.isfinite(value) and 0 < value <= 1 << 60):
+        raise _MismatchError(f"{where} is {value}; it must be above 0 and sane")
+    if kind is int and not isinstance(value, int):
+        raise _MismatchError(f"{where} must be a whole number")
+    return value if kind is int else float(value)
+
+
+def _decode_object(kind: type[T], value: object, where: str) -> T:
+    if not isinstance(value, Mapping):
+        raise _MismatchError(f"{where or 'the file'} must be an object")
+    hints = typing.get_type_hints(kind)
+    lead = f"{where}." if where else ""
+    names = [field.name for field in fields(typing.cast(Any, kind))]
+    for name in names:
+        if name not in value:
+            raise _MismatchError(f'"{lead}{name}" is missing')
+    unknown = sorted(set(value) - set(names))
+    if unknown:
+        raise _MismatchError(f'"{lead}{unknown[0]}" is not a field of version {SCHEMA_VERSION}')
+    return kind(**{name: _decode(hints[name], value[name], lead + name) for name in names})
