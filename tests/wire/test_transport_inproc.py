@@ -1,0 +1,210 @@
+"""The in-process transport: order, deadlines, closing from either side, waiting for any of several."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
+from fastdecode.wire.transport import CLOSED, TIMEOUT, Connection, Hub
+
+
+def pair() -> tuple[Connection[str, int], Connection[int, str]]:
+    return connect(InprocHub[str, int](), "the S side", InprocHub[int, str](), "the R side")
+
+
+def star(num_peers: int) -> tuple[Hub[str, int], list[InprocConnection[int, str]]]:
+    hub: InprocHub[str, int] = InprocHub()
+    peers = [connect(hub, "the S side", InprocHub[int, str](), f"worker {i}")[1] for i in range(num_peers)]
+    return hub, peers
+
+
+def code_of(act: Callable[[], object], *names: str) -> str:
+    with pytest.raises(WorkerError) as caught:
+        act()
+    for name in names:
+        assert name in caught.value.message
+    return caught.value.code
+
+
+def in_thread(act: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_messages_come_in_order_both_ways() -> None:
+    s, r = pair()
+    assert (s.peer, r.peer) == ("the R side", "the S side")
+    for word in ("a", "b", "c"):
+        s.send(word)
+    r.send(1)
+    assert [r.receive(0.0), r.poll(), r.receive(None)] == ["a", "b", "c"]
+    assert r.poll() is None
+    assert s.receive(5.0) == 1
+
+
+def test_a_message_is_handed_over_as_it_is() -> None:
+    one: InprocHub[list[int], list[int]] = InprocHub()
+    here, there = connect(one, "here", InprocHub[list[int], list[int]](), "there")
+    message = [1]
+    here.send(message)
+    assert there.receive(0.0) is message
+
+
+def test_deadline_names_the_peer_and_leaves_the_connection_usable() -> None:
+    s, r = pair()
+    assert code_of(lambda: s.receive(0.0), "the R side") == TIMEOUT
+    r.send(7)
+    assert s.receive(0.0) == 7
+
+
+def test_receive_sleeps_until_a_message_comes() -> None:
+    s, r = pair()
+    thread = in_thread(lambda: r.send(len(r.receive(60.0))))
+    s.send("four")
+    assert s.receive(60.0) == 4
+    thread.join(60.0)
+
+
+def test_what_was_sent_before_closing_is_received_first() -> None:
+    s, r = pair()
+    r.send(1)
+    r.send(2)
+    r.close()
+    r.close()
+    assert s.receive(None) == 1
+    assert s.poll() == 2
+    for _ in range(2):
+        assert code_of(lambda: s.receive(None), "the R side has closed") == CLOSED
+        assert code_of(s.poll, "the R side has closed") == CLOSED
+        assert code_of(lambda: s.send("x"), "the R side has closed") == CLOSED
+
+
+def test_own_closing_ends_everything_at_once() -> None:
+    s, r = pair()
+    r.send(1)
+    s.close()
+    assert code_of(lambda: s.receive(None), "closed on this side") == CLOSED
+    assert code_of(s.poll, "closed on this side") == CLOSED
+    assert code_of(lambda: s.send("x"), "closed on this side") == CLOSED
+
+
+@pytest.mark.parametrize("who", ["peer", "another thread of this side"])
+def test_closing_wakes_the_one_who_waits(who: str) -> None:
+    s, r = pair()
+    codes: list[str] = []
+    waiting = in_thread(lambda: codes.append(code_of(lambda: s.receive(None))))
+    (r if who == "peer" else s).close()
+    waiting.join(60.0)
+    assert codes == [CLOSED]
+
+
+def test_hub_receives_in_order_of_arrival() -> None:
+    hub, (a, b, c) = star(3)
+    c.send(30)
+    a.send(10)
+    c.send(31)
+    b.send(20)
+    assert [hub.receive_any(0.0) for _ in range(4)] == [(2, 30), (0, 10), (2, 31), (1, 20)]
+    assert code_of(lambda: hub.receive_any(0.0), "worker 0", "worker 1", "worker 2") == TIMEOUT
+
+
+def test_asking_one_keeps_what_came_from_the_others() -> None:
+    hub, (a, b) = star(2)
+    a.send(10)
+    b.send(20)
+    a.send(11)
+    assert hub.connections[1].receive(0.0) == 20
+    assert code_of(lambda: hub.connections[1].receive(0.0), "worker 1") == TIMEOUT
+    assert hub.connections[0].poll() == 10
+    b.send(21)
+    assert [hub.receive_any(0.0) for _ in range(2)] == [(0, 11), (1, 21)]
+
+
+def test_hub_sleeps_until_any_peer_sends() -> None:
+    hub, peers = star(3)
+    thread = in_thread(lambda: peers[1].send(len(peers[1].receive(60.0))))
+    hub.connections[1].send("four")
+    assert hub.receive_any(60.0) == (1, 4)
+    thread.join(60.0)
+
+
+def test_hub_tells_each_closed_peer_once_and_serves_the_others() -> None:
+    hub, (a, b) = star(2)
+    a.send(10)
+    a.close()
+    b.send(20)
+    assert hub.receive_any(0.0) == (0, 10)
+    assert code_of(lambda: hub.receive_any(0.0), "worker 0") == CLOSED
+    assert hub.receive_any(0.0) == (1, 20)
+    assert code_of(lambda: hub.receive_any(0.0), "worker 1") == TIMEOUT
+    b.close()
+    assert code_of(lambda: hub.receive_any(0.0), "worker 1") == CLOSED
+    assert code_of(lambda: hub.receive_any(None), "worker 0", "worker 1") == CLOSED
+
+
+def test_hub_forgets_what_came_over_a_connection_that_it_closed() -> None:
+    hub, (a, b) = star(2)
+    a.send(10)
+    b.send(20)
+    hub.connections[0].close()
+    assert hub.receive_any(0.0) == (1, 20)
+    assert code_of(lambda: hub.receive_any(0.0), "worker 1") == TIMEOUT
+    assert code_of(lambda: a.send(11), "the S side has closed") == CLOSED
+
+
+def test_closing_the_last_connection_wakes_the_hub() -> None:
+    hub, _ = star(1)
+    codes: list[str] = []
+    waiting = in_thread(lambda: codes.append(code_of(lambda: hub.receive_any(None))))
+    hub.connections[0].close()
+    waiting.join(60.0)
+    assert codes == [CLOSED]
+
+
+def test_a_deadline_counts_from_the_call_whatever_comes_from_others() -> None:
+    now = [100.0]
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    hub: InprocHub[str, int] = InprocHub(clock)
+    wanted, _ = connect(hub, "s", InprocHub[int, str](), "worker 0")
+    _, other = connect(hub, "s", InprocHub[int, str](), "worker 1")
+    for i in range(5):
+        other.send(i)
+    assert code_of(lambda: wanted.receive(3.5), "worker 0", "3.5 s") == TIMEOUT
+    assert [hub.receive_any(0.0)[1] for _ in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_many_threads_lose_nothing() -> None:
+    hub, peers = star(4)
+
+    def answer(peer: InprocConnection[int, str]) -> None:
+        for _ in range(200):
+            peer.send(int(peer.receive(60.0)))
+        peer.close()
+
+    threads = [in_thread(lambda peer=peer: answer(peer)) for peer in peers]  # type: ignore[misc]
+    for i in range(200):
+        for connection in hub.connections:
+            connection.send(str(i))
+    got: list[list[int]] = [[] for _ in peers]
+    closed = 0
+    while closed < len(peers):
+        try:
+            index, number = hub.receive_any(60.0)
+        except WorkerError as error:
+            if error.code != CLOSED:
+                raise
+            closed += 1
+        else:
+            got[index].append(number)
+    assert got == [list(range(200))] * 4
+    for thread in threads:
+        thread.join(60.0)
