@@ -16,16 +16,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny_checkpoint(family, **config) -> Path``: a small random model directory, made once a session."""
+    """``tiny_checkpoint(family, seed=None, **config) -> Path``: a small random model directory, made once a session."""
     from checkpoints import save_checkpoint  # needs transformers
 
     made: dict[str, Path] = {}
 
-    def make(family: str, **overrides: Any) -> Path:
-        key = json.dumps([family, overrides], sort_keys=True)
+    def make(family: str, seed: int | None = None, **overrides: Any) -> Path:
+        key = json.dumps([family, seed, overrides], sort_keys=True)
         if key not in made:
             made[key] = tmp_path_factory.mktemp(family)
-            save_checkpoint(made[key], family, overrides)
+            save_checkpoint(made[key], family, overrides, seed)
         return made[key]
 
     return make
