@@ -20,9 +20,10 @@ message             direction    meaning, and the answer
 ==================  ===========  ============================================================================
 
 One lane has at most one step open at an R-worker; within a step, layers come in order 0 … num_layers - 1, and the
-last layer's ``Attend`` closes the step. Arrays declare dtype and dims beside the field: ``act`` is the activation
-dtype agreed in ``Hello`` (float32, or uint16 carrying the bits of a 16-bit float). T_kv sums ``num_new`` and T_q
-sums ``num_queries`` over the step's sequences, in the order of ``sequence_ids``.
+last layer's ``Attend`` closes the step. Arrays declare dtype and dims in their annotation, and the codec holds peers to
+it: ``Activations`` are of the dtype agreed in ``Hello`` (float32, or uint16 carrying the bits of a 16-bit float); a
+dim that stands twice in one message is the same both times. T_kv sums ``num_new`` and T_q sums ``num_queries`` over the
+step's sequences, in the order of ``sequence_ids``.
 
 Queries of one sequence are its last ``num_queries`` new tokens: the query i of a sequence stands at position
 ``num_past + num_new - num_queries + i`` and sees keys up to its own position, below ``num_visible``, and inside the
@@ -34,8 +35,9 @@ attended here causally (``num_queries = num_new``, ``num_visible = num_past + nu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,11 +87,15 @@ class CloseSequence:
 class BeginStep:
     step: int
     lane: int
-    sequence_ids: NDArray[np.int64]  # [N]
-    num_past: NDArray[np.int32]  # [N] tokens cached before this step; must equal the worker's own count
-    num_new: NDArray[np.int32]  # [N] tokens appended, >= 1
-    num_queries: NDArray[np.int32]  # [N] 0 or more, at most num_new
-    num_visible: NDArray[np.int32]  # [N] keys visible at most: num_past or num_past + num_new
+    sequence_ids: Annotated[NDArray[np.int64], "N"]
+    num_past: Annotated[NDArray[np.int32], "N"]
+    """Tokens cached before this step; must equal the worker's own count."""
+    num_new: Annotated[NDArray[np.int32], "N"]
+    """Tokens appended, >= 1."""
+    num_queries: Annotated[NDArray[np.int32], "N"]
+    """0 or more, at most num_new."""
+    num_visible: Annotated[NDArray[np.int32], "N"]
+    """Keys visible at most: num_past or num_past + num_new."""
     want_lse: bool = False
 
 
@@ -98,9 +104,9 @@ class Attend:
     step: int
     lane: int
     layer: int
-    q: Activations  # act [T_q, Hq, D]
-    k: Activations  # act [T_kv, Hkv, D]
-    v: Activations  # act [T_kv, Hkv, D]
+    q: Annotated[Activations, "T_q Hq D"]
+    k: Annotated[Activations, "T_kv Hkv D"]
+    v: Annotated[Activations, "T_kv Hkv D"]
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,9 @@ class AttendResult:
     step: int
     lane: int
     layer: int
-    o: Activations  # act [T_q, Hq, D]
-    lse: NDArray[np.float32] | None  # float32 [T_q, Hq]; None unless the step wants it
+    o: Annotated[Activations, "T_q Hq D"]
+    lse: Annotated[NDArray[np.float32] | None, "T_q Hq"]
+    """None unless the step wants it."""
     compute_s: float
     """Seconds spent appending and attending, waiting excluded."""
 
@@ -148,3 +155,20 @@ class Failed:
 
 ToRWorker: TypeAlias = Hello | OpenSequence | ForkSequence | CloseSequence | BeginStep | Attend | Shutdown
 FromRWorker: TypeAlias = Welcome | Accepted | Refused | AttendResult | Failed
+Message: TypeAlias = ToRWorker | FromRWorker
+
+OPCODES: Mapping[type[Message], int] = {
+    Hello: 1,
+    OpenSequence: 2,
+    ForkSequence: 3,
+    CloseSequence: 4,
+    BeginStep: 5,
+    Attend: 6,
+    Shutdown: 7,
+    Welcome: 65,
+    Accepted: 66,
+    Refused: 67,
+    AttendResult: 68,
+    Failed: 69,
+}
+"""What messages are called on the wire; from 65 on, those that R-workers send. A retired number isn't used again."""
