@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from fastdecode.core.errors import CheckpointError
 from fastdecode.core.model_spec import ModelSpec
 from sworker.checkpoint import Checkpoint, TensorEntry, model_hash, open_checkpoint
-from sworker.model.decoder import Decoder
 from sworker.model.families import CHECKPOINT_NAMES, CheckpointNames, Layout, Names, Source
 from sworker.model.linear import Linear
 from sworker.model.rope import RotaryTable
+from sworker.model.skeleton import Model
 
 __all__ = ["load_model", "load_spec", "model_hash"]
 
@@ -38,7 +38,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     max_model_len: int | None = None,
     progress: Progress | None = None,
-) -> tuple[ModelSpec, Decoder]:
+) -> tuple[ModelSpec, Model]:
     """Read a Hugging Face model directory.
 
     Args:
@@ -59,7 +59,7 @@ def load_model(
     checkpoint = open_checkpoint(path)
     spec = _spec(checkpoint, max_model_len)
     with torch.device("meta"):
-        model = Decoder(spec)
+        model = Model(spec)
     placements = _plan(checkpoint, spec, model)
     device = torch.device(device)
     _allocate(model, device, dtype or getattr(torch, spec.dtype.value))
@@ -97,7 +97,7 @@ class _Placement:
     layout: Layout
 
 
-def _plan(checkpoint: Checkpoint, spec: ModelSpec, model: Decoder) -> list[_Placement]:
+def _plan(checkpoint: Checkpoint, spec: ModelSpec, model: Model) -> list[_Placement]:
     """Match every parameter with tensors on disk, and every tensor on disk with a parameter; in the order on disk."""
     names = CHECKPOINT_NAMES[spec.family]
     prefix = _find_prefix(checkpoint, names)
@@ -137,7 +137,7 @@ def _find_prefix(checkpoint: Checkpoint, names: CheckpointNames) -> str:
 
 
 def _matched_modules(
-    model: Decoder, names: CheckpointNames, prefix: str
+    model: Model, names: CheckpointNames, prefix: str
 ) -> Iterator[tuple[nn.Module, tuple[Source, ...]]]:
     """Every module that has parameters of its own, with the checkpoint's modules that it is made of."""
     for path, module in model.named_modules():
@@ -207,7 +207,7 @@ def _some(names: list[str]) -> str:
     )
 
 
-def _allocate(model: Decoder, device: torch.device, dtype: torch.dtype) -> None:
+def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
     """Give every module storage on the device; weights uninitialised, rotary tables filled."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

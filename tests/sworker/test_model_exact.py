@@ -14,8 +14,8 @@ import pytest
 import torch
 from checkpoints import oracle, prompts
 
-from sworker.model.decoder import forward
 from sworker.model.reference import ReferenceAttention
+from sworker.model.skeleton import forward
 from sworker.weights import load_model
 
 NUM_TOKENS = 72

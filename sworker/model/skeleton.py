@@ -30,7 +30,7 @@ class Attend(Protocol):
         ...
 
 
-class DecoderLayer(nn.Module):
+class Layer(nn.Module):
     """One layer of any family; which norms there are and where, biases and residuals, is by the spec's flags."""
 
     def __init__(self, spec: ModelSpec, rope: RotaryTable | None) -> None:
@@ -81,7 +81,7 @@ class DecoderLayer(nn.Module):
         return x
 
 
-class Decoder(nn.Module):
+class Model(nn.Module):
     """Embedding, layers, logits. Made by ``sworker.weights.load_model``, which fills in the weights."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -93,9 +93,7 @@ class Decoder(nn.Module):
         self.project_in = Linear(embedding, (hidden,), bias=False) if embedding != hidden else None
         self.embed_norm = make_norm(spec) if spec.embedding_norm else None
         rope = RotaryTable(spec.rope, spec.max_model_len) if spec.rope else None
-        self.layers = cast(
-            "Sequence[DecoderLayer]", nn.ModuleList(DecoderLayer(spec, rope) for _ in range(spec.num_layers))
-        )
+        self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(spec, rope) for _ in range(spec.num_layers)))
         self.final_norm = make_norm(spec) if spec.final_norm else None
         self.project_out = Linear(hidden, (embedding,), bias=False) if embedding != hidden else None
         self.lm_head = None if spec.tied_embeddings else Linear(embedding, (spec.vocab_size,), bias=False)
@@ -126,7 +124,7 @@ class Decoder(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def forward(model: Decoder, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+def forward(model: Model, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
     """One pass: token_ids [T], positions [T] → the last layer's output [T, hidden], for ``model.logits``."""
     x = model.embed(token_ids, positions)
     for index, layer in enumerate(model.layers):
