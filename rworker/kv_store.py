@@ -50,9 +50,7 @@ class KVStore:
         max_sequences: most sequences open at once.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, *, max_sequences: int = DEFAULT_MAX_SEQUENCES
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, max_sequences: int = DEFAULT_MAX_SEQUENCES) -> None:
         assert 1 <= num_blocks <= MAX_BLOCKS and block_size >= 1 and max_sequences >= 1
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -126,9 +124,7 @@ class KVStore:
         self._num_promised += num_blocks
         self._add_row(sequence_id, num_reserved_tokens, num_blocks)
 
-    def fork(
-        self, parent_id: int, sequence_id: int, num_shared_tokens: int, num_reserved_tokens: int
-    ) -> None:
+    def fork(self, parent_id: int, sequence_id: int, num_shared_tokens: int, num_reserved_tokens: int) -> None:
         """A new sequence whose first ``num_shared_tokens`` tokens are the parent's; it may grow to
         ``num_reserved_tokens`` tokens, those included.
 
@@ -250,9 +246,7 @@ class KVStore:
         self._tables[np.repeat(rows, num_fresh), columns] = self._pop(int(ends[-1]))
         self._widths[rows] += num_fresh
 
-    def _slots(
-        self, rows: NDArray[np.int64], past: NDArray[np.int64], num_new: NDArray[np.int32]
-    ) -> NDArray[np.int64]:
+    def _slots(self, rows: NDArray[np.int64], past: NDArray[np.int64], num_new: NDArray[np.int32]) -> NDArray[np.int64]:
         """Slot of each new token, [T]."""
         ends = np.cumsum(num_new, dtype=np.int64)
         positions = np.arange(ends[-1] if ends.size else 0) + np.repeat(past + num_new - ends, num_new)

@@ -1,0 +1,186 @@
+"""Carries out what the state machine has decided: the KV cache's memory, and the kernels that append and attend."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cpu_kernels
+from cpu_kernels import allocate_pool
+from fastdecode.core.errors import CapacityError
+from fastdecode.core.spec import AttentionSpec
+from fastdecode.wire.messages import Activations, AttendResult
+from rworker.instructions import Compute, CopyBlocks, Prepare, StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+class Kernels(Protocol):
+    """``cpu_kernels``, or their NumPy twins in ``cpu_kernels.reference``."""
+
+    @property
+    def append(self) -> Callable[..., None]: ...
+
+    @property
+    def attend(self) -> Callable[..., None]: ...
+
+    @property
+    def copy_blocks(self) -> Callable[..., None]: ...
+
+
+@dataclass
+class _Layer:
+    """One layer's cache and what shapes its scores."""
+
+    pool: NDArray[np.uint8]  # [num_blocks, block_bytes]
+    spec: AttentionSpec
+    options: dict[str, Any]
+    """Keyword arguments of ``attend``."""
+
+
+class AttentionExecutor:
+    """Owns the KV cache of one R-worker, and computes on it in the calling thread and the kernels' own threads.
+
+    Args:
+        num_threads: threads that a kernel may use.
+        clock: seconds, for ``AttendResult.compute_s``.
+        kernels: ``cpu_kernels`` by default.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_threads: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+        kernels: Kernels = cpu_kernels,
+    ) -> None:
+        self._num_threads = num_threads
+        self._clock = clock
+        self._kernels = kernels
+        self._prepared: Prepare | None = None
+        self._pool: NDArray[np.uint8] | None = None  # [num_layers, num_blocks, block_bytes]
+        self._layers: list[_Layer] = []
+        # Outputs are lent to the peer until the lane's next Attend, and written again then.
+        self._outputs: dict[int, NDArray[Any]] = {}  # by lane
+
+    def prepare(self, prepare: Prepare) -> None:
+        """Make the KV cache (its memory is committed as it is written), and compile the kernels that it needs.
+
+        Raises:
+            CapacityError: the address space for the cache can't be had.
+        """
+        self._prepared, self._pool, self._layers, self._outputs = prepare, None, [], {}
+        started = self._clock()
+        self._warm_up(prepare)
+        warm = self._clock()
+        layout, num_layers = prepare.layout, len(prepare.attention)
+        try:
+            self._pool = allocate_pool(layout, num_layers, prepare.num_blocks)
+        except (MemoryError, OSError, OverflowError) as error:
+            total_bytes = num_layers * prepare.num_blocks * layout.block_bytes
+            raise CapacityError(
+                f"{total_bytes} bytes for the KV cache can't be had from this host ({error}): "
+                "give the R-worker less KV memory"
+            ) from error
+        self._layers = [_make_layer(*x) for x in zip(self._pool, prepare.attention, strict=True)]
+        logger.info(
+            "KV cache of %d blocks of %d tokens (%d layers, %s, %.1f GB); kernels ready after %.1f s",
+            prepare.num_blocks,
+            layout.block_size,
+            num_layers,
+            layout.dtype,
+            self._pool.nbytes / 1e9,
+            warm - started,
+        )
+
+    def copy_blocks(self, copy: CopyBlocks) -> None:
+        assert self._pool is not None, "not prepared"
+        self._kernels.copy_blocks(self._pool, copy.source_ids, copy.target_ids)
+
+    def compute(self, compute: Compute) -> AttendResult:
+        """Append k and v, attend q. The result's arrays hold until the lane's next ``compute`` that has queries."""
+        assert self._prepared is not None, "not prepared"
+        plan, layer = compute.plan, self._layers[compute.layer]
+        started = self._clock()
+        o, lse = self._run(self._prepared, plan, layer, compute.q, compute.k, compute.v)
+        seconds = self._clock() - started
+        return AttendResult(plan.step, plan.lane, compute.layer, o, lse, seconds)
+
+    def _run(
+        self, prepare: Prepare, plan: StepPlan, layer: _Layer, q: Activations, k: Activations, v: Activations
+    ) -> tuple[Activations, NDArray[np.float32] | None]:
+        """o [T_q, Hq, D], and lse float32 [T_q, Hq] if the step wants it."""
+        source = prepare.activation_dtype.value
+        self._kernels.append(prepare.layout, layer.pool, k, v, plan.slots, source=source, num_threads=self._num_threads)
+        spec = layer.spec
+        o = self._output(plan, q.dtype, (plan.num_queries, spec.num_q_heads, spec.head_dim))
+        lse = np.empty(o.shape[:2], np.float32) if plan.want_lse else None
+        if plan.num_queries:
+            self._kernels.attend(
+                prepare.layout,
+                layer.pool,
+                q,
+                plan.block_tables,
+                plan.query_starts,
+                plan.query_positions,
+                plan.context_lens,
+                out=o,
+                lse=lse,
+                source=source,
+                num_threads=self._num_threads,
+                **layer.options,
+            )
+        return o, lse
+
+    def _output(self, plan: StepPlan, dtype: np.dtype[Any], shape: tuple[int, int, int]) -> NDArray[Any]:
+        """Room for a lane's o: the same memory in every layer, so that no page is faulted in anew."""
+        size = shape[0] * shape[1] * shape[2]
+        room = self._outputs.get(plan.lane)
+        if room is None or room.size < size:
+            room = self._outputs[plan.lane] = np.empty(size, dtype)
+        return room[:size].reshape(shape)
+
+    def _warm_up(self, prepare: Prepare) -> None:
+        """Append and attend once for every kind of layer, on a cache of one layer, so that no step has to compile."""
+        layout = prepare.layout
+        carrier = prepare.activation_dtype.carrier
+        pool = allocate_pool(layout, 1, 2)
+        kv = np.zeros((1, layout.num_kv_heads, layout.head_dim), carrier)
+        for spec in dict.fromkeys(prepare.attention):
+            layer = _make_layer(pool[0], spec)
+            q = np.zeros((1, spec.num_q_heads, layout.head_dim), carrier)
+            for want_lse in (False, True):
+                self._run(prepare, _one_token_plan(want_lse), layer, q, kv, kv)
+        self._kernels.copy_blocks(pool, np.array([0], np.int64), np.array([1], np.int64))
+        self._outputs.clear()
+
+
+def _make_layer(pool: NDArray[np.uint8], spec: AttentionSpec) -> _Layer:
+    slopes = None if spec.alibi_slopes is None else np.array(spec.alibi_slopes, np.float32)
+    options = {
+        "scale": spec.scale,
+        "sliding_window": spec.sliding_window,
+        "alibi_slopes": slopes,
+        "logit_softcap": spec.logit_softcap,
+    }
+    return _Layer(pool, spec, options)
+
+
+def _one_token_plan(want_lse: bool) -> StepPlan:
+    """The step of one sequence's first token."""
+    return StepPlan(
+        step=0,
+        lane=0,
+        slots=np.zeros(1, np.int64),
+        block_tables=np.zeros((1, 1), np.int32),
+        query_starts=np.array([0, 1], np.int32),
+        query_positions=np.zeros(1, np.int32),
+        context_lens=np.ones(1, np.int32),
+        want_lse=want_lse,
+    )

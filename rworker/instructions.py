@@ -1,0 +1,78 @@
+"""What the state machine tells its loop to do. Everything is resolved and checked: carrying it out decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpu_kernels import BlockLayout
+from fastdecode.core.dtype import DType
+from fastdecode.core.spec import AttentionSpec
+from fastdecode.wire.messages import Activations, FromRWorker
+
+
+@dataclass(frozen=True)
+class Send:
+    """Answer the peer."""
+
+    message: FromRWorker
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Make the KV cache and get the kernels ready, in place of any that were there."""
+
+    layout: BlockLayout
+    num_blocks: int
+    attention: tuple[AttentionSpec, ...]
+    """One a layer."""
+    activation_dtype: DType
+
+
+@dataclass(frozen=True, eq=False)
+class CopyBlocks:
+    """Copy blocks, in every layer, before any later instruction."""
+
+    source_ids: NDArray[np.int64]  # [C]
+    target_ids: NDArray[np.int64]  # [C]
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """Where a step's tokens go and what its queries see: the same in every layer. N sequences have queries."""
+
+    step: int
+    lane: int
+    slots: NDArray[np.int64]  # [T_kv]
+    block_tables: NDArray[np.int32]  # [N, max_blocks]
+    query_starts: NDArray[np.int32]  # [N + 1]
+    query_positions: NDArray[np.int32]  # [N] of each sequence's first query
+    context_lens: NDArray[np.int32]  # [N] keys visible at most
+    want_lse: bool
+
+    @property
+    def num_queries(self) -> int:
+        """T_q."""
+        return int(self.query_starts[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """Append k and v, attend q, and answer with the result."""
+
+    plan: StepPlan
+    layer: int
+    q: Activations  # act [T_q, Hq, D]
+    k: Activations  # act [T_kv, Hkv, D]
+    v: Activations  # act [T_kv, Hkv, D]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Leave the loop."""
+
+
+Instruction: TypeAlias = Send | Prepare | CopyBlocks | Compute | Stop

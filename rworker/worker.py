@@ -1,0 +1,152 @@
+"""The R-worker's loop, and R-workers as threads of this process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from fastdecode.core.errors import FastDecodeError, WorkerError
+from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
+from fastdecode.wire.messages import AttendResult, Failed, FromRWorker, Shutdown, ToRWorker
+from fastdecode.wire.transport import CLOSED, Connection
+from rworker.attention import AttentionExecutor
+from rworker.instructions import Compute, CopyBlocks, Instruction, Prepare, Send, Stop
+from rworker.state import RWorkerState
+
+logger = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """What carries out the instructions that aren't I/O."""
+
+    def prepare(self, prepare: Prepare) -> None: ...
+
+    def copy_blocks(self, copy: CopyBlocks) -> None: ...
+
+    def compute(self, compute: Compute) -> AttendResult: ...
+
+
+def serve(connection: Connection[FromRWorker, ToRWorker], state: RWorkerState, executor: Executor) -> None:
+    """Serve one peer until it says Shutdown, closes, or breaks the protocol; then close the connection.
+
+    Whatever goes wrong here is logged, and told to the peer as ``Failed`` before the connection closes.
+    """
+    logger.info("R-worker %s serves %s", state.name, connection.peer)
+    try:
+        while _obey(state.handle(connection.receive()), connection, executor, state.name):
+            pass
+        logger.info("R-worker %s has stopped", state.name)
+    except Exception as error:
+        if isinstance(error, WorkerError) and error.code == CLOSED:
+            logger.info("R-worker %s stops: %s", state.name, error)
+        else:
+            logger.exception("R-worker %s crashed", state.name)
+            _tell(connection, _crash_report(state.name, error))
+    finally:
+        connection.close()
+
+
+def _obey(
+    instructions: tuple[Instruction, ...],
+    connection: Connection[FromRWorker, ToRWorker],
+    executor: Executor,
+    name: str,
+) -> bool:
+    """Carry out instructions in order. False: leave the loop."""
+    for instruction in instructions:
+        match instruction:
+            case Compute():
+                connection.send(executor.compute(instruction))
+            case Send(message):
+                if isinstance(message, Failed):
+                    logger.error("R-worker %s gives up on %s: %s", name, connection.peer, message.message)
+                connection.send(message)
+            case CopyBlocks():
+                executor.copy_blocks(instruction)
+            case Prepare():
+                executor.prepare(instruction)
+            case Stop():
+                return False
+            case _:
+                _assert_never(instruction)
+    return True
+
+
+def _crash_report(name: str, error: Exception) -> Failed:
+    if isinstance(error, FastDecodeError):
+        return Failed(name, error.code, error.message)
+    return Failed(name, "worker_failed", f"{type(error).__name__}: {error}")
+
+
+def _tell(connection: Connection[FromRWorker, ToRWorker], message: Failed) -> None:
+    try:
+        connection.send(message)
+    except WorkerError:
+        logger.info("%s is gone, and can't be told", connection.peer)
+
+
+@dataclass(frozen=True)
+class WorkerThread:
+    """An R-worker that runs as a thread of this process."""
+
+    name: str
+    connection: InprocConnection[ToRWorker, FromRWorker]
+    """The S-worker's side."""
+    thread: threading.Thread
+
+    def stop(self) -> None:
+        """Ask the R-worker to end once it has done what it was sent; does nothing if it has ended."""
+        try:
+            self.connection.send(Shutdown())
+        except WorkerError:
+            logger.debug("R-worker %s has ended already", self.name)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended; ``stop`` it first, or close the connection.
+
+        Raises:
+            WorkerError: it hasn't in ``timeout_s`` seconds.
+        """
+        self.thread.join(timeout_s)
+        if self.thread.is_alive():
+            raise WorkerError(f"R-worker {self.name} has not ended within {timeout_s:g} s", code="worker_timeout")
+
+
+def start_worker_thread(
+    name: str,
+    *,
+    kv_bytes: int,
+    num_threads: int = 1,
+    hub: InprocHub[ToRWorker, FromRWorker] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    executor: Executor | None = None,
+) -> WorkerThread:
+    """Start an R-worker as a daemon thread of this process.
+
+    Args:
+        name: of the worker and its thread.
+        kv_bytes: memory for K and V.
+        num_threads: CPU threads that its kernels use.
+        hub: the S-worker's, which gets a connection more; None: a hub of its own.
+        clock: seconds, for the times that the worker reports.
+        executor: in place of ``AttentionExecutor``, for tests.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+    state = RWorkerState(name, kv_bytes=kv_bytes, num_threads=num_threads)
+    runner = executor or AttentionExecutor(num_threads=num_threads, clock=clock)
+    here, there = connect(
+        InprocHub() if hub is None else hub, "the S-worker", InprocHub[FromRWorker, ToRWorker](), f"R-worker {name}"
+    )
+    thread = threading.Thread(target=serve, args=(there, state, runner), name=f"rworker-{name}", daemon=True)
+    thread.start()
+    return WorkerThread(name, here, thread)
+
+
+def _assert_never(instruction: NoReturn) -> NoReturn:
+    raise AssertionError(f"{instruction!r} is no instruction")
