@@ -1,0 +1,312 @@
+"""Load control against brute force over every step, the worked examples, and the paper's closed form."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.schedule.load_control import FixedInterval, LoadControl, MicroBatch, ramped_limit
+
+CASES = {
+    case["id"]: case for case in json.loads(Path(__file__).with_name("load_control_cases.json").read_text())["cases"]
+}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A micro-batch that wants to start."""
+
+    num_sequences: int
+    target_length: int
+    first_length: int
+    arrival: int
+
+    def at(self, start: int) -> MicroBatch:
+        return MicroBatch(self.num_sequences, self.target_length, start, self.first_length)
+
+
+class BruteForce:
+    """The load of every step, written out."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.load: Counter[int] = Counter()
+        self.latest_start = 0
+
+    def fits(self, batch: MicroBatch) -> bool:
+        steps = range(batch.start, batch.end + 1)
+        return all(self.load[step] + batch.load_at(step) <= self.limit for step in steps)
+
+    def earliest_start(self, wish: Wish, now: int) -> int:
+        start = max(now, self.latest_start)
+        while not self.fits(wish.at(start)):
+            start += 1
+        return start
+
+    def add(self, batch: MicroBatch) -> None:
+        for step in range(batch.start, batch.end + 1):
+            self.load[step] += batch.load_at(step)
+        self.latest_start = max(self.latest_start, batch.start)
+
+    def end(self, batch: MicroBatch, at: int) -> None:
+        for step in range(at, batch.end + 1):
+            self.load[step] -= batch.load_at(step)
+
+
+def wishes(*, same_length: bool = False, with_prompts: bool = False) -> st.SearchStrategy[list[Wish]]:
+    lengths = st.just(12) if same_length else st.integers(1, 24)
+    wish = st.builds(
+        lambda m, length, prompt, arrival: Wish(m, length, min(length, prompt), arrival),
+        st.integers(1, 6),
+        lengths,
+        st.integers(1, 24) if with_prompts else st.just(1),
+        st.integers(0, 60),
+    )
+    return st.lists(wish, min_size=1, max_size=14).map(lambda x: sorted(x, key=lambda w: w.arrival))
+
+
+def ask(control: LoadControl, wish: Wish, now: int) -> int:
+    return control.earliest_start(wish.num_sequences, wish.target_length, now, first_length=wish.first_length)
+
+
+def add(control: LoadControl, batch: MicroBatch) -> None:
+    control.add(batch.num_sequences, batch.target_length, batch.start, first_length=batch.first_length)
+
+
+def end(control: LoadControl, batch: MicroBatch, at: int) -> None:
+    control.end(batch.num_sequences, batch.target_length, batch.start, at, first_length=batch.first_length)
+
+
+def check_against_brute_force(wanted: list[Wish], slack: int) -> None:
+    limit = max(w.num_sequences * w.target_length for w in wanted) + slack
+    control, brute = LoadControl(limit), BruteForce(limit)
+    for wish in wanted:
+        start = ask(control, wish, wish.arrival)
+        assert start == brute.earliest_start(wish, wish.arrival)
+        add(control, wish.at(start))
+        brute.add(wish.at(start))
+    assert control.peak() == max(brute.load.values()) <= limit
+    for step in range(max(brute.load) + 2):
+        assert control.load_at(step) == brute.load[step]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(wishes(same_length=True), st.integers(0, 100))
+def test_equal_lengths_start_when_brute_force_says(wanted: list[Wish], slack: int) -> None:
+    check_against_brute_force(wanted, slack)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(wishes(), st.integers(0, 150))
+def test_mixed_lengths_start_when_brute_force_says(wanted: list[Wish], slack: int) -> None:
+    check_against_brute_force(wanted, slack)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(wishes(with_prompts=True), st.integers(0, 150))
+def test_cached_prompts_start_when_brute_force_says(wanted: list[Wish], slack: int) -> None:
+    check_against_brute_force(wanted, slack)
+
+
+@settings(max_examples=500, deadline=None)
+@given(wishes(same_length=True), st.integers(0, 100))
+def test_equal_lengths_follow_the_papers_formula(wanted: list[Wish], slack: int) -> None:
+    limit = max(w.num_sequences * w.target_length for w in wanted) + slack
+    control = LoadControl(limit)
+    ends: list[int] = []
+    loads: list[int] = []
+    latest = 0
+    for wish in wanted:
+        m, length = wish.num_sequences, wish.target_length
+        live = [i for i, e in enumerate(ends) if e >= max(latest, wish.arrival)]
+        start = max([latest, wish.arrival, *(ends[i] - (limit - loads[i]) // m + 1 for i in live)])
+        assert ask(control, wish, wish.arrival) == start
+        new_load = m * length + sum(
+            n * (start + length - 1 - s + 1)
+            for s, n in ((b.start, b.num_sequences) for b in control._live)
+            if s + length - 1 >= start + length - 1
+        )
+        loads = [w + m * (e - start + 1) if e >= start else w for e, w in zip(ends, loads, strict=True)]
+        ends.append(start + length - 1)
+        loads.append(new_load)
+        add(control, wish.at(start))
+        latest = start
+        assert control.peak() == max(loads)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.data(), wishes(with_prompts=True), st.integers(0, 100))
+def test_what_ends_early_gives_its_load_back(data: st.DataObject, wanted: list[Wish], slack: int) -> None:
+    limit = max(w.num_sequences * w.target_length for w in wanted) + slack
+    control, brute = LoadControl(limit), BruteForce(limit)
+    running: list[MicroBatch] = []
+    now = 0
+    for wish in wanted:
+        now = max(now, wish.arrival)
+        control.forget_before(now)
+        running = [batch for batch in running if batch.end >= now]
+        if running and data.draw(st.booleans()):
+            whole = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            num_ended = data.draw(st.integers(1, whole.num_sequences))
+            ended = MicroBatch(num_ended, whole.target_length, whole.start, whole.first_length)
+            at = max(now, whole.start)
+            end(control, ended, at)
+            brute.end(ended, at)
+            if num_ended < whole.num_sequences:
+                left = whole.num_sequences - num_ended
+                running.append(MicroBatch(left, whole.target_length, whole.start, whole.first_length))
+        start = ask(control, wish, now)
+        assert start == brute.earliest_start(wish, now)
+        add(control, wish.at(start))
+        brute.add(wish.at(start))
+        running.append(wish.at(start))
+        now = start
+        assert control.peak() >= max(brute.load[step] for step in range(now, now + 60))
+    control.forget_before(now)
+    later = range(now, max(brute.load) + 2)
+    assert [control.load_at(step) for step in later] == [brute.load[step] for step in later]
+    assert control.peak() == max(control.load_at(step) for step in (*later, *(b.end for b in running)))
+
+
+@settings(max_examples=500, deadline=None)
+@given(wishes(with_prompts=True), st.integers(0, 150), st.integers(1, 100))
+def test_a_lowered_limit_holds_for_what_starts_from_then_on(wanted: list[Wish], slack: int, percent: int) -> None:
+    *before, last = wanted
+    high = max(w.num_sequences * w.target_length for w in wanted) + slack
+    control, brute = LoadControl(high), BruteForce(high)
+    for wish in before:
+        start = ask(control, wish, wish.arrival)
+        add(control, wish.at(start))
+        brute.add(wish.at(start))
+    control.limit = brute.limit = max(high * percent // 100, last.num_sequences * last.target_length)
+    assert ask(control, last, last.arrival) == brute.earliest_start(last, last.arrival)
+
+
+@pytest.mark.parametrize("case_id", ["burst at cold start", "mixed lengths"])
+def test_worked_starts(case_id: str) -> None:
+    given_, expected = CASES[case_id]["inputs"], CASES[case_id]["expected"]
+    lengths = given_["S"] if isinstance(given_["S"], list) else [given_["S"]] * len(given_["m"])
+    control = LoadControl(given_["W_lim"])
+    starts = []
+    for m, length, arrival in zip(given_["m"], lengths, given_["arrival_step"], strict=True):
+        starts.append(control.earliest_start(m, length, arrival))
+        control.add(m, length, starts[-1])
+    assert starts == expected["start_steps"]
+    assert control.peak() == expected["max_load"]
+    if "last_end_step" in expected:
+        assert control.load_at(expected["last_end_step"]) > 0 == control.load_at(expected["last_end_step"] + 1)
+
+
+def test_a_micro_batch_above_the_limit_is_refused_by_name() -> None:
+    given_ = CASES["limit below one micro-batch"]["inputs"]
+    control = LoadControl(given_["W_lim"])
+    with pytest.raises(CapacityError, match=r"40 tokens.*limit of 39") as caught:
+        control.earliest_start(given_["m"][0], given_["S"], 0)
+    assert caught.value.code == "exceeds_load_limit"
+    assert not control
+
+
+def test_worked_closed_form() -> None:
+    given_, expected = CASES["closed form"]["inputs"], CASES["closed form"]["expected"]
+    interval = FixedInterval.of(given_["B"], given_["S"], given_["F"])
+    assert interval.num_sequences == expected["M"]
+    assert interval.num_micro_batches == expected["n_micro"]
+    assert interval.peak == expected["W_stabilised"] == expected["closed_form"]
+    assert interval.peak / (given_["B"] * given_["S"]) == pytest.approx(expected["ratio"], rel=1e-9)
+    assert interval.interval == expected["first_wait_steps"]
+
+
+def test_worked_interval_that_does_not_divide() -> None:
+    given_, expected = (
+        CASES["interval does not divide length"]["inputs"],
+        CASES["interval does not divide length"]["expected"],
+    )
+    interval = FixedInterval.of(given_["B"], given_["S"], given_["F"])
+    assert interval.num_sequences == given_["M"]
+    assert interval.peak == expected["W_peak"] != expected["closed_form_invalid"]
+
+
+def played(interval: FixedInterval, num_micro_batches: int) -> LoadControl:
+    control = LoadControl(1)
+    for k in range(num_micro_batches):
+        control.add(interval.num_sequences, interval.target_length, k * interval.interval)
+    return control
+
+
+def test_worked_fixed_interval_from_a_cold_start() -> None:
+    given_, expected = (
+        CASES["fixed interval from a cold start"]["inputs"],
+        CASES["fixed interval from a cold start"]["expected"],
+    )
+    interval = FixedInterval(given_["m"], given_["F"], given_["S"])
+    assert [k * interval.interval for k in range(given_["n"])] == expected["start_steps"]
+    assert played(interval, given_["n"]).peak() == interval.peak == expected["max_load"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 60))
+def test_fixed_intervals_peak_where_they_say(batch_size: int, length: int, interval: int) -> None:
+    interval = min(interval, length)
+    fixed = FixedInterval.of(batch_size, length, interval)
+    assert played(fixed, fixed.num_micro_batches + 3).peak() == fixed.peak
+    if length % interval == 0 and batch_size * interval % length == 0:
+        assert 2 * fixed.peak == batch_size * (length + interval)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 60), st.integers(1, 4000))
+def test_rounding_never_lifts_a_fixed_interval_above_its_limit(
+    batch: int, length: int, interval: int, limit: int
+) -> None:
+    interval = min(interval, length)
+    free = FixedInterval.of(batch, length, interval)
+    if FixedInterval(1, interval, length).peak > limit:
+        with pytest.raises(CapacityError):
+            FixedInterval.of(batch, length, interval, limit)
+        return
+    held = FixedInterval.of(batch, length, interval, limit)
+    assert held.peak <= limit
+    one_more = FixedInterval(held.num_sequences + 1, interval, length)
+    assert held == free or one_more.peak > limit
+
+
+@pytest.mark.parametrize("interval", [0, 17])
+def test_an_interval_beyond_the_length_is_refused(interval: int) -> None:
+    with pytest.raises(ConfigError, match=r"1\.\.16"):
+        FixedInterval.of(8, 16, interval)
+
+
+def starts_of_a_crowd(limit: int, length: int, *, ramp: bool) -> list[int]:
+    control = LoadControl(limit)
+    starts: list[int] = []
+    for step in range(length):
+        control.limit = max(length, ramped_limit(limit, step, length)) if ramp else limit
+        while control.earliest_start(1, length, step) == step:
+            control.add(1, length, step)
+            starts.append(step)
+    assert control.peak() <= limit
+    return starts
+
+
+def test_a_ramped_limit_spreads_a_cold_start_evenly() -> None:
+    length, num_micro_batches, interval = 64, 16, 4
+    limit = FixedInterval.of(num_micro_batches, length, interval).peak
+    assert starts_of_a_crowd(limit, length, ramp=False).count(0) >= num_micro_batches // 2
+    starts = starts_of_a_crowd(limit, length, ramp=True)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
+    assert len(starts) >= num_micro_batches - 1
+    assert interval - 1 <= min(gaps) <= max(gaps) < 2 * interval
+
+
+def test_a_ramp_rises_to_the_limit_and_stays() -> None:
+    limits = [ramped_limit(1000, age, 50) for age in range(80)]
+    assert limits == sorted(limits)
+    assert 0 < limits[0] < 1000 == limits[49] == limits[79]
