@@ -1,0 +1,160 @@
+"""What a plan must satisfy, one constraint at a time: each with the fewest sockets that satisfy it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cost_model.closed_forms import at_most, whole
+from cost_model.predict import System
+from cost_model.quantities import bytes_text, seconds_text
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One line of the answer."""
+
+    name: str
+    min_sockets: int | None
+    """None: no number of sockets satisfies it."""
+    detail: str
+    """The numbers behind it, in words."""
+    mend: str
+    """What else would help."""
+
+
+@dataclass(frozen=True)
+class Promises:
+    """What the user asked to hold. Steps of a sequence may take ``step_limit_s``; inf if nothing was asked."""
+
+    step_limit_s: float
+    headroom: float
+    """The R-part must fit even if it takes this much longer than predicted: 0.1 is a tenth."""
+
+
+def s_worker_fits(system: System, lane_batch: int, lanes: int) -> bool:
+    return at_most(system.s_memory_bytes(lane_batch, lanes), system.s.usable_memory_bytes)
+
+
+def gpu_busy_constraints(system: System, lane_batch: int, lanes: int, promises: Promises) -> tuple[Constraint, ...]:
+    """What it takes that the S-worker never waits, every promise is kept and everything fits. Strictest reading: each
+    other stage of a lane must be no slower than the lane's S-part."""
+    s_s = system.s_s(lane_batch)
+    rows = _stage_constraints(system, lane_batch, promises, s_s)
+    trips = _round_trips(system, lane_batch, lanes, promises)
+    return (*rows, trips, *_room_and_latency(system, lane_batch, lanes, promises))
+
+
+def best_effort_constraints(system: System, lane_batch: int, lanes: int, promises: Promises) -> tuple[Constraint, ...]:
+    """As above, where the S-worker may wait: the pace is that of the slowest stage that no socket can speed up."""
+    lane = system.lane(lane_batch, sockets=float("inf"))
+    pace_s = max(lane.s_s, lane.out_s, lane.back_s, lane.r_s * (1.0 + promises.headroom))
+    rows = _stage_constraints(system, lane_batch, promises, pace_s)
+    return (*rows, *_room_and_latency(system, lane_batch, lanes, promises))
+
+
+def _stage_constraints(system: System, lane_batch: int, promises: Promises, pace_s: float) -> tuple[Constraint, ...]:
+    """The stages whose time depends on the number of sockets, each within ``pace_s``."""
+    load = lane_batch * system.costs.attended_tokens(system.workload)
+    balance = _sockets_for(lambda p: system.r_s(lane_batch, p) * (1.0 + promises.headroom), pace_s)
+    read_s = load * system.r.read_token_s
+    out, back = system.out_bytes(lane_batch), float(lane_batch * system.costs.back_bytes)
+    s_side_s = system.s_link_s(max(out, back))
+    network = None
+    if at_most(s_side_s, pace_s):
+        hosts = system.link.transfer_s(max(out, back)) / pace_s
+        network = whole(hosts * system.r.sockets_per_host) if hosts > 1 else 1
+    return (
+        Constraint(
+            "S-time balance",
+            balance,
+            f"{load:,.0f} cached tokens a lane x {seconds_text(system.r.pace * system.r.token_s)} = "
+            f"{seconds_text(load * system.r.pace * system.r.token_s)} on one socket, to be done in {seconds_text(pace_s)}",
+            "a larger batch, fewer tokens a sequence, a smaller KV dtype",
+        ),
+        Constraint(
+            "R bandwidth",
+            whole(read_s / pace_s),
+            f"the same tokens at the read ceiling: {seconds_text(read_s)} on one socket",
+            "faster memory, a smaller KV dtype",
+        ),
+        Constraint(
+            "network bytes",
+            network,
+            f"{bytes_text(out)} out and {bytes_text(back)} back a lane and layer: {seconds_text(s_side_s)} of {seconds_text(pace_s)} on the "
+            f"S-worker's ports",
+            "a faster port, more ports",
+        ),
+    )
+
+
+def _round_trips(system: System, lane_batch: int, lanes: int, promises: Promises) -> Constraint:
+    """While the other lanes are on the GPU, a lane must get out, through the R-part, and back."""
+
+    def remote_s(sockets: float) -> float:
+        lane = system.lane(lane_batch, sockets)
+        return lane.remote_s + lane.r_s * promises.headroom
+
+    hidden_s = (lanes - 1) * system.s_s(lane_batch)
+    ideal = system.lane(lane_batch, float("inf"))
+    detail = (
+        f"out {seconds_text(ideal.out_s)}, back {seconds_text(ideal.back_s)}, latency {seconds_text(ideal.round_trip_s)} and the R-part "
+        f"within {seconds_text(hidden_s)}, the other lanes' time on the GPU"
+    )
+    if lanes == 1:
+        return Constraint("round trips", None, "one lane alone always waits for its R-part", "a second lane")
+    return Constraint("round trips", _sockets_for(remote_s, hidden_s), detail, "a lane more, a larger batch")
+
+
+def _room_and_latency(system: System, lane_batch: int, lanes: int, promises: Promises) -> tuple[Constraint, ...]:
+    kv_bytes, s_bytes = system.r_memory_bytes(lane_batch, lanes), system.s_memory_bytes(lane_batch, lanes)
+    limit_s = promises.step_limit_s
+    cycle_limit_s = limit_s / system.costs.num_layers
+
+    def cycle_s(sockets: float) -> float:
+        lane = system.lane(lane_batch, sockets)
+        slow_r = lane.r_s * promises.headroom
+        return max(lane.cycle_s(lanes), lane.chain_s + slow_r, lanes * (lane.r_s + slow_r))
+
+    if limit_s == float("inf"):
+        latency = Constraint("latency", 1, "nothing was asked", "")
+    else:
+        fastest_s = system.costs.num_layers * cycle_s(float("inf"))
+        latency = Constraint(
+            "latency",
+            _sockets_for(cycle_s, cycle_limit_s),
+            f"a step of {lanes} lanes takes {seconds_text(fastest_s)} at best, and may take {seconds_text(limit_s)}",
+            "a smaller batch, fewer lanes, a faster GPU",
+        )
+    return (
+        Constraint(
+            "R DRAM capacity",
+            whole(kv_bytes / system.r.capacity_bytes),
+            f"{bytes_text(kv_bytes)} of KV cache, {bytes_text(system.r.capacity_bytes)} usable a socket",
+            "more memory, a smaller KV dtype",
+        ),
+        Constraint(
+            "S-worker memory",
+            1 if s_worker_fits(system, lane_batch, lanes) else None,
+            f"{bytes_text(s_bytes)} of weights and activations, {bytes_text(system.s.usable_memory_bytes)} usable",
+            "more GPUs, a smaller model, 16-bit weights",
+        ),
+        latency,
+    )
+
+
+def _sockets_for(seconds: Callable[[float], float], limit_s: float) -> int | None:
+    """The fewest sockets with ``seconds(sockets) <= limit_s``. ``seconds`` never rises, and is constant beyond one
+    socket a sequence and enough hosts for the network; None if it stays above the limit."""
+    if limit_s <= 0 or not at_most(seconds(float("inf")), limit_s):
+        return None
+    low, high = 0, 1
+    while not at_most(seconds(float(high)), limit_s):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if at_most(seconds(float(middle)), limit_s):
+            high = middle
+        else:
+            low = middle
+    return high

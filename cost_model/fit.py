@@ -1,0 +1,195 @@
+"""From measured points to functions, each with its error.
+
+``fit_curve`` for times over one size (T(B), prefill, transfers): a roofline if two straight lines say it well, else a
+monotone piecewise-linear curve. ``fit_decode`` for the R-part: call + sequences + cached tokens. Errors are relative:
+what nine of ten points are off by at most when they are left out of the fit, and the spread of the repeats.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.measurement import DecodePoint, Point
+
+# A simpler form wins unless the other one's error is smaller by more than this.
+ROOFLINE_BONUS = 0.01
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A time over a size: straight lines between knots, flat before the first, the last slope after the last.
+
+    It never falls: more work never takes less time.
+    """
+
+    form: Literal["roofline", "piecewise"]
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+    last_slope: float
+    """Seconds per unit of size beyond the last knot."""
+    relative_error: float
+
+    def __call__(self, size: float) -> float:
+        if size <= self.sizes[0]:
+            return self.seconds[0]
+        if size >= self.sizes[-1]:
+            return self.seconds[-1] + self.last_slope * (size - self.sizes[-1])
+        right = bisect.bisect_right(self.sizes, size)
+        x0, x1 = self.sizes[right - 1], self.sizes[right]
+        y0, y1 = self.seconds[right - 1], self.seconds[right]
+        return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+
+
+def fit_curve(points: Sequence[Point]) -> Curve:
+    """Fit a time over a size.
+
+    Raises:
+        ConfigError: there are no points.
+    """
+    if not points:
+        raise ConfigError("nothing to fit: the profile has no points", code="invalid_profile")
+    merged = _by_size(points)
+    sizes, seconds = [size for size, _ in merged], [median for _, median in merged]
+    spread = float(np.median([point.timing.spread for point in points]))
+    candidates = []
+    for form in ("roofline", "piecewise"):
+        errors = [
+            abs(_fit(form, sizes[:i] + sizes[i + 1 :], seconds[:i] + seconds[i + 1 :])(sizes[i]) / seconds[i] - 1.0)
+            for i in range(1, len(sizes) - 1)
+        ]
+        left_out = float(np.mean(errors)) if errors else 0.0
+        bonus = ROOFLINE_BONUS if form == "roofline" else 0.0
+        candidates.append((left_out - bonus, form, math.hypot(_most(errors), spread)))
+    _, form, error = min(candidates)
+    curve = _fit(form, sizes, seconds)
+    return Curve(curve.form, curve.sizes, curve.seconds, curve.last_slope, max(error, _residual(curve, merged)))
+
+
+def _by_size(points: Sequence[Point]) -> list[tuple[float, float]]:
+    """(size, median seconds), by rising size; points of one size are averaged."""
+    ordered = sorted(points, key=lambda point: point.size)
+    groups = itertools.groupby(ordered, key=lambda point: point.size)
+    return [(float(size), float(np.mean([point.timing.median_s for point in group]))) for size, group in groups]
+
+
+def _residual(curve: Curve, merged: Sequence[tuple[float, float]]) -> float:
+    return _most([abs(curve(size) / seconds - 1.0) for size, seconds in merged])
+
+
+def _most(errors: Sequence[float]) -> float:
+    """What nine of ten of them don't exceed."""
+    return float(np.quantile(errors, 0.9)) if errors else 0.0
+
+
+def _fit(form: str, sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
+    return _fit_roofline(sizes, seconds) if form == "roofline" else _fit_piecewise(sizes, seconds)
+
+
+def _fit_piecewise(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
+    """Knots at the points, pooled where the times would fall (isotonic regression of the logarithms)."""
+    levels = np.exp(_isotonic(np.log(seconds)))
+    slope = 0.0
+    if len(sizes) >= 2:
+        first = max(0, len(sizes) - 3)
+        slope = max(0.0, float((levels[-1] - levels[first]) / (sizes[-1] - sizes[first])))
+    return Curve("piecewise", tuple(sizes), tuple(float(level) for level in levels), slope, 0.0)
+
+
+def _isotonic(values: np.ndarray) -> np.ndarray:
+    """The nearest non-falling sequence (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = float(value), 1
+        while pools and pools[-1][0] > mean:
+            before, weight = pools.pop()
+            mean, count = (mean * count + before * weight) / (count + weight), count + weight
+        pools.append((mean, count))
+    return np.repeat([mean for mean, _ in pools], [count for _, count in pools])
+
+
+def _fit_roofline(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
+    """max(floor, fixed + slope · size): the floor averages the first points, the line fits the others; every split is
+    tried and the best kept. Relative least squares: each point counts by its own size."""
+    x, y = np.asarray(sizes, float), np.asarray(seconds, float)
+    best: tuple[float, float, float, float] | None = None
+    for split in range(len(x) + 1):
+        fixed, slope = _line(x[split:], y[split:])
+        floor = float(np.exp(np.mean(np.log(y[:split])))) if split else max(fixed, float(fixed + slope * x[0]))
+        error = float(np.sum((np.maximum(floor, fixed + slope * x) / y - 1.0) ** 2))
+        if best is None or error < best[0]:
+            best = (error, floor, fixed, slope)
+    assert best is not None
+    _, floor, fixed, slope = best
+    knee = (floor - fixed) / slope if slope > 0 else float(x[-1])
+    knee = max(knee, float(x[0]))
+    return Curve("roofline", (knee,), (max(floor, fixed + slope * knee),), slope, 0.0)
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """(fixed, slope) of the relative least-squares line, neither of them negative."""
+    if len(x) == 0:
+        return 0.0, 0.0
+    if len(x) == 1 or x[0] == x[-1]:
+        return 0.0, float(np.mean(y / x))
+    columns = np.stack([1.0 / y, x / y], axis=1)
+    return _non_negative(columns, np.ones(len(x)))  # type: ignore[return-value]
+
+
+def _non_negative(columns: np.ndarray, target: np.ndarray) -> tuple[float, ...]:
+    """Least squares with no negative coefficient: the best over all subsets of columns; there are two or three."""
+    best: tuple[float, np.ndarray] | None = None
+    width = columns.shape[1]
+    for size in range(1, width + 1):
+        for subset in itertools.combinations(range(width), size):
+            part, *_ = np.linalg.lstsq(columns[:, subset], target, rcond=None)
+            if (part < 0).any():
+                continue
+            whole = np.zeros(width)
+            whole[list(subset)] = part
+            error = float(np.sum((columns @ whole - target) ** 2))
+            if best is None or error < best[0] - 1e-15:
+                best = (error, whole)
+    assert best is not None, "columns are positive, so one of them alone fits with a positive coefficient"
+    return tuple(float(each) for each in best[1])
+
+
+@dataclass(frozen=True)
+class DecodeFit:
+    """One layer of the R-part: ``call_s + sequence_s · sequences + token_s · cached tokens``."""
+
+    call_s: float
+    sequence_s: float
+    token_s: float
+    relative_error: float
+
+    def __call__(self, num_sequences: float, num_tokens: float) -> float:
+        return self.call_s + self.sequence_s * num_sequences + self.token_s * num_tokens
+
+
+def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
+    """Fit the R-part's time over sequences and cached tokens.
+
+    Raises:
+        ConfigError: there are fewer than three points: a call, a sequence and a token can't be told apart.
+    """
+    if len(points) < 3:
+        raise ConfigError("an R-part needs at least 3 decode points to be fitted", code="invalid_profile")
+    seconds = np.array([point.timing.median_s for point in points])
+    counts = np.array([float(point.num_sequences) for point in points])
+    tokens = counts * np.array([float(point.context_tokens) for point in points])
+    columns = np.stack([np.ones(len(points)), counts, tokens], axis=1) / seconds[:, None]
+    errors = []
+    for i in range(len(points)):
+        keep = np.arange(len(points)) != i
+        errors.append(abs(float(columns[i] @ _non_negative(columns[keep], np.ones(len(points) - 1))) - 1.0))
+    spread = float(np.median([point.timing.spread for point in points]))
+    call_s, sequence_s, token_s = _non_negative(columns, np.ones(len(points)))
+    return DecodeFit(call_s, sequence_s, token_s, math.hypot(_most(errors), spread))

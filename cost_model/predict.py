@@ -1,0 +1,200 @@
+"""One step of the pipeline, predicted: seconds per token, tokens a second, who waits for whom.
+
+A lane's way through one layer is a chain of five: S-part, q k v out, R-part, o back, and the round trip's latency.
+With K lanes in flight each resource serves all K in turn, and a lane can't overtake itself, so all lanes pass one
+layer every ::
+
+    cycle = max(K·S, K·out, K·R, K·back, S + out + R + back + round trip)
+
+(the bound of a closed queueing network, met when service times don't vary). A step is ``num_layers`` cycles, and
+gives every running sequence one token. K = 1 is no overlap: the chain itself; K = 2 with a perfect network is the
+paper's 2·T(B) (arXiv 2403.11421, section 4.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cost_model.stages import Link, RPart, SPart
+from cost_model.workload import TokenCosts, Workload
+
+MAX_LANES = 4
+
+
+@dataclass(frozen=True)
+class LaneTimes:
+    """One lane's way through one layer, in seconds."""
+
+    s_s: float
+    """The S-part, the lane's share of prompts included."""
+    out_s: float
+    r_s: float
+    """Of the busiest R-worker."""
+    back_s: float
+    round_trip_s: float
+
+    @property
+    def chain_s(self) -> float:
+        """All of it, one after the other."""
+        return self.s_s + self.out_s + self.r_s + self.back_s + self.round_trip_s
+
+    @property
+    def remote_s(self) -> float:
+        """What the S-worker doesn't do: it works on other lanes meanwhile."""
+        return self.chain_s - self.s_s
+
+    def cycle_s(self, lanes: int) -> float:
+        """All lanes pass one layer once in this time."""
+        return max(self._bounds(lanes).values())
+
+    def limit(self, lanes: int) -> str:
+        """What sets the cycle."""
+        bounds = self._bounds(lanes)
+        return max(bounds, key=bounds.__getitem__)
+
+    def _bounds(self, lanes: int) -> dict[str, float]:
+        # In order of precedence where two are equal.
+        return {
+            "S-part": lanes * self.s_s,
+            "R-part": lanes * self.r_s,
+            "network": lanes * max(self.out_s, self.back_s),
+            "round trip": self.chain_s,
+        }
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """A plan's steady state."""
+
+    batch: int
+    """Sequences that run at once, in all lanes."""
+    lanes: int
+    sockets: int
+    step_s: float
+    """One token for every running sequence: the TPOT."""
+    tokens_per_s: float
+    latency_s: float
+    """Of a whole sequence from its start: its prompt, then every output token."""
+    s_utilisation: float
+    r_utilisation: float
+    network_utilisation: float
+    limit: str
+    """What sets the pace: S-part, R-part, network or round trip."""
+
+    @property
+    def tpot_s(self) -> float:
+        return self.step_s
+
+
+@dataclass(frozen=True)
+class System:
+    """Everything a prediction depends on, but batch, lanes and sockets."""
+
+    s: SPart
+    r: RPart
+    link: Link
+    num_nics: int
+    """Ports of the S-worker; every R-worker host has one."""
+    costs: TokenCosts
+    workload: Workload
+
+    def scaled(self, sign: int) -> System:
+        """Everything slower (+1) or faster (-1) by its own relative error, to bound a prediction."""
+
+        def pace(relative_error: float) -> float:
+            return (1.0 + relative_error) ** sign
+
+        return replace(
+            self,
+            s=replace(self.s, pace=self.s.pace * pace(self.s.relative_error)),
+            r=replace(self.r, pace=self.r.pace * pace(self.r.relative_error)),
+            link=replace(self.link, pace=self.link.pace * pace(self.link.relative_error)),
+        )
+
+    def s_s(self, lane_batch: int) -> float:
+        """T(B) of one lane, and its share of the prompts of sequences that start: each step, one of ``output`` ends."""
+        starts = lane_batch / self.workload.output_tokens
+        prefill_s = starts * self.s.prefill_s(self.workload.prompt_tokens) / self.costs.num_layers
+        return self.s.t_of_b(lane_batch) + prefill_s
+
+    def out_bytes(self, lane_batch: int) -> float:
+        """q, k, v of one lane and layer, and k, v of its starting prompts."""
+        prompts = lane_batch / self.workload.output_tokens * self.workload.prompt_tokens
+        return lane_batch * self.costs.out_bytes + prompts * self.costs.prompt_out_bytes
+
+    def s_link_s(self, num_bytes: float) -> float:
+        """Seconds one way through the S-worker's ports, or its PCIe links where those are narrower."""
+        network_s = self.link.transfer_s(num_bytes) / self.num_nics
+        if self.s.host_link_bytes_per_s is None:
+            return network_s
+        return max(network_s, num_bytes / self.s.host_link_bytes_per_s)
+
+    def r_link_s(self, num_bytes: float, sockets: float) -> float:
+        """Seconds one way through the ports of the R-workers' hosts, each of which carries its share."""
+        hosts = max(1.0, sockets / self.r.sockets_per_host)
+        return self.link.transfer_s(num_bytes) / hosts
+
+    def r_s(self, lane_batch: int, sockets: float) -> float:
+        """The R-part of one lane and layer. A sequence lives on one R-worker, so sockets beyond one a sequence idle."""
+        sequences = max(1.0, lane_batch / sockets)
+        return self.r.r_s(sequences, sequences * self.costs.attended_tokens(self.workload))
+
+    def lane(self, lane_batch: int, sockets: float) -> LaneTimes:
+        """One lane of ``lane_batch`` sequences through one layer."""
+        out, back = self.out_bytes(lane_batch), float(lane_batch * self.costs.back_bytes)
+        return LaneTimes(
+            s_s=self.s_s(lane_batch),
+            out_s=max(self.s_link_s(out), self.r_link_s(out, sockets)),
+            r_s=self.r_s(lane_batch, sockets),
+            back_s=max(self.s_link_s(back), self.r_link_s(back, sockets)),
+            round_trip_s=self.link.trip_s,
+        )
+
+    def predict(self, lane_batch: int, lanes: int, sockets: int) -> StepPrediction:
+        """The steady state of ``lanes`` lanes of ``lane_batch`` sequences over ``sockets`` R-workers."""
+        lane = self.lane(lane_batch, sockets)
+        cycle_s = lane.cycle_s(lanes)
+        step_s = self.costs.num_layers * cycle_s
+        batch = lane_batch * lanes
+        return StepPrediction(
+            batch=batch,
+            lanes=lanes,
+            sockets=sockets,
+            step_s=step_s,
+            tokens_per_s=batch / step_s,
+            latency_s=self.latency_s(step_s),
+            s_utilisation=lanes * lane.s_s / cycle_s,
+            r_utilisation=lanes * lane.r_s / cycle_s,
+            network_utilisation=lanes * max(lane.out_s, lane.back_s) / cycle_s,
+            limit=lane.limit(lanes),
+        )
+
+    def latency_s(self, step_s: float) -> float:
+        """Of a whole sequence: its prompt, then a step for each output token."""
+        return self.s.prefill_s(self.workload.prompt_tokens) + self.workload.output_tokens * step_s
+
+    def step_limit_s(self, latency_s: float | None, tpot_s: float | None) -> float:
+        """The longest step that keeps both promises; not positive if the prompt alone breaks the first."""
+        limits = [float("inf")]
+        if latency_s is not None:
+            prefill_s = self.s.prefill_s(self.workload.prompt_tokens)
+            limits.append((latency_s - prefill_s) / self.workload.output_tokens)
+        if tpot_s is not None:
+            limits.append(tpot_s)
+        return min(limits)
+
+    def load_limit_tokens(self, lane_batch: int, sockets: int) -> int:
+        """W_lim of the scheduler: the most cached tokens of a lane whose R-part takes no longer than its S-part."""
+        sequences = max(1.0, lane_batch / sockets)
+        room_s = self.s_s(lane_batch) / self.r.pace - self.r.call_s - self.r.sequence_s * sequences
+        return max(0, int(sockets * room_s / self.r.token_s)) if self.r.token_s > 0 else 0
+
+    def s_memory_bytes(self, lane_batch: int, lanes: int) -> float:
+        """GPU memory: weights, one lane's activations and every lane's staging of q, k, v, o; all GPUs together."""
+        costs = self.costs
+        staging = lanes * lane_batch * (costs.out_bytes + costs.back_bytes)
+        return costs.weight_bytes + lane_batch * costs.peak_activation_bytes + staging
+
+    def r_memory_bytes(self, lane_batch: int, lanes: int) -> float:
+        """KV cache on all R-workers. Room for a sequence's end is set aside when it starts."""
+        return lane_batch * lanes * self.workload.peak_context_tokens * self.costs.kv_bytes

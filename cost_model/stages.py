@@ -1,0 +1,283 @@
+"""How long the S-part, the R-part and the network take: from datasheets, or from what workers measured.
+
+Each part is a frozen bundle of numbers and functions with two makers, ``from_…`` hardware and ``from_profile``, so
+that everything after it can't tell the two apart, except by its ``provenance``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from cost_model.fit import fit_curve, fit_decode
+from cost_model.hardware import Cpu, Gpu, Nic
+from cost_model.workload import TokenCosts
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.measurement import ModelShape, NetProfile, RProfile, SProfile
+
+TimeOf: TypeAlias = Callable[[float], float]
+
+# Of the free memory of a measured device, what weights and activations may take.
+MEASURED_MEMORY_USABLE = 0.95
+
+
+class Provenance(str, Enum):
+    """Where a number comes from. A plan is as good as its worst input."""
+
+    MEASURED = "measured"
+    DATASHEET = "datasheet"
+    DEFAULT = "default"
+    GIVEN = "given"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class SPart:
+    """The S-part of one model on one set of GPUs."""
+
+    name: str
+    provenance: Provenance
+    source: str
+    num_layers: int
+    layer_s: TimeOf
+    """Of one layer over tokens in the batch."""
+    head_s: TimeOf
+    """Of all else in a step over tokens in the batch: embedding, logits, sampling."""
+    prompt_s: TimeOf
+    """Of all layers over the tokens of one prompt, its own attention included."""
+    usable_memory_bytes: float
+    kv_read_bytes_per_s: float
+    """At which attention on the GPU itself would read a KV cache."""
+    host_link_bytes_per_s: float | None
+    """PCIe, one direction; None if it is part of what was measured."""
+    power_w: float | None
+    relative_error: float
+    pace: float = 1.0
+    """Multiplies every time, to ask what if it is slower or faster than thought."""
+
+    def t_of_b(self, batch: float) -> float:
+        """T(B): seconds of one layer at this batch, with its share of what a step spends outside the layers."""
+        return self.pace * (self.layer_s(batch) + self.head_s(batch) / self.num_layers)
+
+    def prefill_s(self, prompt_tokens: float) -> float:
+        """Seconds of one prompt through all layers."""
+        return self.pace * self.prompt_s(prompt_tokens) if prompt_tokens > 0 else 0.0
+
+    @classmethod
+    def from_gpu(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> SPart:
+        """A roofline over ``num_gpus`` GPUs of one node that share every layer (tensor parallel).
+
+        Raises:
+            ConfigError: the GPU doesn't compute in this dtype.
+        """
+        flops_per_s = num_gpus * gpu.flops_per_s(costs.dtype) * gpu.compute_efficiency.value
+        bytes_per_s = gpu.memory_bytes_per_s * gpu.memory_efficiency.value
+        peer_bytes_per_s = gpu.peer_bytes_per_s * gpu.link_efficiency.value
+
+        def all_reduce_s(batch: float) -> float:
+            if num_gpus == 1:
+                return 0.0
+            ring = 2 * (num_gpus - 1) / num_gpus
+            return gpu.all_reduce_s + ring * batch * costs.spec.hidden_size * costs.dtype.size_bytes / peer_bytes_per_s
+
+        def layer_s(batch: float) -> float:
+            memory_s = (costs.layer_weight_bytes / num_gpus + costs.layer_activation_bytes * batch) / bytes_per_s
+            compute_s = costs.layer_flops * batch / flops_per_s
+            return max(memory_s, compute_s) + gpu.layer_overhead_s + 2 * all_reduce_s(batch)
+
+        def head_s(batch: float) -> float:
+            logits_bytes = 8.0 * costs.spec.vocab_size * batch
+            memory_s = (costs.head_weight_bytes + logits_bytes) / num_gpus / bytes_per_s
+            return max(memory_s, costs.head_flops * batch / flops_per_s) + gpu.layer_overhead_s
+
+        def prompt_s(tokens: float) -> float:
+            # Prompts join the step of a running batch, which reads the weights anyway.
+            attention_flops = costs.attention_flops * tokens * tokens / 2
+            layer = (costs.layer_flops * tokens + attention_flops) / flops_per_s
+            return costs.num_layers * (layer + 2 * all_reduce_s(tokens))
+
+        return cls(
+            name=gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}",
+            provenance=Provenance.DATASHEET,
+            source=gpu.source,
+            num_layers=costs.num_layers,
+            layer_s=layer_s,
+            head_s=head_s,
+            prompt_s=prompt_s,
+            usable_memory_bytes=num_gpus * gpu.usable_memory_bytes,
+            kv_read_bytes_per_s=num_gpus * bytes_per_s,
+            host_link_bytes_per_s=num_gpus * gpu.pcie_bytes_per_s * gpu.link_efficiency.value,
+            power_w=num_gpus * gpu.power_w,
+            relative_error=gpu.relative_error,
+        )
+
+    @classmethod
+    def from_profile(cls, profile: SProfile, costs: TokenCosts) -> SPart:
+        """Curves through what was measured.
+
+        Raises:
+            ConfigError: the profile is of another model shape or dtype.
+        """
+        asked = ModelShape.of(costs.spec)
+        if profile.shape != asked:
+            raise ConfigError(
+                f"the S-part profile was measured for {profile.model} ({profile.shape}), but the model is "
+                f"{costs.spec.name} ({asked}): calibrate with this model",
+                code="profile_mismatch",
+            )
+        if profile.dtype != costs.dtype.value:
+            raise ConfigError(
+                f"the S-part profile was measured in {profile.dtype}, but the plan asks for {costs.dtype}: use "
+                f"--dtype {profile.dtype}, or calibrate again",
+                code="profile_mismatch",
+            )
+        layer, head, prompt = fit_curve(profile.layer), fit_curve(profile.head), fit_curve(profile.prefill)
+        return cls(
+            name=profile.machine.device,
+            provenance=Provenance.MEASURED,
+            source=f"T(B) over {len(profile.layer)} batch sizes, {layer.form} fit, error {layer.relative_error:.1%}",
+            num_layers=costs.num_layers,
+            layer_s=layer,
+            head_s=head,
+            prompt_s=prompt,
+            usable_memory_bytes=profile.device_memory_bytes * MEASURED_MEMORY_USABLE,
+            kv_read_bytes_per_s=costs.layer_weight_bytes / layer(1),
+            host_link_bytes_per_s=None,
+            power_w=None,
+            relative_error=max(layer.relative_error, head.relative_error),
+        )
+
+
+@dataclass(frozen=True)
+class RPart:
+    """The R-part of one layer on one R-worker: one CPU socket of a datasheet, or one measured host."""
+
+    name: str
+    provenance: Provenance
+    source: str
+    call_s: float
+    """Of one call, beside what it works on."""
+    sequence_s: float
+    """Of one sequence, beside its tokens."""
+    token_s: float
+    """R in the paper: of one cached token."""
+    read_token_s: float
+    """Of one cached token at the read ceiling: no kernel can be faster."""
+    capacity_bytes: float
+    """That the KV cache may take."""
+    memory_bytes: float
+    sockets_per_host: int
+    power_w: float | None
+    relative_error: float
+    pace: float = 1.0
+    """Multiplies every time but the read ceiling's."""
+
+    def r_s(self, num_sequences: float, num_tokens: float) -> float:
+        """Seconds of one layer for one R-worker that holds so many sequences and cached tokens of the lane."""
+        return self.pace * (self.call_s + self.sequence_s * num_sequences + self.token_s * num_tokens)
+
+    @classmethod
+    def from_cpu(cls, cpu: Cpu, costs: TokenCosts, memory_bytes: int | None = None) -> RPart:
+        """A roofline over one socket: its memory bandwidth, or its FMA units where many query heads share K and V."""
+        read_bytes_per_s = cpu.memory_bytes_per_s * cpu.read_efficiency.value
+        read_token_s = costs.kv_layer_bytes / read_bytes_per_s
+        compute_s = costs.attention_flops / (cpu.fp32_flops_per_s * cpu.compute_efficiency.value)
+        memory = memory_bytes or cpu.memory_bytes
+        return cls(
+            name=cpu.name,
+            provenance=Provenance.DATASHEET,
+            source=cpu.source,
+            call_s=cpu.call_s,
+            sequence_s=0.0,
+            token_s=max(read_token_s / cpu.attention_efficiency.value, compute_s),
+            read_token_s=read_token_s,
+            capacity_bytes=memory * cpu.memory_usable.value,
+            memory_bytes=memory,
+            sockets_per_host=cpu.sockets_per_host,
+            power_w=cpu.power_w,
+            relative_error=cpu.relative_error,
+        )
+
+    @classmethod
+    def from_profile(cls, profile: RProfile, costs: TokenCosts) -> RPart:
+        """A line through what was measured. The measured host counts as one socket.
+
+        Raises:
+            ConfigError: the profile is of another head shape or KV dtype.
+        """
+        spec = costs.spec
+        measured = (profile.num_q_heads, profile.num_kv_heads, profile.head_dim)
+        asked = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
+        if measured != asked:
+            shapes = "query heads / KV heads of head size"
+            raise ConfigError(
+                f"the R-part profile was measured for {measured[0]}/{measured[1]} of {measured[2]} ({shapes}), but "
+                f"{spec.name} has {asked[0]}/{asked[1]} of {asked[2]}: calibrate with this model",
+                code="profile_mismatch",
+            )
+        if profile.kv_dtype != costs.kv_dtype:
+            raise ConfigError(
+                f"the R-part profile was measured with a {profile.kv_dtype} KV cache, but the plan asks for "
+                f"{costs.kv_dtype}: use --kv-dtype {profile.kv_dtype}, or calibrate again",
+                code="profile_mismatch",
+            )
+        fit = fit_decode(profile.decode)
+        read_token_s = costs.kv_layer_bytes / statistics.median(profile.read_bytes_per_s)
+        return cls(
+            name=profile.machine.cpu,
+            provenance=Provenance.MEASURED,
+            source=f"{len(profile.decode)} points, {profile.num_threads} threads, fit error {fit.relative_error:.1%}",
+            call_s=fit.call_s,
+            sequence_s=fit.sequence_s,
+            token_s=fit.token_s,
+            read_token_s=min(read_token_s, fit.token_s) if fit.token_s > 0 else read_token_s,
+            capacity_bytes=profile.memory_bytes,
+            memory_bytes=profile.machine.memory_bytes,
+            sockets_per_host=1,
+            power_w=None,
+            relative_error=fit.relative_error,
+        )
+
+
+@dataclass(frozen=True)
+class Link:
+    """A port of an S-worker or of an R-worker's host."""
+
+    name: str
+    provenance: Provenance
+    source: str
+    bytes_per_s: float
+    """Payload each way, both at once."""
+    round_trip_s: float
+    """A small message there and back."""
+    relative_error: float
+    pace: float = 1.0
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Seconds that so many bytes take one way, latency aside."""
+        return self.pace * num_bytes / self.bytes_per_s
+
+    @property
+    def trip_s(self) -> float:
+        return self.pace * self.round_trip_s
+
+    @classmethod
+    def from_nic(cls, nic: Nic) -> Link:
+        source = f"{nic.source}; round trip: {nic.round_trip_source}"
+        return cls(nic.name, Provenance.DATASHEET, source, nic.bytes_per_s, nic.round_trip_s, nic.relative_error)
+
+    @classmethod
+    def from_profile(cls, profile: NetProfile) -> Link:
+        """Bandwidth from the slope of the transfers, the round trip as measured."""
+        curve = fit_curve(profile.transfer)
+        largest = max(point.size for point in profile.transfer)
+        slope = curve.last_slope or curve(largest) / largest
+        error = max(curve.relative_error, profile.round_trip.spread)
+        source = f"{len(profile.transfer)} message sizes over {profile.transport}"
+        trip_s = profile.round_trip.median_s
+        return cls(profile.transport, Provenance.MEASURED, source, 1.0 / slope, trip_s, error)

@@ -1,0 +1,172 @@
+"""What is asked of a model, and what that costs a token and layer: bytes, FLOPs, cached tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.model_spec import ModelSpec
+
+MAX_TOKENS = 10_000_000
+
+# Bits of one element of K or V, and bits of what a token and head carries beside (int8: one 16-bit scale).
+_KV_BITS = {"float32": (32, 0), "float16": (16, 0), "bfloat16": (16, 0), "int8": (8, 16)}
+KV_DTYPES = tuple(_KV_BITS)
+
+
+def parse_kv_dtype(name: str) -> str:
+    """``"fp16"``, ``"bfloat16"``, ``"int8"`` … → the name that ``KV_DTYPES`` lists.
+
+    Raises:
+        ConfigError: the name is none of these.
+    """
+    if name.lower() == "int8":
+        return "int8"
+    try:
+        return DType.parse(name).value
+    except ConfigError:
+        raise ConfigError(f"--kv-dtype {name!r} is not one of {', '.join(KV_DTYPES)}") from None
+
+
+def kv_token_layer_bytes(num_kv_heads: int, head_dim: int, kv_dtype: str) -> float:
+    """K and V of one token in one layer, scales included."""
+    element_bits, scale_bits = _KV_BITS[kv_dtype]
+    return 2 * num_kv_heads * (head_dim * element_bits + scale_bits) / 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sequences of one length. Every sequence has a prompt and then decodes ``output_tokens`` steps.
+
+    Sequences start evenly spread, a micro-batch every ``start_interval_steps`` (F in the paper, section 4.2). So at
+    any step their outputs are F, 2F, … long, and the load over B sequences is B·(prompt + (output + F)/2): about half
+    of what it grows to when all start at once (F = output).
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    start_interval_steps: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prompt_tokens <= MAX_TOKENS:
+            raise ConfigError(f"prompt length {self.prompt_tokens} is not within 0..{MAX_TOKENS} tokens")
+        if not 1 <= self.output_tokens <= MAX_TOKENS:
+            raise ConfigError(f"output length {self.output_tokens} is not within 1..{MAX_TOKENS} tokens")
+        if not 1 <= self.start_interval_steps <= self.output_tokens:
+            raise ConfigError(
+                f"start interval {self.start_interval_steps} is not within 1..{self.output_tokens} steps (the output)"
+            )
+
+    @property
+    def peak_context_tokens(self) -> int:
+        """Cached tokens of a sequence at its end."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def mean_context_tokens(self) -> float:
+        """Cached tokens of a running sequence, averaged over those that run together."""
+        return self.prompt_tokens + (self.output_tokens + self.start_interval_steps) / 2
+
+    def mean_attended_tokens(self, sliding_window: int | None) -> float:
+        """Keys that a running sequence's query sees in a layer with this window, averaged in the same way."""
+        mean = self.mean_context_tokens
+        if sliding_window is None or self.peak_context_tokens <= sliding_window:
+            return mean
+        # Outputs are spread evenly over F .. output, so contexts over low .. high, and min(context, window) has the
+        # mean of a ramp that is cut off at the window.
+        low, high = self.prompt_tokens + self.start_interval_steps, self.peak_context_tokens
+        if low >= sliding_window or low == high:
+            return float(min(sliding_window, mean))
+        ramp = sliding_window - low
+        return (ramp * (low + sliding_window) / 2 + (high - sliding_window) * sliding_window) / (high - low)
+
+
+@dataclass(frozen=True)
+class TokenCosts:
+    """A model in ``dtype`` with its KV cache in ``kv_dtype``, as bytes and FLOPs."""
+
+    spec: ModelSpec
+    dtype: DType
+    kv_dtype: str
+
+    @property
+    def num_layers(self) -> int:
+        return self.spec.num_layers
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.spec.num_parameters * self.dtype.size_bytes
+
+    @property
+    def layer_weight_bytes(self) -> int:
+        return self.spec.num_layer_parameters * self.dtype.size_bytes
+
+    @property
+    def layer_flops(self) -> float:
+        """Of one token through one layer's matrices."""
+        return 2.0 * self.spec.num_layer_parameters
+
+    @property
+    def layer_activation_bytes(self) -> float:
+        """What one token's activations move through the GPU's memory in one layer: each is written and read once."""
+        spec, ups = self.spec, 2 if self.spec.gated_mlp else 1
+        elements = 6 * spec.hidden_size + sum(spec.qkv_sizes) + spec.qkv_sizes[0] + (ups + 1) * spec.intermediate_size
+        return 2.0 * elements * self.dtype.size_bytes
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the logits, whether or not they are the token embedding's."""
+        return self.spec.vocab_size * self.spec.embedding_size
+
+    @property
+    def head_weight_bytes(self) -> int:
+        return self.head_parameters * self.dtype.size_bytes
+
+    @property
+    def head_flops(self) -> float:
+        return 2.0 * self.head_parameters
+
+    @property
+    def peak_activation_bytes(self) -> float:
+        """GPU memory that one token of a step needs at most: its widest layer, or its logits in fp32 and their copy."""
+        spec, ups = self.spec, 2 if self.spec.gated_mlp else 1
+        widest = 4 * spec.hidden_size + 2 * sum(spec.qkv_sizes) + (ups + 1) * spec.intermediate_size
+        return max(widest * self.dtype.size_bytes, 8.0 * spec.vocab_size)
+
+    @property
+    def out_bytes(self) -> int:
+        """q, k and v of one token and layer, on the wire."""
+        return sum(self.spec.qkv_sizes) * self.dtype.size_bytes
+
+    @property
+    def prompt_out_bytes(self) -> int:
+        """k and v of one prompt token and layer, on the wire; its attention is computed on the S-worker."""
+        return (self.spec.qkv_sizes[1] + self.spec.qkv_sizes[2]) * self.dtype.size_bytes
+
+    @property
+    def back_bytes(self) -> int:
+        """o of one token and layer, on the wire."""
+        return self.spec.qkv_sizes[0] * self.dtype.size_bytes
+
+    @property
+    def kv_layer_bytes(self) -> float:
+        """K and V of one cached token and layer."""
+        return kv_token_layer_bytes(self.spec.num_kv_heads, self.spec.head_dim, self.kv_dtype)
+
+    @property
+    def kv_bytes(self) -> float:
+        """K and V of one cached token over all layers."""
+        return self.num_layers * self.kv_layer_bytes
+
+    @property
+    def attention_flops(self) -> float:
+        """Of one query over one key, all heads of one layer: q·k and p·v."""
+        return 4.0 * self.spec.num_q_heads * self.spec.head_dim
+
+    def attended_tokens(self, workload: Workload) -> float:
+        """Keys that a running sequence sees a layer, averaged over sequences and layers."""
+        windows = [attention.sliding_window for attention in self.spec.attention]
+        kinds = {window: windows.count(window) for window in windows}
+        total = sum(count * workload.mean_attended_tokens(window) for window, count in kinds.items())
+        return total / len(windows)
