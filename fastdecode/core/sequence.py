@@ -104,9 +104,7 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         put("stop", self._checked_stop())
-        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, abc.Sequence):
-            raise _refuse("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 1 << 31) for t in self.stop_token_ids))
+        put("stop_token_ids", self._checked_stop_token_ids())
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
@@ -130,6 +128,12 @@ class SamplingParams:
             _integer("logit_bias token id", token, 0, 1 << 31)
             checked[token] = _number(f"logit_bias[{token}]", bias, -100, 100, "a number from -100 to 100")
         return checked
+
+    def _checked_stop_token_ids(self) -> tuple[int, ...]:
+        token_ids: object = self.stop_token_ids
+        if isinstance(token_ids, str) or not isinstance(token_ids, abc.Sequence):
+            raise _refuse("stop_token_ids", token_ids, "a list of token ids")
+        return tuple(_integer("stop_token_ids", token, 0, 1 << 31) for token in token_ids)
 
     def _checked_stop(self) -> tuple[str, ...]:
         rule = (

@@ -131,8 +131,7 @@ class RemoteStep:
         rows = local.rows
         # Attend to K and V as the cache will hold them, so that where a prompt is cut leaves no trace.
         k_seen, v_seen = (x[rows].to(self._plan.kv_dtype).to(x.dtype) for x in (k, v))
-        with torch.inference_mode():
-            return local_causal_attention(q[rows], k_seen, v_seen, local.starts, spec, want_lse=local.merge)
+        return local_causal_attention(q[rows], k_seen, v_seen, local.starts, spec, want_lse=local.merge)
 
     def _place(self, span: WorkerSpan, result: AttendResult) -> None:
         """Copy a worker's o to its rows, merging the later chunks' with what was attended here."""
@@ -149,10 +148,9 @@ class RemoteStep:
             )
         self._o[queries.start : later.rows.start] = remote[:split]
         remote_lse = torch.from_numpy(np.ascontiguousarray(result.lse[split:])).to(self._o.device)
-        with torch.inference_mode():
-            self._o[later.rows], _ = merge_attention(
-                self._o[later.rows], self._local_lse[later.rows.start], remote[split:], remote_lse
-            )
+        self._o[later.rows], _ = merge_attention(
+            self._o[later.rows], self._local_lse[later.rows.start], remote[split:], remote_lse
+        )
 
 
 def _later_chunks(batch: StepBatch, span: WorkerSpan) -> LocalSpan | None:

@@ -144,7 +144,7 @@ class Engine:
                 vocab_size=self._s_worker.spec.vocab_size,
                 sample_index=index,
             )
-            text = self._codec.sequence_text(request.params)
+            text = self._codec.sequence_text(request.params, request.prompt_token_ids)
             runs.append(_Run(sequence, sampling, text))
         self._scheduler.add(run.sequence for run in runs)
         self._groups[request.request_id] = _Group(request, prompt, runs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import TypeAlias
 
 from fastdecode.core.errors import FastDecodeError, WorkerError
@@ -19,11 +18,11 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.transport import Connection, wait_any
+from fastdecode.wire.transport import TIMEOUT, Hub
 
 logger = logging.getLogger(__name__)
 
-RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
+RHub: TypeAlias = Hub[ToRWorker, FromRWorker]
 
 _ANSWERED = (Hello, OpenSequence, ForkSequence, Attend)
 
@@ -35,19 +34,19 @@ class Fleet:
     to a lost worker goes nowhere; it never comes back.
 
     Args:
-        connections: one a worker.
+        hub: one connection a worker; a worker's index is its connection's.
         timeout_s: how long an answer may take.
     """
 
-    def __init__(self, connections: Sequence[RConnection], timeout_s: float) -> None:
-        self._connections = list(connections)
+    def __init__(self, hub: RHub, timeout_s: float) -> None:
+        self._hub = hub
         self._timeout_s = timeout_s
-        self._due: list[deque[float]] = [deque() for _ in connections]  # when the oldest unanswered message was sent
-        self._index = {id(connection): worker for worker, connection in enumerate(connections)}
+        self._due: list[deque[float]] = [deque() for _ in hub.connections]  # when each unanswered message was sent
+        self._early: deque[tuple[int, FromRWorker]] = deque()
         self._lost: dict[int, WorkerError] = {}
 
     def __len__(self) -> int:
-        return len(self._connections)
+        return len(self._due)
 
     @property
     def lost(self) -> dict[int, WorkerError]:
@@ -55,7 +54,7 @@ class Fleet:
         return self._lost
 
     def peer(self, worker: int) -> str:
-        return self._connections[worker].peer
+        return self._hub.connections[worker].peer
 
     def send(self, worker: int, message: ToRWorker) -> None:
         """Send, or do nothing if the worker is lost (finding that out may be this call's doing)."""
@@ -64,7 +63,7 @@ class Fleet:
         if isinstance(message, _ANSWERED):
             self._due[worker].append(time.perf_counter())
         try:
-            self._connections[worker].send(message)
+            self._hub.connections[worker].send(message)
         except WorkerError as error:
             self.lose(worker, error)
 
@@ -73,31 +72,44 @@ class Fleet:
 
         Waits at most until the first answer is overdue. Must not be called when nobody owes anything.
         """
-        owing = [worker for worker, due in enumerate(self._due) if due and worker not in self._lost]
+        if self._early:
+            return self._taken(*self._early.popleft())
+        owing = [worker for worker, due in enumerate(self._due) if due]
         assert owing, "nobody owes an answer"
         oldest = min(owing, key=lambda worker: self._due[worker][0])
-        remaining = self._due[oldest][0] + self._timeout_s - time.perf_counter()
+        remaining_s = self._due[oldest][0] + self._timeout_s - time.perf_counter()
         try:
-            ready = wait_any([self._connections[worker] for worker in owing], max(0.0, remaining))
-        except WorkerError:
-            ready = None
-        if ready is None:
-            self._find_lost(owing, oldest)
-            return None
-        worker = self._index[id(ready)]
-        try:
-            answer = ready.poll()
+            return self._taken(*self._hub.receive_any(max(0.0, remaining_s)))
         except WorkerError as error:
-            self.lose(worker, error)
+            if error.code == TIMEOUT:
+                text = f"{self.peer(oldest)} hasn't answered for {self._timeout_s:g} s (--worker-timeout-s)"
+                self.lose(oldest, WorkerError(text, code="worker_timeout"))
+            else:
+                self._find_closed()
             return None
-        if answer is None:
-            return None
-        self._due[worker].popleft()
+
+    def _taken(self, worker: int, answer: FromRWorker) -> tuple[int, FromRWorker] | None:
+        if worker in self._lost:
+            return None  # it was given up, and answers after all
         if isinstance(answer, Failed):
-            text = f"R-worker {answer.worker} failed: {answer.message}"
-            self.lose(worker, WorkerError(text, code=answer.code))
+            self.lose(worker, WorkerError(f"R-worker {answer.worker} failed: {answer.message}", code=answer.code))
             return None
+        if self._due[worker]:
+            self._due[worker].popleft()
         return worker, answer
+
+    def _find_closed(self) -> None:
+        """Some connection has closed: find out whose. Answers that come to light are kept for ``receive``."""
+        for worker, connection in enumerate(self._hub.connections):
+            if worker in self._lost:
+                continue
+            try:
+                answer = connection.poll()
+            except WorkerError as error:
+                self.lose(worker, error)
+            else:
+                if answer is not None:
+                    self._early.append((worker, answer))
 
     def greet(self, hello: Hello) -> list[Welcome]:
         """Say Hello to every worker and collect their answers.
@@ -115,7 +127,7 @@ class Fleet:
             if received is not None:
                 worker, answer = received
                 if not isinstance(answer, Welcome):
-                    raise WorkerError(f"R-worker {self.peer(worker)} answered Hello with {type(answer).__name__}")
+                    raise WorkerError(f"{self.peer(worker)} answered Hello with {type(answer).__name__}")
                 welcomes[worker] = answer
         return [welcomes[worker] for worker in range(len(self))]
 
@@ -124,16 +136,4 @@ class Fleet:
         if worker not in self._lost:
             self._lost[worker] = error if isinstance(error, WorkerError) else WorkerError(str(error), code=error.code)
             self._due[worker].clear()
-            logger.error("R-worker %s is lost: %s", self.peer(worker), error)
-
-    def _find_lost(self, owing: list[int], oldest: int) -> None:
-        for worker in owing:
-            try:
-                # A closed connection says so; an answer that is there after all is taken next time.
-                self._connections[worker].check()
-            except WorkerError as error:
-                self.lose(worker, error)
-        now = time.perf_counter()
-        if oldest not in self._lost and now - self._due[oldest][0] >= self._timeout_s:
-            text = f"R-worker {self.peer(oldest)} hasn't answered for {self._timeout_s:g} s (--worker-timeout-s)"
-            self.lose(oldest, WorkerError(text, code="worker_timeout"))
+            logger.error("%s is lost: %s", self.peer(worker), error)

@@ -23,7 +23,8 @@ from fastdecode.engine.pipeline import Pipeline
 from fastdecode.engine.text import TextCodec
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.scheduler import FirstComeFirstServed
-from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Shutdown
+from fastdecode.wire.inproc import InprocHub
+from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
 from rworker.worker import WorkerThread, start_worker_thread
 from sworker.weights import load_model, load_spec, model_hash
 from sworker.worker import SWorker
@@ -124,12 +125,13 @@ class EmbeddedEngine:
         _, model = load_model(config.model, device=resolved.device, dtype=getattr(torch, resolved.dtype.value))
         tell(f"starting {config.r_workers} R-worker thread(s) of {resolved.r_threads} CPU thread(s) each")
         self._workers: list[WorkerThread] = []
+        hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
         try:
-            self._workers = [
-                start_worker_thread(f"r{i}", kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)
-                for i in range(config.r_workers)
-            ]
-            connections = [worker.connection for worker in self._workers]
+            for i in range(config.r_workers):
+                worker = start_worker_thread(
+                    f"r{i}", kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads, hub=hub
+                )
+                self._workers.append(worker)
             hello = Hello(
                 protocol_version=PROTOCOL_VERSION,
                 model_hash=model_hash(config.model),
@@ -143,7 +145,7 @@ class EmbeddedEngine:
                 attention=self.spec.attention,
                 activation_dtype=resolved.dtype,
             )
-            fleet = Fleet(connections, config.worker_timeout_s)
+            fleet = Fleet(hub, config.worker_timeout_s)
             self.welcomes = fleet.greet(hello)
         except BaseException:
             self.close()
@@ -164,7 +166,7 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Stop the R-workers. Safe to call twice."""
         for worker in self._workers:
-            worker.connection.send(Shutdown())
+            worker.stop()
         for worker in self._workers:
             worker.join(timeout_s=10.0)
         self._workers = []

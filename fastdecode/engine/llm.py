@@ -190,7 +190,7 @@ class LLM:
                     f"prompt_token_ids[{place}]={token!r} is not a token id of this model (0 to {vocab_size - 1})",
                     code="invalid_token_id",
                 )
-        return tuple(prompt)
+        return tuple(int(token) for token in prompt)
 
     def _request(self, arrived: PromptRequest, token_ids: tuple[int, ...]) -> Request:
         params = arrived.params

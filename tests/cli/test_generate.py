@@ -1,0 +1,161 @@
+"""``fastdecode generate`` as a user runs it: files in, files and exit codes out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdecode.cli import main
+
+Run = Callable[..., tuple[int, list[dict[str, Any]]]]
+
+
+def line(request_id: object, **rest: object) -> str:
+    return json.dumps({"id": request_id, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **rest})
+
+
+@pytest.fixture
+def run(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Run:
+    def run(lines: list[str | bytes], *options: str) -> tuple[int, list[dict[str, Any]]]:
+        raw = [text.encode() if isinstance(text, str) else text for text in lines]
+        (tmp_path / "in.jsonl").write_bytes(b"\n".join(raw))
+        command = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--kv-memory-gb", "0.01"]
+        files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+        code = main([*command, *files, *options])
+        return code, [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def test_every_line_is_answered_in_order(run: Run) -> None:
+    lines = [line(f"q{i}", prompt_token_ids=[5 + i] * (1 + i), max_tokens=9 - i) for i in range(8)]
+    code, out = run([*lines[:4], "", *lines[4:]])  # blank lines are nothing
+    assert code == 0
+    assert [answer["id"] for answer in out] == [f"q{i}" for i in range(8)]
+    for i, answer in enumerate(out):
+        assert set(answer) == {"id", "text", "token_ids", "finish_reason", "usage"}
+        assert len(answer["token_ids"]) == 9 - i
+        assert answer["finish_reason"] == "length"
+        assert answer["usage"] == {"prompt_tokens": 1 + i, "completion_tokens": 9 - i, "total_tokens": 10}
+
+
+def test_bad_lines_cost_the_good_ones_nothing(run: Run) -> None:
+    good = line("good", prompt_token_ids=[5, 6, 7])
+    (_, (alone,)) = run([good])
+    bad = {
+        "{not json": "invalid_json",
+        "[1, 2]": "invalid_json",
+        "NaN": "invalid_json",
+        '{"prompt_token_ids": [1]}': "invalid_id",
+        line(True, prompt_token_ids=[1]): "invalid_id",
+        line("a"): "invalid_prompt",
+        line("b", prompt="x", prompt_token_ids=[1]): "invalid_prompt",
+        line("c", prompt=[1, 2]): "invalid_prompt",
+        line("d", prompt_token_ids="abc"): "invalid_prompt",
+        line("e", prompt_token_ids=[]): "empty_prompt",
+        line("f", prompt_token_ids=[-1]): "invalid_token_id",
+        line("g", prompt_token_ids=[10**9]): "invalid_token_id",
+        line("h", prompt_token_ids=[5] * 100_000): "prompt_too_long",
+        '{"id": "i", "prompt_token_ids": [1], "temperature": NaN}': "invalid_sampling_params",
+        line("j", prompt_token_ids=[1], n=0): "invalid_sampling_params",
+        line("k", prompt_token_ids=[1], max_tokens=0): "invalid_sampling_params",
+        line("l", prompt_token_ids=[1], max_tokens=10**15): "invalid_sampling_params",
+        line("m", prompt_token_ids=[1], temprature=1): "unknown_field",
+        line("n", prompt="\ud800"): "invalid_text",
+        line("good", prompt_token_ids=[9]): "duplicate_id",
+    }
+    lines: list[str | bytes] = [good, *bad, b'{"id": "o", "prompt": "\xff"}', line("last", prompt_token_ids=[5, 6, 7])]
+    code, out = run(lines)
+    assert code == 3
+    assert [answer.get("error", {}).get("code") for answer in out] == [None, *bad.values(), "invalid_json", None]
+    assert all(answer["error"]["message"] for answer in out if "error" in answer)
+    assert out[0] == alone
+    assert out[-1] == {**alone, "id": "last"}
+    assert "temperature" in next(a for a in out if a["id"] == "m")["error"]["message"]  # what was probably meant
+
+
+def test_several_completions_and_logprobs(run: Run) -> None:
+    request = line("x", prompt_token_ids=[5, 6], n=3, temperature=1, seed=4, logprobs=2)
+    code, (answer,) = run([request])
+    assert code == 0
+    assert len(answer["completions"]) == 3
+    assert answer["usage"]["completion_tokens"] == 12
+    for completion in answer["completions"]:
+        for token, step in zip(completion["token_ids"], completion["logprobs"], strict=True):
+            assert step["token_id"] == token
+            assert len(step["top"]) == 2
+            assert step["logprob"] <= step["top"][0][1] <= 0
+
+
+def test_options_are_defaults_that_lines_override(run: Run) -> None:
+    lines = ['{"id": 1, "prompt_token_ids": [5]}', '{"id": 2, "prompt_token_ids": [5], "max_tokens": 2, "seed": null}']
+    code, out = run(lines, "--max-tokens", "6", "--temperature", "0", "--ignore-eos")
+    assert code == 0
+    assert [len(answer["token_ids"]) for answer in out] == [6, 2]
+
+
+def test_summary_holds_what_was_measured(run: Run, tmp_path: Path) -> None:
+    lines = [line(i, prompt_token_ids=[5, 6, 7]) for i in range(3)]
+    code, _ = run([*lines, "oops"], "--summary", str(tmp_path / "s.json"), "--r-workers", "2", "--show")
+    assert code == 3
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert (summary["requests"], summary["failed"]) == (4, 1)
+    assert (summary["prompt_tokens"], summary["output_tokens"]) == (9, 12)
+    assert summary["r_workers"] == 2
+    for name in ("load_s", "prefill_s", "decode_s", "total_s", "output_tokens_per_s", "peak_rss_bytes"):
+        assert summary[name] > 0, name
+    assert summary["s_share"] + summary["wait_share"] == pytest.approx(1)
+    assert 0 < summary["r_share"] < 1
+
+
+def test_an_empty_file_is_no_work(run: Run) -> None:
+    assert run([]) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--input", "missing.jsonl", "--output", "out.jsonl"], "missing.jsonl"),
+        (["--input", "in.jsonl", "--output", "no/such/dir/out.jsonl"], "no/such/dir"),
+        (["--input", "in.jsonl", "--output", "in.jsonl"], "same file"),
+        (["--input", "in.jsonl", "--output", "out.jsonl", "--summary", "no/dir/s.json"], "no/dir/s.json"),
+        (["--input", "in.jsonl", "--output", "out.jsonl", "--r-workers", "0"], "r_workers"),
+        (["--input", "in.jsonl", "--output", "out.jsonl", "--dtype", "float7"], "float7"),
+        (["--input", "in.jsonl", "--output", "out.jsonl", "--temperature", "nan"], "temperature"),
+        (["--input", "in.jsonl", "--output", "out.jsonl", "--kv-memory-gb", "-1"], "kv_memory_gb"),
+        (["--input", "in.jsonl", "--output", "out.jsonl"], "nowhere"),
+    ],
+)
+def test_usage_errors_are_exit_code_2_and_name_the_input(
+    options: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt_token_ids": [1]}\n')
+    assert main(["generate", "--model", "nowhere", *options]) == 2
+    message = capsys.readouterr().err
+    assert named in message
+    assert "Traceback" not in message
+    assert (tmp_path / "in.jsonl").read_text() == '{"id": 1, "prompt_token_ids": [1]}\n'
+
+
+def test_the_command_is_there_and_starts_without_torch() -> None:
+    code = "import sys, fastdecode.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "generate" in shown.stdout
+
+
+def test_a_missing_extra_names_the_pip_command() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import fastdecode.cli as c\n"
+        "sys.exit(c.main(['generate', '--model', 'm', '--input', 'i', '--output', 'o']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert 'pip install "fastdecode[sworker]"' in done.stderr
