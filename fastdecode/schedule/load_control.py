@@ -15,7 +15,7 @@ micro-batch's **end**. The paper's start from nothing: first length 1, end r + S
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -83,9 +83,9 @@ class LoadControl:
     def add(self, num_sequences: int, target_length: int, start: int, *, first_length: int = 1) -> None:
         """A micro-batch starts at ``start``, whatever the limit says (the paper's AddMicroBatch)."""
         added = MicroBatch(num_sequences, target_length, start, first_length)
-        load = added.peak + self.load_at(added.end)
-        self._loads = [w + added.load_at(other.end) for other, w in zip(self._live, self._loads, strict=True)]
+        self._add_load(added, start, sign=1)
         index = bisect_left(self._live, added.end, key=_END)
+        load = added.peak + sum(later.load_at(added.end) for later in self._live[index:])
         self._live.insert(index, added)
         self._loads.insert(index, load)
         self._latest_start = max(self._latest_start, start)
@@ -97,10 +97,7 @@ class LoadControl:
         if ended.end < at:
             return
         index = next(i for i in self._alike(ended) if self._live[i].num_sequences >= num_sequences)
-        self._loads = [
-            w - ended.load_at(other.end) if other.end >= at else w
-            for other, w in zip(self._live, self._loads, strict=True)
-        ]
+        self._add_load(ended, at, sign=-1)
         num_left = self._live[index].num_sequences - num_sequences
         if num_left:
             self._live[index] = replace(self._live[index], num_sequences=num_left)
@@ -156,6 +153,12 @@ class LoadControl:
         """Forget micro-batches that ended before ``step``."""
         num_over = bisect_left(self._live, step, key=_END)
         del self._live[:num_over], self._loads[:num_over]
+
+    def _add_load(self, batch: MicroBatch, since: int, *, sign: int) -> None:
+        """Change W by the micro-batch's load, at the end steps from ``since`` on."""
+        first, last = bisect_left(self._live, since, key=_END), bisect_right(self._live, batch.end, key=_END)
+        for index in range(first, last):
+            self._loads[index] += sign * batch.load_at(self._live[index].end)
 
     def _alike(self, batch: MicroBatch) -> Iterator[int]:
         """Indices of the live micro-batches that differ from this one at most in their number of sequences."""
