@@ -16,6 +16,10 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, ProtocolError
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.messages import (
+    MAX_ID,
+    MAX_LANES,
+    MAX_SEQUENCE_TOKENS,
+    MAX_STEP_TOKENS,
     PROTOCOL_VERSION,
     Accepted,
     Attend,
@@ -32,11 +36,6 @@ from fastdecode.wire.messages import (
 )
 from rworker.instructions import Compute, CopyBlocks, Instruction, Prepare, Send, StepPlan, Stop
 from rworker.kv_store import DEFAULT_MAX_SEQUENCES, MAX_BLOCKS, KVStore
-
-MAX_LANES = 256
-MAX_STEP_TOKENS = 1 << 26
-MAX_SEQUENCE_TOKENS = 1 << 30
-MAX_ID = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -252,12 +251,13 @@ class RWorkerState:
         _check_array("q", attend.q, carrier, (plan.num_queries, spec.num_q_heads, spec.head_dim))
         _check_array("k", attend.k, carrier, kv_shape)
         _check_array("v", attend.v, carrier, kv_shape)
+        layer = step.next_layer
         step.next_layer += 1
         if step.next_layer == hello.kv.num_layers:
             del self._steps[attend.lane]
             for sequence in step.sequence_ids:
                 del self._settled[sequence]
-        return Compute(plan, attend.layer, attend.q, attend.k, attend.v)
+        return Compute(plan, layer, attend.q, attend.k, attend.v)
 
     def _greeted(self) -> _Session:
         if self._session is None:

@@ -30,7 +30,12 @@ Queries of one sequence are its last ``num_queries`` new tokens: the query i of 
 layer's window. So one contract covers decode (``num_new = num_queries = 1``, ``num_visible = num_past + 1``), a
 prompt's first chunk, attended on the S-worker (``num_queries = 0``), its later chunks, whose past alone is attended
 here and merged there by log-sum-exp (``num_queries = num_new``, ``num_visible = num_past``), and several new tokens
-attended here causally (``num_queries = num_new``, ``num_visible = num_past + num_new``).
+attended here causally (``num_queries = num_new``, ``num_visible = num_past + num_new``). A query that sees no key at
+all gets o = 0 and a log-sum-exp of -inf.
+
+From ``BeginStep`` to the step's last ``Attend``, its sequences may be neither closed nor stepped in another lane, and
+forked only at tokens that were cached before the step: the others' K and V are not there in every layer yet. A
+sequence never grows past its reservation.
 """
 
 from __future__ import annotations
@@ -46,6 +51,13 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 
 PROTOCOL_VERSION = 1
+
+MAX_ID = (1 << 63) - 1
+"""Of sequences and steps; both count from 0."""
+MAX_LANES = 256
+MAX_SEQUENCE_TOKENS = 1 << 30
+MAX_STEP_TOKENS = 1 << 26
+"""That one step of one lane appends on one R-worker."""
 
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 
@@ -131,6 +143,7 @@ class Accepted:
 class Refused:
     sequence_id: int
     code: str
+    """``out_of_capacity``: there is no room now; ``exceeds_capacity``: there would be none in an empty R-worker."""
     message: str
 
 

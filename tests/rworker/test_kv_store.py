@@ -165,9 +165,7 @@ class KVStoreMachine(RuleBasedStateMachine):
         assert self.store.num_free_blocks == self.store.num_available_blocks == NUM_BLOCKS
 
 
-KVStoreMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
-)
+KVStoreMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
 TestKVStoreMachine = KVStoreMachine.TestCase
 
 
