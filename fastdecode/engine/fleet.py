@@ -65,7 +65,7 @@ class Fleet:
         try:
             self._hub.connections[worker].send(message)
         except WorkerError as error:
-            self.lose(worker, error)
+            self.lose(worker, self._last_words(worker) or error)
 
     def receive(self) -> tuple[int, FromRWorker] | None:
         """The next answer of any worker that owes one. None: a worker was lost meanwhile; look at ``lost``.
@@ -92,11 +92,21 @@ class Fleet:
         if worker in self._lost:
             return None  # it was given up, and answers after all
         if isinstance(answer, Failed):
-            self.lose(worker, WorkerError(f"R-worker {answer.worker} failed: {answer.message}", code=answer.code))
+            self.lose(worker, _failure(answer))
             return None
         if self._due[worker]:
             self._due[worker].popleft()
         return worker, answer
+
+    def _last_words(self, worker: int) -> WorkerError | None:
+        """Why a worker closed its connection, if it said so before."""
+        try:
+            while (answer := self._hub.connections[worker].poll()) is not None:
+                if isinstance(answer, Failed):
+                    return _failure(answer)
+        except WorkerError:
+            pass
+        return None
 
     def _find_closed(self) -> None:
         """Some connection has closed: find out whose. Answers that come to light are kept for ``receive``."""
@@ -137,3 +147,7 @@ class Fleet:
             self._lost[worker] = error if isinstance(error, WorkerError) else WorkerError(str(error), code=error.code)
             self._due[worker].clear()
             logger.error("%s is lost: %s", self.peer(worker), error)
+
+
+def _failure(failed: Failed) -> WorkerError:
+    return WorkerError(f"R-worker {failed.worker} failed: {failed.message}", code=failed.code)

@@ -125,6 +125,7 @@ class EmbeddedEngine:
         _, model = load_model(config.model, device=resolved.device, dtype=getattr(torch, resolved.dtype.value))
         tell(f"starting {config.r_workers} R-worker thread(s) of {resolved.r_threads} CPU thread(s) each")
         self._workers: list[WorkerThread] = []
+        self._fleet: Fleet | None = None
         hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
         try:
             for i in range(config.r_workers):
@@ -145,7 +146,7 @@ class EmbeddedEngine:
                 attention=self.spec.attention,
                 activation_dtype=resolved.dtype,
             )
-            fleet = Fleet(hub, config.worker_timeout_s)
+            fleet = self._fleet = Fleet(hub, config.worker_timeout_s)
             self.welcomes = fleet.greet(hello)
         except BaseException:
             self.close()
@@ -164,9 +165,12 @@ class EmbeddedEngine:
         self.load_s = time.perf_counter() - started
 
     def close(self) -> None:
-        """Stop the R-workers. Safe to call twice."""
+        """Stop the R-workers. Safe to call twice. One that was lost isn't waited for: it may hang for ever."""
         for worker in self._workers:
             worker.stop()
-        for worker in self._workers:
-            worker.join(timeout_s=10.0)
+        for index, worker in enumerate(self._workers):
+            if self._fleet is not None and index in self._fleet.lost:
+                worker.connection.close()
+            else:
+                worker.join(self.resolved.config.worker_timeout_s)
         self._workers = []

@@ -145,7 +145,12 @@ def test_usage_errors_are_exit_code_2_and_name_the_input(
 
 
 def test_the_command_is_there_and_starts_without_torch() -> None:
-    code = "import sys, fastdecode.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    code = (
+        "import sys, fastdecode.cli as c\n"
+        "try: c.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "generate" in shown.stdout
 

@@ -42,6 +42,8 @@ def llms(tiny_checkpoint: Callable[..., Path]) -> list[LLM]:
         LLM(path, r_workers=1, **shared),
         LLM(path, r_workers=3, prefill_chunk=7, **shared),
         LLM(path, r_workers=2, prefill_chunk=16, max_num_sequences=2, max_step_tokens=9, block_size=8, **shared),
+        LLM(path, r_workers=2, prefill_chunk=16, lanes=2, **shared),
+        LLM(path, r_workers=3, prefill_chunk=5, lanes=4, max_num_sequences=5, **shared),
     ]
 
 
@@ -52,7 +54,7 @@ def alone(llms: list[LLM]) -> list[list[tuple[int, ...]]]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(order=st.lists(st.integers(0, 5), min_size=1, max_size=8), which=st.integers(0, 2))
+@given(order=st.lists(st.integers(0, 5), min_size=1, max_size=8), which=st.integers(0, 4))
 def test_tokens_depend_on_the_request_alone(
     llms: list[LLM], alone: list[list[tuple[int, ...]]], order: list[int], which: int
 ) -> None:
