@@ -159,7 +159,7 @@ def test_byte_level_text_lags_by_no_more_than_part_of_a_character(ids: list[int]
     for count, token in enumerate(ids, 1):
         text += detokenizer.append(token)
         assert text + detokenizer.peek() == TOKENIZERS["byte-level"].decode(ids[:count])
-        assert len(detokenizer.peek()) <= 1
+        assert len(detokenizer.peek()) <= 3  # of at most three bytes
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "metaspace"])
@@ -312,7 +312,33 @@ def test_a_stop_string_in_held_back_bytes_stops_at_once(kind: str) -> None:
     text = codec.sequence_text(SamplingParams(stop=("世界", "。")), [id_of(tokenizer, "a")])
     hits = [text.append(token) for token in [id_of(tokenizer, "a"), *ids[:12]]]
     assert hits == [False] * 12 + [True]
-    assert text.finish() == "a好，"
+    assert text.text == text.finish() == "a好，"
+
+
+def test_held_back_bytes_stop_nothing_before_min_tokens() -> None:
+    ids = [byte_ids("llama")[byte] for byte in "é你é!".encode()]
+    text = TextCodec(TOKENIZERS["llama"]).sequence_text(SamplingParams(stop=("é", "!"), min_tokens=4))
+    assert [text.append(token) for token in ids[:7]] == [False] * 6 + [True]
+    assert text.finish() == "é你"
+    text = TextCodec(TOKENIZERS["llama"]).sequence_text(SamplingParams(stop=("é",), min_tokens=3))
+    assert [text.append(token) for token in [*ids[:2], id_of(TOKENIZERS["llama"], "a"), *ids[:2]]] == [False] * 4 + [
+        True
+    ]
+    assert text.finish() == "éa"
+
+
+def test_a_broken_run_of_bytes_can_be_seen_only_when_it_ends_and_spoils_no_later_run() -> None:
+    vocabulary = Vocabulary(TOKENIZERS["llama"])
+    detokenizer = detokenizer_for(vocabulary)
+    letter, of_byte = id_of(TOKENIZERS["llama"], "a"), byte_ids("llama")
+    for byte in b"\xff\xc3\xa9!":
+        assert detokenizer.append(of_byte[byte]) == ""
+        assert not detokenizer.can_peek
+    assert detokenizer.append(letter) == "\ufffd" * 4 + "a"
+    for byte, can_peek in zip("é".encode(), (False, True), strict=True):
+        assert detokenizer.append(of_byte[byte]) == ""
+        assert detokenizer.can_peek == can_peek
+    assert detokenizer.peek() == "é"
 
 
 def test_a_stop_string_across_the_border_of_text_and_held_back_bytes() -> None:

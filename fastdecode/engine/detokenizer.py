@@ -1,0 +1,224 @@
+"""Token ids to text, one token at a time.
+
+A detokenizer is fed a sequence's tokens and gives text that is **final**: nothing that comes later can change it. What
+a later token may still change (the first bytes of a character, a run of byte tokens) is held back. So the pieces put
+together, and ``flush`` at the end, equal the decoding of all tokens at once, and a piece never ends in half a
+character. The cost of a token doesn't grow with the sequence.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one sequence into text."""
+
+    def append(self, token_id: int) -> str:
+        """One more token. Returns the text that became final, often just the token's own."""
+
+    @property
+    def can_peek(self) -> bool:
+        """Text is held back that would be sound, in whole characters, if no token followed."""
+
+    def peek(self) -> str:
+        """The text that is held back, as ``flush`` would give it."""
+
+    def flush(self) -> str:
+        """No token follows: the text that was held back, U+FFFD for what is no character."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What detokenizers ask of a tokenizer. One serves all sequences of a model."""
+
+    tokenizer: Tokenizer
+    _bytes: dict[int, bytes] = field(default_factory=dict)
+
+    @cached_property
+    def skipped(self) -> frozenset[int]:
+        """Special tokens; they have no text."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def decoder_types(self) -> frozenset[str]:
+        """The types of the decoders that make up the tokenizer's decoder."""
+        decoder = self.tokenizer.decoder
+        # A decoder's pickled state is its part of tokenizer.json; there is no other way to look inside.
+        return frozenset(_types(json.loads(decoder.__getstate__()))) if decoder is not None else frozenset()
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Decode at once. ids that the tokenizer doesn't know have no text."""
+        decoded: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return decoded
+
+    def token(self, token_id: int) -> str | None:
+        """The token as it stands in the vocabulary; None if it has no text."""
+        return None if token_id in self.skipped else self.tokenizer.id_to_token(token_id)
+
+    def byte_level_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token of a byte-level vocabulary stands for."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = _from_byte_alphabet(self.token(token_id) or "")
+        return known
+
+    def fallback_byte(self, token_id: int) -> bytes | None:
+        """The byte that a token ``<0xNN>`` stands for; None if it is an ordinary token, or the decoder knows none."""
+        token = self.token(token_id) if "ByteFallback" in self.decoder_types else None
+        match = None if token is None else _BYTE_TOKEN.fullmatch(token)
+        return bytes.fromhex(match[1]) if match else None
+
+
+def detokenizer_for(vocabulary: Vocabulary, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+    """The detokenizer that fits the tokenizer. Its text is what follows the prompt's text."""
+    if vocabulary.decoder_types == {"ByteLevel"}:
+        return ByteLevelDetokenizer(vocabulary)
+    return WindowDetokenizer(vocabulary, prompt_token_ids)
+
+
+class NoDetokenizer:
+    """There is no tokenizer, hence no text."""
+
+    can_peek = False
+
+    def append(self, token_id: int) -> str:
+        return ""
+
+    def peek(self) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class ByteLevelDetokenizer:
+    """For vocabularies whose tokens are byte strings (GPT-2, Llama 3, Qwen): bytes through a UTF-8 decoder.
+
+    Python's decoder replaces what is no UTF-8 just as the tokenizers library does: one U+FFFD for each maximal
+    ill-formed part (Unicode standard, section 3.9, table 3-8).
+    """
+
+    can_peek = False  # only part of a character is ever held back
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def append(self, token_id: int) -> str:
+        return self._decoder.decode(self._vocabulary.byte_level_bytes(token_id))
+
+    def peek(self) -> str:
+        held, _ = self._decoder.getstate()
+        return held.decode("utf-8", errors="replace")
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any other decoder (SentencePiece's, WordPiece's): decodes a short window of the last tokens.
+
+    The window is the tokens of the last piece of text and all since. A new piece is what decoding the window gives
+    beyond the piece before: decoders that treat the first token apart (dropping its space) treat both alike.
+
+    Byte tokens ``<0xNN>`` are held back until their run ends: the library decodes a run that isn't valid UTF-8 to
+    U+FFFD for each of its bytes, its valid characters included.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._vocabulary = vocabulary
+        # One ordinary token of the prompt tells the decoder that the output doesn't begin a text.
+        before = next((token for token in reversed(prompt_token_ids) if self._is_ordinary(token)), None)
+        self._window = [] if before is None else [before]
+        self._num_read = len(self._window)
+        """Tokens of the window whose text has been given."""
+        self._read_text = vocabulary.text(self._window)
+        self._run = _ByteRun()
+
+    def append(self, token_id: int) -> str:
+        vocabulary = self._vocabulary
+        if vocabulary.token(token_id) is None:
+            return ""
+        self._window.append(token_id)
+        byte = vocabulary.fallback_byte(token_id)
+        if byte is not None:
+            self._run.append(byte)
+            return ""
+        self._run = _ByteRun()
+        piece = self.peek()
+        # Of a decoder we don't know, the last characters may be half of one.
+        if piece and not ("ByteLevel" in vocabulary.decoder_types and piece.endswith("\ufffd")):
+            self._window = self._window[self._num_read :]
+            self._num_read = len(self._window)
+            self._read_text = vocabulary.text(self._window)
+            return piece
+        return ""
+
+    @property
+    def can_peek(self) -> bool:
+        return self._run.is_sound
+
+    def peek(self) -> str:
+        return self._vocabulary.text(self._window)[len(self._read_text) :]
+
+    def flush(self) -> str:
+        piece = self.peek()
+        self._window, self._num_read, self._read_text = [], 0, ""
+        return piece
+
+    def _is_ordinary(self, token_id: int) -> bool:
+        return self._vocabulary.token(token_id) is not None and self._vocabulary.fallback_byte(token_id) is None
+
+
+class _ByteRun:
+    """Whether the bytes so far are whole UTF-8 characters, and at least one."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._is_valid = True
+        self.is_sound = False
+
+    def append(self, byte: bytes) -> None:
+        if not self._is_valid:
+            return
+        try:
+            self._decoder.decode(byte)
+        except UnicodeDecodeError:
+            self._is_valid = False
+        self.is_sound = self._is_valid and self._decoder.getstate()[0] == b""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for every byte → the byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_ALPHABET = _byte_alphabet()
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def _from_byte_alphabet(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_ALPHABET[char] for char in token])
+    except KeyError:
+        return token.encode()  # an added token, in plain text
+
+
+def _types(decoder: dict[str, object]) -> set[str]:
+    nested = decoder.get("decoders")
+    if isinstance(nested, list):
+        return set().union(*(_types(part) for part in nested))
+    return {str(decoder.get("type"))}
