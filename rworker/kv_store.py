@@ -55,9 +55,11 @@ class KVStore:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_sequences = max_sequences
-        # Lowest ids on top: memory that was touched before is used again before any that wasn't.
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        self._num_free = num_blocks
+        # Free blocks are those given back, on a stack, and those never taken yet, from _num_taken on. So memory that
+        # was touched before is used again first, both the cache's and that of the arrays here.
+        self._returned = np.empty(num_blocks, np.int32)
+        self._num_returned = 0
+        self._num_taken = 0
         self._num_promised = 0
         self._refcount = np.zeros(num_blocks, np.int32)
         # Sequences whose tail the block is. Kept for shared blocks only: an append need not touch it.
@@ -80,17 +82,17 @@ class KVStore:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that hold nothing, promised or not."""
-        return self._num_free
+        return self._num_returned + self.num_blocks - self._num_taken
 
     @property
     def num_available_blocks(self) -> int:
         """Free blocks that are promised to nobody."""
-        return self._num_free - self._num_promised
+        return self.num_free_blocks - self._num_promised
 
     @property
     def bookkeeping_bytes(self) -> int:
         """Memory of the store's own arrays."""
-        arrays = (self._free, self._refcount, self._num_tails, self._tables)
+        arrays = (self._returned, self._refcount, self._num_tails, self._tables)
         return sum(x.nbytes for x in (*arrays, self._lengths, self._reserved, self._widths))
 
     def num_tokens(self, sequence_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -185,8 +187,8 @@ class KVStore:
         freed = blocks[refcounts == 1]
         self._refcount[freed] = 0
         # Reversed: the next sequence takes them in the order in which this one had them.
-        self._free[self._num_free : self._num_free + freed.size] = freed[::-1]
-        self._num_free += int(freed.size)
+        self._returned[self._num_returned : self._num_returned + freed.size] = freed[::-1]
+        self._num_returned += int(freed.size)
         del self._row_of[sequence_id]
         self._free_rows.append(row)
 
@@ -256,10 +258,14 @@ class KVStore:
 
     def _pop(self, count: int) -> NDArray[np.int32]:
         """Take promised blocks from the pool, each referred to once."""
-        assert count <= self._num_promised <= self._num_free
-        self._num_free -= count
+        assert count <= self._num_promised <= self.num_free_blocks
         self._num_promised -= count
-        blocks: NDArray[np.int32] = self._free[self._num_free : self._num_free + count][::-1].copy()
+        num_again = min(count, self._num_returned)
+        self._num_returned -= num_again
+        blocks = np.empty(count, np.int32)
+        blocks[:num_again] = self._returned[self._num_returned : self._num_returned + num_again][::-1]
+        blocks[num_again:] = np.arange(self._num_taken, self._num_taken + count - num_again)
+        self._num_taken += count - num_again
         self._refcount[blocks] = 1
         return blocks
 
@@ -347,12 +353,12 @@ class KVStore:
         assert (refcount == self._refcount).all(), "reference counts are off"
         shared = refcount > 1
         assert (num_tails == self._num_tails)[shared].all(), "tails of shared blocks are miscounted"
-        free = self._free[: self._num_free]
-        assert len(np.unique(free)) == self._num_free, "a block is free twice"
+        free = np.concatenate((self._returned[: self._num_returned], np.arange(self._num_taken, self.num_blocks)))
+        assert len(np.unique(free)) == len(free) == self.num_free_blocks, "a block is free twice"
         assert (refcount[free] == 0).all(), "a block in use is free"
-        assert self._num_free + np.count_nonzero(refcount) == self.num_blocks, "a block is lost"
+        assert len(free) + np.count_nonzero(refcount) == self.num_blocks, "a block is lost"
         owed = int(np.minimum(num_tails, refcount - 1)[shared].sum())
         assert self._num_promised == growth + owed, "promises are miscounted"
-        assert self._num_promised <= self._num_free, "more blocks are promised than free"
+        assert self._num_promised <= len(free), "more blocks are promised than free"
         rows = [*self._row_of.values(), *self._free_rows]
         assert sorted(rows) == list(range(len(self._tables))), "a row is lost or used twice"

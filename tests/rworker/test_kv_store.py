@@ -46,19 +46,24 @@ class Memory:
 
 
 def snapshot(store: KVStore) -> dict[str, object]:
-    return {
-        name: value.tolist() if isinstance(value, np.ndarray) else repr(value)
-        for name, value in vars(store).items()
-        if name not in ("_tables", "_lengths", "_reserved", "_widths", "_free_rows")
-    } | {
-        f"row {key}": (
-            store._tables[row].tolist(),
-            store._lengths[row].item(),
-            store._reserved[row].item(),
-            store._widths[row].item(),
-        )
-        for key, row in store._row_of.items()
-    }
+    returned = {"returned": store._returned[: store._num_returned].tolist()}
+    return (
+        returned
+        | {
+            name: value.tolist() if isinstance(value, np.ndarray) else repr(value)
+            for name, value in vars(store).items()
+            if name not in ("_returned", "_tables", "_lengths", "_reserved", "_widths", "_free_rows")
+        }
+        | {
+            f"row {key}": (
+                store._tables[row].tolist(),
+                store._lengths[row].item(),
+                store._reserved[row].item(),
+                store._widths[row].item(),
+            )
+            for key, row in store._row_of.items()
+        }
+    )
 
 
 def refuses_unchanged(store: KVStore, error: type[Exception], act: Callable[[], object]) -> Exception:
