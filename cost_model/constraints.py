@@ -56,6 +56,7 @@ def best_effort_constraints(system: System, lane_batch: int, lanes: int, promise
 def _stage_constraints(system: System, lane_batch: int, promises: Promises, pace_s: float) -> tuple[Constraint, ...]:
     """The stages whose time depends on the number of sockets, each within ``pace_s``."""
     load = lane_batch * system.costs.attended_tokens(system.workload)
+    token_s, pace = system.r.pace * system.r.token_s, seconds_text(pace_s)
     balance = _sockets_for(lambda p: system.r_s(lane_batch, p) * (1.0 + promises.headroom), pace_s)
     read_s = load * system.r.read_token_s
     out, back = system.out_bytes(lane_batch), float(lane_batch * system.costs.back_bytes)
@@ -68,8 +69,8 @@ def _stage_constraints(system: System, lane_batch: int, promises: Promises, pace
         Constraint(
             "S-time balance",
             balance,
-            f"{load:,.0f} cached tokens a lane x {seconds_text(system.r.pace * system.r.token_s)} = "
-            f"{seconds_text(load * system.r.pace * system.r.token_s)} on one socket, to be done in {seconds_text(pace_s)}",
+            f"{load:,.0f} cached tokens a lane x {seconds_text(token_s)} = {seconds_text(load * token_s)} on one "
+            f"socket, to be done in {pace}",
             "a larger batch, fewer tokens a sequence, a smaller KV dtype",
         ),
         Constraint(
@@ -81,8 +82,8 @@ def _stage_constraints(system: System, lane_batch: int, promises: Promises, pace
         Constraint(
             "network bytes",
             network,
-            f"{bytes_text(out)} out and {bytes_text(back)} back a lane and layer: {seconds_text(s_side_s)} of {seconds_text(pace_s)} on the "
-            f"S-worker's ports",
+            f"{bytes_text(out)} out and {bytes_text(back)} back a lane and layer: {seconds_text(s_side_s)} of {pace} "
+            f"on the S-worker's ports",
             "a faster port, more ports",
         ),
     )
@@ -90,6 +91,8 @@ def _stage_constraints(system: System, lane_batch: int, promises: Promises, pace
 
 def _round_trips(system: System, lane_batch: int, lanes: int, promises: Promises) -> Constraint:
     """While the other lanes are on the GPU, a lane must get out, through the R-part, and back."""
+    if lanes == 1:
+        return Constraint("round trips", None, "one lane alone always waits for its R-part", "a second lane")
 
     def remote_s(sockets: float) -> float:
         lane = system.lane(lane_batch, sockets)
@@ -97,13 +100,14 @@ def _round_trips(system: System, lane_batch: int, lanes: int, promises: Promises
 
     hidden_s = (lanes - 1) * system.s_s(lane_batch)
     ideal = system.lane(lane_batch, float("inf"))
-    detail = (
-        f"out {seconds_text(ideal.out_s)}, back {seconds_text(ideal.back_s)}, latency {seconds_text(ideal.round_trip_s)} and the R-part "
-        f"within {seconds_text(hidden_s)}, the other lanes' time on the GPU"
+    out, back, trip = (seconds_text(x) for x in (ideal.out_s, ideal.back_s, ideal.round_trip_s))
+    return Constraint(
+        "round trips",
+        _sockets_for(remote_s, hidden_s),
+        f"out {out}, back {back}, latency {trip} and the R-part within {seconds_text(hidden_s)}, "
+        f"the other lanes' time on the GPU",
+        "a lane more, a larger batch",
     )
-    if lanes == 1:
-        return Constraint("round trips", None, "one lane alone always waits for its R-part", "a second lane")
-    return Constraint("round trips", _sockets_for(remote_s, hidden_s), detail, "a lane more, a larger batch")
 
 
 def _room_and_latency(system: System, lane_batch: int, lanes: int, promises: Promises) -> tuple[Constraint, ...]:
@@ -119,11 +123,12 @@ def _room_and_latency(system: System, lane_batch: int, lanes: int, promises: Pro
     if limit_s == float("inf"):
         latency = Constraint("latency", 1, "nothing was asked", "")
     else:
-        fastest_s = system.costs.num_layers * cycle_s(float("inf"))
+        best = seconds_text(system.costs.num_layers * cycle_s(float("inf")))
+        allowed = f"may take {seconds_text(limit_s)}" if limit_s > 0 else "the prompt alone takes too long"
         latency = Constraint(
             "latency",
             _sockets_for(cycle_s, cycle_limit_s),
-            f"a step of {lanes} lanes takes {seconds_text(fastest_s)} at best, and may take {seconds_text(limit_s)}",
+            f"a step of {lanes} {'lanes' if lanes > 1 else 'lane'} takes {best} at best; {allowed}",
             "a smaller batch, fewer lanes, a faster GPU",
         )
     return (

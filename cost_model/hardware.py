@@ -137,6 +137,12 @@ class Nic:
         return self.line_bits_per_s / 8 * self.line_efficiency.value
 
 
+def parse_toml(text: str) -> dict[str, Any]:
+    """Raises ValueError if it isn't TOML."""
+    tables: dict[str, Any] = tomllib.loads(text)
+    return tables
+
+
 class Hardware:
     """Everything in one ``hardware.toml``."""
 
@@ -146,7 +152,7 @@ class Hardware:
     @classmethod
     def load(cls) -> Hardware:
         """The file that comes with the package."""
-        return cls(tomllib.loads(resources.files("cost_model").joinpath("hardware.toml").read_text("utf-8")))
+        return cls(parse_toml(resources.files("cost_model").joinpath("hardware.toml").read_text("utf-8")))
 
     @cached_property
     def gpus(self) -> dict[str, Gpu]:

@@ -20,6 +20,11 @@ def rate_text(per_s: float) -> str:
     return f"{round_to(per_s, 3):,.0f}" if per_s >= 100 else f"{round_to(per_s, 3):g}"
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 socket``, ``1,200 sockets``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def round_to(value: float, digits: int) -> float:
     """The nearest number with so many significant digits."""
     if value == 0 or not math.isfinite(value):

@@ -1,0 +1,62 @@
+"""The alternative: the same GPU with weights and KV cache in its own memory, attention on the GPU, no R-workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_model.closed_forms import at_most
+from cost_model.predict import System
+
+
+@dataclass(frozen=True)
+class GpuOnly:
+    """The best that the GPU does alone, its KV cache paged without waste: a generous rival."""
+
+    batch: int
+    tpot_s: float
+    tokens_per_s: float
+    limit: str
+    """What keeps the batch from growing: memory or latency."""
+    kv_room_bytes: float
+    """GPU memory left beside weights and activations."""
+
+
+def gpu_only_step_s(system: System, batch: int) -> float:
+    """One step: the S-part, its share of prompts, and attention that reads all K and V at the GPU's bandwidth."""
+    costs = system.costs
+    read_bytes = batch * costs.attended_tokens(system.workload) * costs.kv_layer_bytes
+    return costs.num_layers * (system.s_s(batch) + system.s.pace * read_bytes / system.s.kv_read_bytes_per_s)
+
+
+def gpu_only_memory_bytes(system: System, batch: int) -> float:
+    """Weights, activations, and the cached tokens of the load: no reservation for tokens still to come."""
+    kv_bytes = batch * system.workload.mean_context_tokens * system.costs.kv_bytes
+    return system.costs.weight_bytes + batch * system.costs.peak_activation_bytes + kv_bytes
+
+
+def best_gpu_only(system: System, step_limit_s: float) -> GpuOnly | None:
+    """The largest batch that fits and keeps the promise; None if not even one sequence does."""
+
+    def fits(batch: int) -> bool:
+        return gpu_only_memory_bytes(system, batch) <= system.s.usable_memory_bytes
+
+    def fast(batch: int) -> bool:
+        return at_most(gpu_only_step_s(system, batch), step_limit_s)
+
+    if not (fits(1) and fast(1)):
+        return None
+    low, high = 1, 2
+    while fits(high) and fast(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) and fast(middle) else (low, middle)
+    step_s = gpu_only_step_s(system, low)
+    used = system.costs.weight_bytes + low * system.costs.peak_activation_bytes
+    return GpuOnly(
+        batch=low,
+        tpot_s=step_s,
+        tokens_per_s=low / step_s,
+        limit="memory" if not fits(low + 1) else "latency",
+        kv_room_bytes=system.s.usable_memory_bytes - used,
+    )

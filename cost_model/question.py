@@ -1,0 +1,211 @@
+"""What a planner asks: a model, hardware, a workload, and promises to keep. Checked once, here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
+from cost_model.predict import MAX_LANES, System
+from cost_model.stages import Link, Provenance, RPart, SPart
+from cost_model.workload import TokenCosts, Workload
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.measurement import NetProfile, RProfile, SProfile
+from fastdecode.core.model_spec import ModelSpec
+
+MAX_GPUS = 1024
+MAX_NICS = 64
+MAX_BATCH = 1 << 20
+MAX_SOCKETS = 100_000
+MAX_SECONDS = 30 * 24 * 3600.0
+MAX_PRICES_BYTES = 1 << 20
+
+GpuSource: TypeAlias = Gpu | SProfile
+CpuSource: TypeAlias = Cpu | RProfile
+NicSource: TypeAlias = Nic | NetProfile
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a plan, and how far it can be trusted."""
+
+    name: str
+    value: str
+    provenance: Provenance
+    source: str
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is to run, on what."""
+
+    spec: ModelSpec
+    dtype: DType
+    kv_dtype: str
+    gpu: GpuSource
+    cpu: CpuSource
+    nic: NicSource
+    workload: Workload
+    num_gpus: int = 1
+    num_nics: int = 1
+    memory_bytes_per_socket: int | None = None
+    """None: what the data file installs in this CPU, or what the profile says."""
+
+    def __post_init__(self) -> None:
+        _check_int("gpus", self.num_gpus, 1, MAX_GPUS)
+        _check_int("nics", self.num_nics, 1, MAX_NICS)
+        if self.spec.num_q_heads % self.num_gpus:
+            raise ConfigError(
+                f"--gpus {self.num_gpus}: the {self.spec.num_q_heads} query heads of {self.spec.name} can't be split "
+                f"evenly over them; try {' or '.join(str(n) for n in split_counts(self.spec, self.num_gpus)[:2])}"
+            )
+        if isinstance(self.gpu, SProfile) and self.num_gpus != 1:
+            raise ConfigError("--gpus with a measured --gpu profile: the profile is of all the GPUs it was measured on")
+        if self.memory_bytes_per_socket is not None:
+            _check_int("dram-gb (as bytes)", self.memory_bytes_per_socket, 1 << 28, 1 << 46)
+        if self.workload.peak_context_tokens > self.spec.max_model_len:
+            raise ConfigError(
+                f"{self.spec.name} serves at most {self.spec.max_model_len} tokens a sequence; prompt and output of "
+                f"{self.workload.peak_context_tokens} are too long for it"
+            )
+
+    @property
+    def costs(self) -> TokenCosts:
+        return TokenCosts(self.spec, self.dtype, self.kv_dtype)
+
+    def system(self) -> System:
+        """Raises ConfigError where a profile doesn't fit the model."""
+        costs = self.costs
+        gpu, cpu, nic = self.gpu, self.cpu, self.nic
+        return System(
+            s=SPart.from_gpu(gpu, self.num_gpus, costs) if isinstance(gpu, Gpu) else SPart.from_profile(gpu, costs),
+            r=(
+                RPart.from_cpu(cpu, costs, self.memory_bytes_per_socket)
+                if isinstance(cpu, Cpu)
+                else RPart.from_profile(cpu, costs)
+            ),
+            link=Link.from_nic(nic) if isinstance(nic, Nic) else Link.from_profile(nic),
+            num_nics=self.num_nics,
+            costs=costs,
+            workload=self.workload,
+        )
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What to hold, and how to choose among what holds."""
+
+    latency_s: float | None = None
+    """Of a whole sequence."""
+    tpot_s: float | None = None
+    headroom: float = 0.10
+    """The R-part may take this much longer than predicted before the GPU waits."""
+    survive: int = 0
+    """R-workers that may be lost and everything still holds."""
+    batch: int | None = None
+    """Sequences at once; None: chosen."""
+    lanes: int | None = None
+    """None: chosen."""
+    max_sockets: int | None = None
+    min_gain: float = 0.10
+    """The batch grows as long as doubling it gives at least this much more throughput."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("latency", self.latency_s), ("tpot", self.tpot_s)):
+            if value is not None:
+                _check_float(name, value, 1e-6, MAX_SECONDS, "seconds")
+        _check_float("headroom", self.headroom, 0.0, 10.0, "")
+        _check_float("min-gain", self.min_gain, 1e-3, 10.0, "")
+        _check_int("survive", self.survive, 0, MAX_SOCKETS)
+        for name, count, most in (
+            ("batch", self.batch, MAX_BATCH),
+            ("lanes", self.lanes, MAX_LANES),
+            ("max-sockets", self.max_sockets, MAX_SOCKETS),
+        ):
+            if count is not None:
+                _check_int(name, count, 1, most)
+        if self.batch is not None and self.lanes is not None and self.batch < self.lanes:
+            raise ConfigError(f"--batch {self.batch} can't be split into {self.lanes} lanes")
+        if self.max_sockets is not None and self.survive >= self.max_sockets:
+            raise ConfigError(f"--survive {self.survive} leaves none of --max-sockets {self.max_sockets}")
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Money an hour, by hardware name; ``default`` stands for every other name.
+
+    File (TOML or JSON)::
+
+        currency = "USD"
+        [gpu_per_hour]
+        "A10" = 0.75
+        [socket_per_hour]
+        default = 0.40
+    """
+
+    currency: str
+    gpu_per_hour: Mapping[str, float]
+    socket_per_hour: Mapping[str, float]
+
+    def gpu(self, name: str) -> float:
+        return _price(self.gpu_per_hour, name, "gpu_per_hour")
+
+    def socket(self, name: str) -> float:
+        return _price(self.socket_per_hour, name, "socket_per_hour")
+
+    @classmethod
+    def read(cls, path: Path) -> Prices:
+        """Raises ConfigError if the file is missing, broken, or holds anything but prices above 0."""
+        try:
+            if path.stat().st_size > MAX_PRICES_BYTES:
+                raise ConfigError(f"--prices {path} is larger than {MAX_PRICES_BYTES >> 20} MiB: no price list")
+            text = path.read_text("utf-8")
+            tree: Any = json.loads(text) if path.suffix == ".json" else parse_toml(text)
+        except OSError as error:
+            raise ConfigError(f"--prices {path}: {error.strerror}") from None
+        except (UnicodeDecodeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"--prices {path} is neither TOML nor JSON (by its suffix): {error}") from None
+        if not isinstance(tree, dict) or set(tree) - {"currency", "gpu_per_hour", "socket_per_hour"}:
+            raise ConfigError(f'--prices {path} may hold "currency", "gpu_per_hour" and "socket_per_hour" only')
+        currency = tree.get("currency", "USD")
+        if not isinstance(currency, str) or not 0 < len(currency) <= 8:
+            raise ConfigError(f'--prices {path}: "currency" must be a short string')
+        return cls(currency, *(_read_prices(path, tree, name) for name in ("gpu_per_hour", "socket_per_hour")))
+
+
+def split_counts(spec: ModelSpec, more_than: int) -> list[int]:
+    """Numbers of GPUs beyond ``more_than`` over which the heads split evenly."""
+    return [n for n in range(more_than + 1, min(spec.num_q_heads, MAX_GPUS) + 1) if spec.num_q_heads % n == 0]
+
+
+def _read_prices(path: Path, tree: Mapping[str, Any], name: str) -> dict[str, float]:
+    table = tree.get(name)
+    if not isinstance(table, dict) or not table:
+        raise ConfigError(f'--prices {path}: "{name}" must be a table of prices by hardware name, or "default"')
+    for key, value in table.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
+            raise ConfigError(f"--prices {path}: {name}.{key} = {value!r} is not a price an hour above 0")
+    return {str(key): float(value) for key, value in table.items()}
+
+
+def _price(table: Mapping[str, float], name: str, kind: str) -> float:
+    if name in table:
+        return table[name]
+    if "default" in table:
+        return table["default"]
+    raise ConfigError(f'--prices has no {kind} for {name!r} and no "default"')
+
+
+def _check_int(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"--{name} {value!r} is not a whole number from {low} to {high}")
+
+
+def _check_float(name: str, value: float, low: float, high: float, unit: str) -> None:
+    if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
+        raise ConfigError(f"--{name} {value!r} is not a number of {unit or 'parts'} from {low:g} to {high:g}")
