@@ -1,0 +1,47 @@
+"""An R-worker's host, and a planner's laptop, have no torch: these packages must import without it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PACKAGES = (
+    "rworker",
+    "cpu_kernels",
+    "cost_model",
+    "fastdecode.core",
+    "fastdecode.wire",
+    "fastdecode.schedule",
+)
+
+SCRIPT = """
+import importlib, pkgutil, sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "safetensors", "tokenizers", "transformers"):
+            raise ImportError(f"{name} is not for this package")
+
+sys.meta_path.insert(0, Forbidden())
+package = importlib.import_module(sys.argv[1])
+names = [module.name for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+print(len(names))
+"""
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_without_torch(package: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, package], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0, "the package has no modules: the test looks at nothing"
+
+
+def test_the_test_would_notice() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, "sworker"], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "torch is not for this package" in done.stderr
