@@ -182,6 +182,10 @@ def _read_header(file: Path) -> bytes:
         with file.open("rb") as stream:
             size = file.stat().st_size
             prefix = stream.read(8)
+            if prefix == b"version ":
+                raise CheckpointError(
+                    f"{file} is a Git LFS pointer, not the weights. Run `git lfs pull` in {file.parent}."
+                )
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise _broken(file, "its header is cut off or isn't one")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fastdecode.core.errors import CheckpointError
+from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError
 from fastdecode.core.model_spec import ModelSpec
 from sworker.checkpoint import Checkpoint, TensorEntry, model_hash, open_checkpoint
 from sworker.model.families import CHECKPOINT_NAMES, CheckpointNames, Layout, Names, Source
@@ -28,6 +28,7 @@ __all__ = ["load_model", "load_spec", "model_hash"]
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes to read."""
 
+_TARGET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -54,15 +55,19 @@ def load_model(
     Raises:
         UnsupportedModelError: the architecture or one of its features isn't implemented.
         CheckpointError: files are missing, broken, or don't fit ``config.json``.
-        ConfigError: ``max_model_len`` is out of range.
+        ConfigError: ``max_model_len`` is out of range, or the device or the dtype can't be used.
+        CapacityError: the device hasn't the memory.
     """
     checkpoint = open_checkpoint(path)
     spec = _spec(checkpoint, max_model_len)
+    target = _check_device(device)
+    kind = dtype or getattr(torch, spec.dtype.value)
+    if kind not in _TARGET_DTYPES:
+        raise ConfigError(f"dtype={kind} is not one of {', '.join(map(str, _TARGET_DTYPES))}")
     with torch.device("meta"):
         model = Model(spec)
     placements = _plan(checkpoint, spec, model)
-    device = torch.device(device)
-    _allocate(model, device, dtype or getattr(torch, spec.dtype.value))
+    _allocate(model, target, kind)
     _stream(placements, spec, progress)
     return spec, model.eval()
 
@@ -207,11 +212,26 @@ def _some(names: list[str]) -> str:
     )
 
 
+def _check_device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device={str(device)!r} can't be used: {reason}. Name another, e.g. 'cpu'.") from None
+
+
 def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
     """Give every module storage on the device; weights uninitialised, rotary tables filled."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            storage = torch.empty(parameter.shape, dtype=dtype, device=device)
+            try:
+                storage = torch.empty(parameter.shape, dtype=dtype, device=device)
+            except RuntimeError:  # torch.OutOfMemoryError is one, but a CPU's allocator raises it bare
+                size_gib = model.spec.num_parameters * dtype.itemsize / (1 << 30)
+                raise CapacityError(
+                    f"{model.spec.name} takes {size_gib:.1f} GiB in {dtype}, which {device} hasn't free. Choose a "
+                    f"smaller dtype, another device or a smaller model."
+                ) from None
             setattr(module, name, nn.Parameter(storage, requires_grad=False))
         if isinstance(module, RotaryTable):
             module.fill(device)
@@ -219,19 +239,22 @@ def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
 
 def _stream(placements: list[_Placement], spec: ModelSpec, progress: Progress | None) -> None:
     total = sum(placement.entry.num_bytes for placement in placements)
+    # One buffer for all: an allocator may keep freed blocks of this size, which would take a second tensor's room.
+    buffer = torch.empty(max(placement.entry.num_bytes for placement in placements), dtype=torch.uint8)
     done = 0
     for placement in placements:
         target = getattr(placement.module, placement.parameter)
         assert isinstance(target, Tensor)
         rows = target.narrow(0, placement.first_row, placement.num_rows)
-        _place(rows, _read(placement.entry), placement.layout, spec)
+        _place(rows, _read(placement.entry, buffer), placement.layout, spec)
         done += placement.entry.num_bytes
         if progress is not None:
             progress(done, total)
 
 
-def _read(entry: TensorEntry) -> Tensor:
-    data = torch.empty(entry.num_bytes, dtype=torch.uint8)
+def _read(entry: TensorEntry, buffer: Tensor) -> Tensor:
+    """The tensor, as a view of the buffer's beginning."""
+    data = buffer[: entry.num_bytes]
     try:
         with entry.file.open("rb", buffering=0) as stream:
             stream.seek(entry.offset)

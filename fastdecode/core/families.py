@@ -240,7 +240,7 @@ def _gpt_neox(reader: ConfigReader, spec: ModelSpec, max_len: int | None) -> Mod
 def _bloom(reader: ConfigReader, spec: ModelSpec, max_len: int | None) -> ModelSpec:
     return replace(
         spec,
-        intermediate_size=read_intermediate_size(reader, "n_inner", default=4 * spec.hidden_size),
+        intermediate_size=4 * spec.hidden_size,
         attention=make_attention(spec, alibi_slopes=alibi_slopes(spec.num_q_heads)),
         # ALiBi has no last position; BLOOM was trained on 2,048 tokens and says so only sometimes.
         max_model_len=read_max_positions(reader, "seq_length", "max_position_embeddings", default=2048),

@@ -92,8 +92,11 @@ def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: 
             f"{rope.where}: RoPE scaling {name!r} isn't implemented; those that are: {', '.join(sorted(_KINDS))}."
         )
     kind = _KINDS[name]
-    shared = ConfigReader({**config.fields, **rope.fields}, rope.where)
+    given = {name: value for name, value in rope.fields.items() if value is not None}
+    shared = ConfigReader({**config.fields, **given}, rope.where)
     theta = shared.number("rope_theta", "rotary_emb_base", default=10000.0)
+    if theta <= 1:
+        raise rope.refuse("rope_theta", theta, "a number above 1")
     partial = shared.number("partial_rotary_factor", "rotary_pct", high=1.0, default=partial)
     dim = int(head_dim * partial)
     if dim < 1 or dim + dim % 2 > head_dim:
@@ -104,6 +107,8 @@ def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: 
             return base, max_positions
         case "linear" | "dynamic":
             factor = _factor(rope)
+            if kind == "dynamic" and dim <= 2:
+                raise rope.refuse("head_dim", head_dim, "such that more than 2 dims turn")
             scaled = RopeSpec(kind, theta, dim, max_positions, factor)
             return scaled, min(int(max_positions * factor), MAX_POSITIONS)
         case "llama3":
@@ -122,7 +127,7 @@ def _original_max_len(config: ConfigReader, rope: ConfigReader, default: int) ->
     """A field beside the scaling has precedence over one within it."""
     name = "original_max_position_embeddings"
     reader = config if config.fields.get(name) is not None else rope
-    return reader.integer(name, high=MAX_POSITIONS, default=default)
+    return reader.integer(name, low=2, high=MAX_POSITIONS, default=default)
 
 
 def _llama3(config: ConfigReader, rope: ConfigReader, base: RopeSpec) -> RopeSpec:

@@ -14,14 +14,16 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
+        self.size = (size,)
         self.eps = eps
         self.offset = offset
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] → same
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * (self.weight.float() + self.offset)).to(x.dtype)
+        if not self.offset:
+            return F.rms_norm(x, self.size, self.weight, self.eps)
+        weight = self.weight.float() + self.offset  # the sum of a small weight and 1 doesn't fit 16 bits
+        return F.rms_norm(x.float(), self.size, weight, self.eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):

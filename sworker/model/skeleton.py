@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdecode.core.model_spec import ModelSpec
-from sworker.model.linear import MLP, Linear
+from sworker.model.linear import MLP, Embedding, Linear
 from sworker.model.norms import RMSNorm, make_norm
 from sworker.model.rope import RotaryTable
 
@@ -88,8 +88,8 @@ class Model(nn.Module):
         super().__init__()
         self.spec = spec
         hidden, embedding = spec.hidden_size, spec.embedding_size
-        self.embed_tokens = nn.Embedding(spec.vocab_size, embedding)
-        self.embed_positions = nn.Embedding(spec.num_learned_positions, hidden) if spec.num_learned_positions else None
+        self.embed_tokens = Embedding(spec.vocab_size, embedding)
+        self.embed_positions = Embedding(spec.num_learned_positions, hidden) if spec.num_learned_positions else None
         self.project_in = Linear(embedding, (hidden,), bias=False) if embedding != hidden else None
         self.embed_norm = make_norm(spec) if spec.embedding_norm else None
         rope = RotaryTable(spec.rope, spec.max_model_len) if spec.rope else None
