@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpu_kernels.attend_driver import BAD_BLOCK, BAD_CONTEXT, BAD_POSITION
 from cpu_kernels.layout import SOURCES, BlockLayout
 
 _CARRIER = {"float32": np.dtype(np.float32), "float16": np.dtype(np.uint16), "bfloat16": np.dtype(np.uint16)}
@@ -28,8 +29,6 @@ def _array(name: str, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[in
 
 def _pool(layout: BlockLayout, pool_layer: NDArray[np.uint8]) -> None:
     _array("pool_layer", pool_layer, np.dtype(np.uint8), ("num_blocks", layout.block_bytes))
-    if pool_layer.ctypes.data % 64:
-        raise ValueError("pool_layer must be 64-byte aligned; make pools with allocate_pool")
 
 
 def _source(source: str) -> np.dtype[Any]:
@@ -58,7 +57,6 @@ def check_append(
     _array("slots", slots, np.dtype(np.int64), ("T",))
     for name, array in (("k", k), ("v", v)):
         _array(name, array, carrier, (slots.shape[0], layout.num_kv_heads, layout.head_dim))
-    _in_range("slots", slots, 0, pool_layer.shape[0] * layout.block_size)
 
 
 def check_attend(
@@ -73,7 +71,7 @@ def check_attend(
     lse: NDArray[np.float32] | None,
     source: str,
 ) -> None:
-    """Raises ValueError, naming the argument, unless the arrays fit each other. Block ids: ``check_block_ids``."""
+    """Raises ValueError, naming the argument, unless the arrays fit each other. Values: ``attend_driver``."""
     _pool(layout, pool_layer)
     carrier, int32 = _source(source), np.dtype(np.int32)
     _array("q", q, carrier, ("T", "Hq", layout.head_dim))
@@ -88,12 +86,30 @@ def check_attend(
     _array("query_positions", query_positions, int32, (num_sequences,))
     _array("query_starts", query_starts, int32, (num_sequences + 1,))
     _array("block_tables", block_tables, int32, (num_sequences, "max_blocks"))
-    _in_range("context_lens", context_lens, 0, block_tables.shape[1] * layout.block_size + 1)
-    _in_range("query_positions", query_positions, 0, 1 << 30)
-    if query_starts[0] != 0 or query_starts[-1] != num_rows or (np.diff(query_starts) < 0).any():
-        raise ValueError(f"query_starts must rise from 0 to the {num_rows} rows of q, got {query_starts}")
-    block_ids = block_tables[np.arange(block_tables.shape[1]) * layout.block_size < context_lens[:, None]]
-    _in_range("block_tables", block_ids, 0, pool_layer.shape[0])
+
+
+def raise_bad_value(
+    code: int,
+    index: int,
+    layout: BlockLayout,
+    pool_layer: NDArray[np.uint8],
+    block_tables: NDArray[np.int32],
+    query_starts: NDArray[np.int32],
+    query_positions: NDArray[np.int32],
+    context_lens: NDArray[np.int32],
+) -> NoReturn:
+    """Says what ``attend_driver.check_values`` found."""
+    if code == BAD_CONTEXT:
+        most = block_tables.shape[1] * layout.block_size
+        raise ValueError(f"context_lens[{index}]={context_lens[index]} is not within 0..{most}")
+    if code == BAD_POSITION:
+        raise ValueError(f"query_positions[{index}]={query_positions[index]} is not within 0..2^30")
+    if code == BAD_BLOCK:
+        used = block_tables[index, : -(-int(context_lens[index]) // layout.block_size)]
+        raise ValueError(
+            f"block_tables[{index}] holds {used.min()}..{used.max()}, outside 0..{pool_layer.shape[0] - 1}"
+        )
+    raise ValueError(f"query_starts must rise from 0 to the rows of q, got {query_starts}")
 
 
 def check_score_options(

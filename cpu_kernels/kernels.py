@@ -7,22 +7,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpu_kernels import scalar
-from cpu_kernels.checks import check_append, check_attend, check_copy, check_score_options
-from cpu_kernels.layout import SOURCES, BlockLayout
+from cpu_kernels import attend_driver
+from cpu_kernels.append_kernel import run_append
+from cpu_kernels.attend_driver import run_attend
+from cpu_kernels.checks import (
+    check_append,
+    check_attend,
+    check_copy,
+    check_score_options,
+    raise_bad_value,
+)
+from cpu_kernels.dispatch import append_entry, plan_attend, shape_record, team_of, thread_scratch
+from cpu_kernels.isa import default_level
+from cpu_kernels.layout import DTYPES, BlockLayout
 
-_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}
-
-
-def _shape_codes(layout: BlockLayout, source: str) -> NDArray[np.int64]:
-    return np.array(
-        [
-            _CODES[layout.dtype], layout.pack, layout.block_size, layout.num_kv_heads, layout.head_dim,
-            layout.padded_tokens, layout.padded_dims, layout.v_offset, layout.scale_offset, layout.head_words,
-            SOURCES.index(source),
-        ],
-        np.int64,
-    )  # fmt: skip
+_NO_SLOPES = np.zeros(0, np.float32)
+_NO_LSE = np.zeros((0, 0), np.float32)
 
 
 def append(
@@ -46,13 +46,25 @@ def append(
         ValueError: an argument doesn't fit; nothing was written.
     """
     check_append(layout, pool_layer, k, v, slots, source)
-    scalar.append(
-        _shape_codes(layout, source),
-        pool_layer.view(np.uint32),
-        k.view(np.uint32 if source == "float32" else np.uint16),
-        v.view(np.uint32 if source == "float32" else np.uint16),
+    if slots.shape[0] == 0:
+        return
+    many = slots.shape[0] * layout.num_kv_heads >= 256  # fewer aren't worth waking anybody
+    fits = run_append(
+        append_entry(),
+        team_of(num_threads).address if many and num_threads > 1 else 0,
+        thread_scratch(),
+        shape_record(layout, source),
+        DTYPES.index(layout.dtype),
+        layout.pack,
+        pool_layer,
+        k,
+        v,
         slots,
     )
+    if not fits:
+        raise ValueError(
+            f"slots holds {slots.min()}..{slots.max()}, outside 0..{pool_layer.shape[0] * layout.block_size - 1}"
+        )
 
 
 def attend(
@@ -72,6 +84,7 @@ def attend(
     lse: NDArray[np.float32] | None = None,
     source: str = "float32",
     num_threads: int = 1,
+    level: str | None = None,
 ) -> None:
     """o = softmax(f(scale · q·kᵀ) + bias) · v of every query over its own sequence's cached tokens.
 
@@ -92,28 +105,40 @@ def attend(
         out: [T, Hq, D] of q's kind, overwritten; zeros where nothing is visible.
         lse: float32 [T, Hq], overwritten with the natural log of the sum of exponentials; -inf where nothing is
             visible.
+        num_threads: the calling thread and ``num_threads - 1`` helpers of this process. If another call has them at
+            the moment, this one runs on its own thread.
+        level: one of ``isa.LEVELS``' names; None: the host's best, or what the environment forces.
 
     Raises:
         ValueError: an argument doesn't fit; nothing was written.
     """
     check_attend(layout, pool_layer, q, block_tables, query_starts, query_positions, context_lens, out, lse, source)
-    check_score_options(q.shape[1], scale, sliding_window, alibi_slopes, logit_softcap)
-    bits = np.uint32 if source == "float32" else np.uint16
-    scalar.attend(
-        _shape_codes(layout, source),
-        pool_layer.view(np.uint32),
-        q.view(bits),
+    num_rows, num_q_heads, _ = q.shape
+    check_score_options(num_q_heads, scale, sliding_window, alibi_slopes, logit_softcap)
+    ragged = num_rows > context_lens.shape[0]
+    plan = plan_attend(layout, num_q_heads // layout.num_kv_heads, source, ragged, level or default_level().name)
+    code, index = run_attend(
+        plan.entry,
+        plan.tile_rows,
+        team_of(num_threads).address if num_threads > 1 else 0,
+        num_threads,
+        thread_scratch(),
+        plan.shape,
+        pool_layer,
+        q,
         block_tables,
         query_starts,
         query_positions,
         context_lens,
+        _NO_SLOPES if alibi_slopes is None else alibi_slopes,
+        out,
+        _NO_LSE if lse is None else lse,
         np.float32(scale),
-        sliding_window or 0,
-        np.zeros(0, np.float32) if alibi_slopes is None else alibi_slopes,
         np.float32(logit_softcap or 0.0),
-        out.view(bits),
-        np.zeros((0, 0), np.float32) if lse is None else lse,
+        min(sliding_window or 0, attend_driver.MAX_POSITION),
     )
+    if code != attend_driver.OK:
+        raise_bad_value(code, index, layout, pool_layer, block_tables, query_starts, query_positions, context_lens)
 
 
 def copy_blocks(pool: NDArray[np.uint8], source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:

@@ -1,19 +1,22 @@
 """How one layer's KV blocks lie in memory.
 
-A **KV block** holds K and V of ``block_size`` tokens for all KV heads of one layer. Everything in it is a 32-bit
-**word**, whatever the element type: a word packs ``pack`` elements (1 for float32, 2 for a 16-bit float, 4 for int8,
-8 for int4), the first in the lowest bits. For each KV head, K and V stand side by side::
+A **KV block** holds K and V of ``block_size`` tokens for all KV heads of one layer. K and V of one head stand side by
+side, both as rows of **cells**; a cell packs ``pack`` elements that follow each other along the summed axis::
 
     block   [num_kv_heads]
-      head    K       words [dim_words,   padded_tokens]     word (w, t) packs dims   w*pack … of token t
-              V       words [token_words, padded_dims]       word (w, d) packs tokens w*pack … of dim d
+      head    K       cells [dim_words,   padded_tokens]     cell (w, t): dims   w*pack … of token t
+              V       cells [token_words, padded_dims]       cell (w, d): tokens w*pack … at dim d
               scales  float32 [2, padded_tokens]             int8 and int4 only: of K, of V, one a token
 
-so that a score needs no horizontal sum: a vector of K words is many tokens at the same dims, to be multiplied with
-one broadcast query word, and a vector of V words is many dims at the same tokens. Packing along the summed axis is
-what the dot-product instructions (``vdpbf16ps``, ``vpdpbusd``) and AMX tiles read directly; plain FMAs unpack it with
-a shift and a mask. Rows are padded to whole vectors of ``LANES`` words. The layout doesn't depend on the host's
-features, so blocks can be shipped between hosts as they are.
+    float32   pack 1, 32-bit cells        int8   pack 4: bytes, value + 128
+    float16   pack 1, 16-bit cells        int4   pack 8: nibbles, value + 8; byte i holds element i in its lower
+    bfloat16  pack 2, 32-bit cells               and element i + 4 in its upper half
+
+so that a score needs no horizontal sum: a vector of K cells is many tokens at the same dims, to be multiplied with
+one broadcast query operand, and a vector of V cells is many dims at the same tokens. Packing along the summed axis is
+what the dot products (``vdpbf16ps``, ``vpdpbusd``) and AMX tiles read as it is, and plain FMAs unpack with a shift and
+a mask; float16 has no such instruction, and unpaired it converts straight from memory. Rows are padded to whole
+vectors. The layout doesn't depend on the host's features, so blocks can be shipped between hosts as they are.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 LANES: Final = 16
-"""Rows of words are padded to a multiple of this: 64 bytes, the widest vector and the cache line."""
+"""Rows of cells are padded to a multiple of this: the lanes of the widest vector."""
 ALIGNMENT: Final = 64
 HUGE_PAGE_BYTES: Final = 2 << 20
 
-_PACK: Final = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
+_PACK: Final = {"float32": 1, "float16": 1, "bfloat16": 2, "int8": 4, "int4": 8}
 DTYPES: Final = tuple(_PACK)
 """Element types a KV cache can have."""
 SOURCES: Final = ("float32", "float16", "bfloat16")
@@ -71,21 +74,25 @@ class BlockLayout:
 
     @property
     def pack(self) -> int:
-        """Elements in a word."""
+        """Elements in a cell."""
         return _PACK[self.dtype]
 
     @property
+    def cell_bytes(self) -> int:
+        return 2 if self.dtype == "float16" else 4
+
+    @property
     def is_quantized(self) -> bool:
-        return self.pack > 2
+        return self.dtype in ("int8", "int4")
 
     @property
     def padded_tokens(self) -> int:
-        """Words in a row of K."""
+        """Cells in a row of K."""
         return _round_up(self.block_size, LANES)
 
     @property
     def padded_dims(self) -> int:
-        """Words in a row of V."""
+        """Cells in a row of V."""
         return _round_up(self.head_dim, LANES)
 
     @property
@@ -100,22 +107,18 @@ class BlockLayout:
 
     @property
     def v_offset(self) -> int:
-        """Where V begins within a head, in words."""
-        return self.dim_words * self.padded_tokens
+        """Bytes from a head's beginning to its V."""
+        return _round_up(self.dim_words * self.padded_tokens * self.cell_bytes, ALIGNMENT)
 
     @property
     def scale_offset(self) -> int:
-        """Where the scales of K, then V, begin within a head, in words."""
-        return self.v_offset + self.token_words * self.padded_dims
-
-    @property
-    def head_words(self) -> int:
-        """Words from one head of a block to the next."""
-        return self.scale_offset + (2 * self.padded_tokens if self.is_quantized else 0)
+        """Bytes from a head's beginning to its scales of K, followed by those of V."""
+        return self.v_offset + _round_up(self.token_words * self.padded_dims * self.cell_bytes, ALIGNMENT)
 
     @property
     def head_bytes(self) -> int:
-        return 4 * self.head_words
+        """Bytes from one head of a block to the next."""
+        return self.scale_offset + (2 * self.padded_tokens * 4 if self.is_quantized else 0)
 
     @property
     def block_bytes(self) -> int:

@@ -5,6 +5,7 @@ Quantised caches are exact here in the sense that the twin reads the very same q
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,32 @@ def quantize(values: NDArray[np.float32], dtype: str) -> tuple[NDArray[np.int64]
     return np.rint(values * inverse[..., None]).astype(np.int64).clip(-most, most), scales
 
 
-def _head(layout: BlockLayout, pool_layer: NDArray[np.uint8], block: int, head: int) -> NDArray[np.uint32]:
-    words = pool_layer[block].view(np.uint32).reshape(layout.num_kv_heads, layout.head_words)
-    return words[head]
+@dataclass(frozen=True)
+class _Head:
+    """Views into one head of one block."""
+
+    k: NDArray[Any]  # cells [dim_words, padded_tokens]
+    v: NDArray[Any]  # cells [token_words, padded_dims]
+    scales: NDArray[np.float32]  # [2, padded_tokens], or empty
+
+    @classmethod
+    def of(cls, layout: BlockLayout, pool_layer: NDArray[np.uint8], block: int, head: int) -> _Head:
+        raw = pool_layer[block, head * layout.head_bytes : (head + 1) * layout.head_bytes]
+        cell = np.dtype(np.uint16 if layout.cell_bytes == 2 else np.uint32)
+        k_bytes = layout.dim_words * layout.padded_tokens * layout.cell_bytes
+        v_bytes = layout.token_words * layout.padded_dims * layout.cell_bytes
+        return cls(
+            raw[:k_bytes].view(cell).reshape(layout.dim_words, layout.padded_tokens),
+            raw[layout.v_offset :][:v_bytes].view(cell).reshape(layout.token_words, layout.padded_dims),
+            raw[layout.scale_offset :].view(np.float32).reshape(-1, layout.padded_tokens),
+        )
+
+
+def _element_shifts(layout: BlockLayout) -> list[int]:
+    """How far each element of a cell is shifted up."""
+    if layout.dtype == "int4":
+        return [8 * (element % 4) + 4 * (element // 4) for element in range(8)]
+    return [element * 32 // layout.pack for element in range(layout.pack)]
 
 
 def _encode(values: NDArray[np.float32], dtype: str) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
@@ -77,53 +101,44 @@ def append(
     num_threads: int = 1,
 ) -> None:
     """See ``cpu_kernels.append``."""
-    bits_each, pack = 32 // layout.pack, layout.pack
-    mask = (1 << bits_each) - 1
+    shifts, pack = _element_shifts(layout), layout.pack
+    mask = (1 << (8 * layout.cell_bytes // pack)) - 1
     k_elements, v_elements = to_float32(k, source), to_float32(v, source)
     for token, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, layout.block_size)
         for head in range(layout.num_kv_heads):
-            words = _head(layout, pool_layer, block, head)
-            k_words = words[: layout.v_offset].reshape(layout.dim_words, layout.padded_tokens)
-            v_words = words[layout.v_offset : layout.scale_offset].reshape(layout.token_words, layout.padded_dims)
+            cells = _Head.of(layout, pool_layer, block, head)
             k_bits, k_scale = _encode(k_elements[token, head], layout.dtype)
             v_bits, v_scale = _encode(v_elements[token, head], layout.dtype)
+            cells.k[:, offset] = 0
             for d in range(layout.head_dim):
-                k_shift, v_shift = d % pack * bits_each, offset % pack * bits_each
-                old = int(k_words[d // pack, offset]) & ~(mask << k_shift)
-                k_words[d // pack, offset] = old | int(k_bits[d]) << k_shift
-                old = int(v_words[offset // pack, d]) & ~(mask << v_shift)
-                v_words[offset // pack, d] = old | int(v_bits[d]) << v_shift
+                cells.k[d // pack, offset] |= int(k_bits[d]) << shifts[d % pack]
+                old = int(cells.v[offset // pack, d]) & ~(mask << shifts[offset % pack])
+                cells.v[offset // pack, d] = old | int(v_bits[d]) << shifts[offset % pack]
             if layout.is_quantized:
-                scales = words[layout.scale_offset :].view(np.float32).reshape(2, layout.padded_tokens)
-                scales[0, offset], scales[1, offset] = k_scale, v_scale
+                cells.scales[:, offset] = k_scale, v_scale
 
 
 def gather(
     layout: BlockLayout, pool_layer: NDArray[np.uint8], blocks: NDArray[np.int32], num_tokens: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """The first ``num_tokens`` cached tokens of a sequence: K and V, float32 [num_tokens, Hkv, D]."""
-    bits_each, pack = 32 // layout.pack, layout.pack
-    mask = np.uint32((1 << bits_each) - 1)
-    shifts = np.arange(pack, dtype=np.uint32) * np.uint32(bits_each)
+    mask = np.uint32((1 << (8 * layout.cell_bytes // layout.pack)) - 1)
+    shifts = np.array(_element_shifts(layout), np.uint32)[:, None]
     num_used = -(-num_tokens // layout.block_size)
     shape = (num_used * layout.block_size, layout.num_kv_heads, layout.head_dim)
     k, v = np.empty(shape, np.float32), np.empty(shape, np.float32)
     for index, block in enumerate(blocks[:num_used].tolist()):
         rows = slice(index * layout.block_size, (index + 1) * layout.block_size)
         for head in range(layout.num_kv_heads):
-            words = _head(layout, pool_layer, block, head)
-            k_words = words[: layout.v_offset].reshape(layout.dim_words, 1, layout.padded_tokens)
-            v_words = words[layout.v_offset : layout.scale_offset]
-            v_words = v_words.reshape(layout.token_words, 1, layout.padded_dims)
-            k_bits = ((k_words >> shifts[:, None]) & mask).reshape(-1, layout.padded_tokens)  # [dims, tokens]
-            v_bits = ((v_words >> shifts[:, None]) & mask).reshape(-1, layout.padded_dims)  # [tokens, dims]
+            cells = _Head.of(layout, pool_layer, block, head)
+            k_bits = (cells.k[:, None].astype(np.uint32) >> shifts & mask).reshape(-1, layout.padded_tokens)
+            v_bits = (cells.v[:, None].astype(np.uint32) >> shifts & mask).reshape(-1, layout.padded_dims)
             k_block = _decode(k_bits[: layout.head_dim, : layout.block_size].T.copy(), layout.dtype)
             v_block = _decode(v_bits[: layout.block_size, : layout.head_dim].copy(), layout.dtype)
             if layout.is_quantized:
-                scales = words[layout.scale_offset :].view(np.float32).reshape(2, layout.padded_tokens)
-                k_block = k_block * scales[0, : layout.block_size, None]
-                v_block = v_block * scales[1, : layout.block_size, None]
+                k_block = k_block * cells.scales[0, : layout.block_size, None]
+                v_block = v_block * cells.scales[1, : layout.block_size, None]
             k[rows, head], v[rows, head] = k_block, v_block
     return k[:num_tokens], v[:num_tokens]
 

@@ -1,0 +1,156 @@
+# mypy: ignore-errors
+# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
+"""Writing new tokens' K and V into their blocks, quantised where the cache is.
+
+A token's K is a column: one cell in every row of its block's K; its V is one element in every cell of a row. Units
+are KV heads, so that no two threads ever write to the same cell.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from cpu_kernels.numbers import float_to_brain, float_to_half, read_row
+from cpu_kernels.simd import (
+    as_record,
+    bits_of,
+    load_f32,
+    load_i64,
+    load_u32,
+    store_f32,
+    store_u16,
+    store_u32,
+)
+from cpu_kernels.team import run_units
+
+APPEND_JOB = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "pool", "k", "v", "slots", "num_tokens", "source", "dtype", "pack", "num_kv_heads", "head_dim",
+            "block_size", "block_bytes", "head_bytes", "v_offset", "scale_offset", "padded_tokens", "padded_dims",
+            "dim_words",
+        )
+    ]
+)  # fmt: skip
+"""What all units of one call share."""
+
+FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 = range(5)  # the order of layout.DTYPES
+
+
+@njit(nogil=True, cache=True)
+def _largest(row, count):
+    top = np.float32(0)
+    for d in range(count):
+        value = np.abs(load_f32(row + 4 * d))
+        if not value <= top:  # NaN too
+            top = value
+    return top
+
+
+@njit(nogil=True, cache=True)
+def _encode_row(dtype, row, count, codes):
+    """float32 elements → their bits in the cache, one in each uint32 of ``codes``. Returns the scale."""
+    scale = np.float32(1)
+    if dtype == FLOAT32:
+        for d in range(count):
+            store_u32(codes + 4 * d, bits_of(load_f32(row + 4 * d)))
+    elif dtype == FLOAT16:
+        for d in range(count):
+            store_u32(codes + 4 * d, float_to_half(load_f32(row + 4 * d)))
+    elif dtype == BFLOAT16:
+        for d in range(count):
+            store_u32(codes + 4 * d, float_to_brain(load_f32(row + 4 * d)))
+    else:
+        most = 127 if dtype == INT8 else 7
+        scale = np.float32(_largest(row, count) / np.float32(most))
+        inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+        for d in range(count):
+            value = np.float32(load_f32(row + 4 * d) * inverse)
+            bounded = max(np.float32(-most), min(np.float32(most), np.float32(np.rint(value))))
+            store_u32(codes + 4 * d, np.uint32(np.int32(bounded) + most + 1))
+    return scale
+
+
+@njit(nogil=True, cache=True)
+def _shift(dtype, pack, element):
+    if dtype == INT4:
+        return np.uint32(8 * (element % 4) + 4 * (element // 4))
+    return np.uint32(element * (32 // pack))
+
+
+@njit(nogil=True, cache=True)
+def _write_column(job, codes, cells):
+    """One token's K: the first cell at ``cells``."""
+    row_bytes = job.padded_tokens * (2 if job.dtype == FLOAT16 else 4)
+    if job.dtype == FLOAT16:
+        for d in range(job.head_dim):
+            store_u16(cells + d * row_bytes, np.uint16(load_u32(codes + 4 * d)))
+        return
+    for w in range(job.dim_words):
+        cell = np.uint32(0)
+        for element in range(job.pack):
+            code = load_u32(codes + 4 * (w * job.pack + element))
+            cell |= np.uint32(code << _shift(job.dtype, job.pack, element))
+        store_u32(cells + w * row_bytes, cell)
+
+
+@njit(nogil=True, cache=True)
+def _write_row(job, codes, cells, element):
+    """One token's V: its elements within the cells from ``cells`` on."""
+    if job.dtype == FLOAT16:
+        for d in range(job.head_dim):
+            store_u16(cells + 2 * d, np.uint16(load_u32(codes + 4 * d)))
+        return
+    shift = _shift(job.dtype, job.pack, element)
+    mask = np.uint32(~np.uint32(np.uint32(0xFFFFFFFF >> (32 - 32 // job.pack)) << shift))
+    for d in range(job.head_dim):
+        kept = np.uint32(load_u32(cells + 4 * d) & mask)
+        store_u32(cells + 4 * d, np.uint32(kept | np.uint32(load_u32(codes + 4 * d) << shift)))
+
+
+@njit(nogil=True, cache=True)
+def append_unit(variant, job_address, head, scratch):
+    """Write all tokens' K and V of one head. ``variant`` is not used."""
+    job = as_record(job_address, APPEND_JOB)
+    row, codes = scratch, scratch + 4096
+    for d in range(job.head_dim, job.head_dim + 8):
+        store_u32(codes + 4 * d, np.uint32(0))  # what fills up the last cell
+    element_bytes = 4 if job.source == 0 else 2
+    cell_bytes = 2 if job.dtype == FLOAT16 else 4
+    for t in range(job.num_tokens):
+        slot = load_i64(job.slots + 8 * t)
+        block, offset = slot // job.block_size, slot % job.block_size
+        base = job.pool + block * job.block_bytes + head * job.head_bytes
+        source = (t * job.num_kv_heads + head) * job.head_dim * element_bytes
+        read_row(job.source, job.k + source, job.head_dim, row)
+        k_scale = _encode_row(job.dtype, row, job.head_dim, codes)
+        _write_column(job, codes, base + offset * cell_bytes)
+        read_row(job.source, job.v + source, job.head_dim, row)
+        v_scale = _encode_row(job.dtype, row, job.head_dim, codes)
+        cells = base + job.v_offset + offset // job.pack * job.padded_dims * cell_bytes
+        _write_row(job, codes, cells, offset % job.pack)
+        if job.dtype >= INT8:
+            store_f32(base + job.scale_offset + 4 * offset, k_scale)
+            store_f32(base + job.scale_offset + 4 * (job.padded_tokens + offset), v_scale)
+
+
+@njit(nogil=True, cache=True)
+def run_append(entry, team, scratch, shape, dtype, pack, pool, k, v, slots):
+    """Check the slots and run. Returns False if one is out of range."""
+    limit = pool.shape[0] * shape.block_size
+    for t in range(slots.shape[0]):
+        if slots[t] < 0 or slots[t] >= limit:
+            return False
+    jobs = np.zeros(1, APPEND_JOB)
+    job = jobs[0]
+    job.pool, job.k, job.v, job.slots = pool.ctypes.data, k.ctypes.data, v.ctypes.data, slots.ctypes.data
+    job.num_tokens, job.source, job.dtype, job.pack = slots.shape[0], shape.source, dtype, pack
+    job.num_kv_heads, job.head_dim, job.block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
+    job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
+    job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
+    job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
+    job.dim_words = shape.dim_words
+    run_units(team, entry, jobs.ctypes.data, shape.num_kv_heads, scratch)
+    return True

@@ -1,0 +1,146 @@
+# mypy: ignore-errors
+# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
+"""From one call's arrays to units of work: the checks that look at values, and the partition over threads.
+
+Work is cut by cached tokens: a sequence longer than a chunk gives a unit a chunk, so that one long sequence among
+short ones, or alone, still keeps all threads busy. Where the chunks fall depends on the sequence alone. How many KV
+heads a unit takes depends on the rest of the batch and on the threads, which changes nothing in the results.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from cpu_kernels.attend_kernel import CHUNK_TOKENS, JOB, MAX_ROWS, SUPERBLOCK_TOKENS, UNIT_FIELDS
+from cpu_kernels.team import run_units
+from cpu_kernels.tiles import MAX_OPERANDS
+
+SHAPE = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "num_kv_heads", "head_dim", "block_size", "block_bytes", "head_bytes", "v_offset", "scale_offset",
+            "padded_tokens", "padded_dims", "dim_words", "source",
+        )
+    ]
+)  # fmt: skip
+"""A ``BlockLayout`` and the element type of q, as compiled code sees them."""
+
+OK, BAD_CONTEXT, BAD_POSITION, BAD_STARTS, BAD_BLOCK = range(5)
+MAX_POSITION = 1 << 30
+_UNITS_PER_THREAD = 8
+
+
+@njit(nogil=True, cache=True)
+def check_values(shape, num_rows, num_blocks, tables, starts, positions, context_lens):
+    """What is wrong with the values of a batch, and with which sequence: (code, index)."""
+    num_sequences, max_blocks = tables.shape
+    last = np.int64(0)
+    for n in range(num_sequences):
+        length, end = np.int64(context_lens[n]), np.int64(starts[n + 1])
+        if length < 0 or length > max_blocks * shape.block_size:
+            return BAD_CONTEXT, n
+        if positions[n] < 0 or positions[n] >= MAX_POSITION - num_rows:
+            return BAD_POSITION, n
+        if end < last or end > num_rows:
+            return BAD_STARTS, n
+        last = end
+        worst = np.uint32(0)
+        for b in range((length + shape.block_size - 1) // shape.block_size):
+            worst = max(worst, np.uint32(tables[n, b]))  # a negative id is a huge one
+        if np.int64(worst) >= num_blocks:
+            return BAD_BLOCK, n
+    if starts[0] != 0 or last != num_rows:
+        return BAD_STARTS, num_sequences
+    return OK, 0
+
+
+@njit(nogil=True, cache=True)
+def _cut(job, num_rows, position, context_len):
+    """(row blocks, chunks) of one sequence."""
+    if num_rows == 0:
+        return 0, 0
+    if num_rows > MAX_ROWS:
+        return (num_rows + MAX_ROWS - 1) // MAX_ROWS, 1
+    group = job.num_q_heads // job.num_kv_heads
+    low = max(np.int64(0), position - job.window + 1) if job.window > 0 else np.int64(0)
+    high = min(context_len, position + (num_rows - 1) // group + 1)
+    chunk_tokens = job.chunk_blocks * job.block_size
+    if high <= low:
+        return 1, 1
+    return 1, (high - 1) // chunk_tokens - low // chunk_tokens + 1
+
+
+@njit(nogil=True, cache=True)
+def run_attend(
+    entry, tile_rows, team, num_threads, scratch, shape, pool, q, tables, starts, positions, context_lens,
+    slopes, out, lse, scale, softcap, window,
+):  # fmt: skip
+    """Check, partition, run. Returns (code, index) as ``check_values``."""
+    code, index = check_values(shape, q.shape[0], pool.shape[0], tables, starts, positions, context_lens)
+    if code != OK:
+        return code, index
+    num_sequences = context_lens.shape[0]
+    jobs = np.zeros(1, JOB)
+    job = jobs[0]
+    job.pool, job.q, job.tables = pool.ctypes.data, q.ctypes.data, tables.ctypes.data
+    job.starts, job.positions = starts.ctypes.data, positions.ctypes.data
+    job.context_lens, job.out = context_lens.ctypes.data, out.ctypes.data
+    job.slopes = slopes.ctypes.data if slopes.size > 0 else 0
+    job.lse = lse.ctypes.data if lse.size > 0 else 0
+    job.source, job.num_q_heads, job.num_kv_heads = shape.source, q.shape[1], shape.num_kv_heads
+    job.head_dim, job.block_size, job.max_blocks = shape.head_dim, shape.block_size, tables.shape[1]
+    job.window, job.scale, job.softcap = window, scale, softcap
+    job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
+    job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
+    job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
+    job.dim_words = shape.dim_words
+    job.superblock = max(1, min(SUPERBLOCK_TOKENS // shape.block_size, MAX_OPERANDS // shape.padded_tokens))
+    job.chunk_blocks = max(1, CHUNK_TOKENS // shape.block_size)
+    group = job.num_q_heads // job.num_kv_heads
+
+    num_base_units, num_partials, num_pending = 0, 0, 0
+    partial_starts = np.zeros(num_sequences, np.int64)
+    for n in range(num_sequences):
+        queries = np.int64(starts[n + 1] - starts[n])
+        row_blocks, chunks = _cut(job, queries * group, np.int64(positions[n]), np.int64(context_lens[n]))
+        num_base_units += row_blocks * chunks
+        partial_starts[n] = num_partials
+        if chunks > 1:
+            num_partials += chunks * queries * job.num_q_heads
+            num_pending = num_sequences * job.num_kv_heads
+    if num_base_units == 0:
+        return OK, 0
+    partial_floats = job.padded_dims + 16
+    partials = np.empty(num_partials * partial_floats + 16, np.float32)
+    for n in range(num_sequences):
+        partial_starts[n] = partials.ctypes.data + partial_starts[n] * partial_floats * 4
+    pending = np.zeros(num_pending, np.int64)
+    job.partial_starts, job.pending = partial_starts.ctypes.data, pending.ctypes.data
+
+    splits = 1
+    if num_threads > 1:
+        splits = min(job.num_kv_heads, (_UNITS_PER_THREAD * num_threads + num_base_units - 1) // num_base_units)
+    most_heads = (job.num_kv_heads + splits - 1) // splits
+    num_units = 0
+    units = np.empty((num_base_units * job.num_kv_heads, UNIT_FIELDS), np.int32)
+    for n in range(num_sequences):
+        num_rows = np.int64(starts[n + 1] - starts[n]) * group
+        row_blocks, chunks = _cut(job, num_rows, np.int64(positions[n]), np.int64(context_lens[n]))
+        padded_rows = (min(num_rows, MAX_ROWS) + tile_rows - 1) // tile_rows * tile_rows
+        heads = max(1, min(most_heads, MAX_ROWS // max(1, padded_rows)))
+        for part in range(max(row_blocks, chunks)):
+            for head in range(0, job.num_kv_heads, heads):
+                unit = units[num_units]
+                unit[0], unit[1], unit[2] = n, head, min(head + heads, job.num_kv_heads)
+                unit[3] = part * MAX_ROWS if row_blocks > 1 else 0
+                unit[4] = min(num_rows, unit[3] + MAX_ROWS)
+                unit[5] = part if chunks > 1 else 0
+                unit[6] = chunks
+                if chunks > 1:
+                    pending[n * job.num_kv_heads + head] = chunks
+                num_units += 1
+    job.units = units.ctypes.data
+    run_units(team, entry, jobs.ctypes.data, num_units, scratch)
+    return OK, 0

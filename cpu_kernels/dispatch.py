@@ -1,0 +1,132 @@
+"""Which compiled kernel serves a call, and where it is."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import int64
+
+from cpu_kernels.append_kernel import append_unit
+from cpu_kernels.attend_driver import SHAPE
+from cpu_kernels.attend_kernel import attend_unit
+from cpu_kernels.isa import Isa, find_level
+from cpu_kernels.layout import SOURCES, BlockLayout
+from cpu_kernels.simd import Variant, variant_type
+from cpu_kernels.team import SCRATCH_BYTES, Team, aligned_bytes
+
+
+def _choose_dot(dtype: str, isa: Isa) -> str:
+    if dtype == "bfloat16" and isa.has_bf16_dot:
+        return "bf16"
+    if dtype in ("int8", "int4") and isa.has_int8_dot:
+        return "int8"
+    return "fma"
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(d for d in range(1, max(1, min(number, most)) + 1) if number % d == 0)
+
+
+def choose_variant(layout: BlockLayout, group_size: int, isa: Isa, source: str, *, ragged: bool) -> Variant:
+    """The register tile that keeps the products of this shape busiest without spilling.
+
+    Args:
+        group_size: query heads a KV head.
+        ragged: some sequence has more than one query; rows then come by the dozen.
+    """
+    dot = _choose_dot(layout.dtype, isa)
+    most_rows = isa.registers // 4
+    num_tiles = -(-group_size // most_rows)
+    rows = most_rows if ragged else -(-group_size // num_tiles)
+    value_vectors = layout.padded_dims // isa.lanes
+    exact = source != "bfloat16"
+    return Variant(
+        dtype=layout.dtype,
+        dot=dot,
+        lanes=isa.lanes,
+        has_fma=isa.name != "generic",
+        has_f16c=isa.name != "generic",
+        rows=rows,
+        score_vectors=2 if layout.padded_tokens % (2 * isa.lanes) == 0 else 1,
+        value_vectors=_largest_divisor(value_vectors, (isa.registers * 3 // 4 if isa.registers > 16 else 8) // rows),
+        q_planes=1 if dot != "bf16" or not exact else 2,
+        p_planes=1 if dot != "bf16" or (not exact and rows > 4) else 2,
+    )
+
+
+def _address_of(dispatcher: Any, variant: Variant) -> int:
+    """Compile (or load from the disk cache) and return the entry point."""
+    signature = (variant_type(variant), int64, int64, int64)
+    dispatcher.compile(signature)
+    compiled = dispatcher.overloads[signature]
+    return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
+
+
+@cache
+def attend_entry(variant: Variant) -> int:
+    """Address of ``attend_unit`` for this variant."""
+    return _address_of(attend_unit, variant)
+
+
+@cache
+def append_entry() -> int:
+    """Address of ``append_unit``."""
+    unused = Variant("float32", "fma", 4, False, False, 1, 1, 1, 1, 1)
+    return _address_of(append_unit, unused)
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """What all calls of one shape share."""
+
+    entry: int
+    tile_rows: int
+    shape: Any  # a record of SHAPE
+
+
+@cache
+def shape_record(layout: BlockLayout, source: str) -> Any:
+    """The layout as compiled code sees it."""
+    fields = {name: getattr(layout, name) for name in SHAPE.names or () if name != "source"}
+    record = np.zeros(1, SHAPE)
+    record[0] = tuple({**fields, "source": SOURCES.index(source)}[name] for name in SHAPE.names or ())
+    return record[0]
+
+
+@cache
+def plan_attend(layout: BlockLayout, group_size: int, source: str, ragged: bool, level: str) -> AttendPlan:
+    """The kernel for calls of this shape, compiled."""
+    variant = choose_variant(layout, group_size, find_level(level), source, ragged=ragged)
+    return AttendPlan(attend_entry(variant), variant.rows, shape_record(layout, source))
+
+
+_thread = threading.local()
+
+
+def thread_scratch() -> int:
+    """The address of the calling thread's scratch memory."""
+    try:
+        return int(_thread.address)
+    except AttributeError:
+        _thread.memory = aligned_bytes(SCRATCH_BYTES)
+        _thread.address = _thread.memory.ctypes.data
+        return int(_thread.address)
+
+
+_teams: dict[int, Team] = {}
+_teams_lock = threading.Lock()
+
+
+def team_of(num_threads: int) -> Team:
+    """The process's team of that size, made on first use."""
+    team = _teams.get(num_threads)
+    if team is None:
+        with _teams_lock:
+            team = _teams.get(num_threads)
+            if team is None:
+                team = _teams[num_threads] = Team(num_threads)
+    return team

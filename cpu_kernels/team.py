@@ -1,0 +1,244 @@
+# mypy: ignore-errors
+# Most of this runs inside Numba's type inference and code generation, whose types are not Python's.
+"""A team of threads that runs the units of one call at a time, and never needs the GIL for it.
+
+Its helpers are Python threads that enter compiled code once and stay there: they spin for a little while, then sleep
+on a futex. The caller publishes a call, works on it like everybody else (units are claimed one by one from a shared
+counter), closes the call when no unit is left, and waits for the helpers that are still at work; a helper that
+hasn't woken up by then is not waited for. OpenMP would do as much, but its runtime isn't on every host, and Numba's
+own fallback aborts when two Python threads call at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import sys
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from cpu_kernels.simd import I8, I32, I64, call, load_i64, pointer, store_i64
+
+# Fields of the shared memory, in bytes; those that are written during a call have cache lines of their own.
+_GATE = 0  # generation << 17 | open << 16 | helpers at work
+_WAKE, _SLEEPERS = 64, 128
+_STOP = 192
+_NEXT_UNIT = 256
+_ENTRY, _JOB, _NUM_UNITS = 320, 328, 336
+_BUSY = 384
+_SHARED_BYTES = 448
+_OPEN = 1 << 16
+_GENERATION = 17
+_SPINS = 1500
+"""About 20 to 50 µs of ``pause``: the gap between two layers is often shorter."""
+SCRATCH_BYTES = 2 << 20
+"""Memory of each thread's own; pages that a kernel doesn't touch cost nothing."""
+MAX_THREADS = 1024
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+
+
+@intrinsic
+def fetch_add(typingctx, address, amount):
+    """Atomic; returns the old int64."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _atomic_load(typingctx, address):
+    def codegen(context, builder, signature, args):
+        return builder.load_atomic(pointer(builder, args[0], I64), "seq_cst", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def _exchange_if(typingctx, address, expected, value):
+    """Store ``value`` if ``expected`` is there; returns whether it was."""
+
+    def codegen(context, builder, signature, args):
+        target = pointer(builder, args[0], I64)
+        pair = builder.cmpxchg(target, args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(pair, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _pause(typingctx):
+    """Tell the core that this is a spin loop."""
+
+    def codegen(context, builder, signature, args):
+        if platform.machine() in ("x86_64", "AMD64"):
+            call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def _system_call(typingctx, number, a, b, c):
+    """The C library's ``syscall``."""
+
+    def codegen(context, builder, signature, args):
+        return call(builder, "syscall", I64, [*args, I64(0), I64(0), I64(0)])
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _yield_core(typingctx):
+    def codegen(context, builder, signature, args):
+        return call(builder, "sched_yield", I32, [])
+
+    return types.int32(), codegen
+
+
+@intrinsic
+def _call_entry(typingctx, entry, job, unit, scratch):
+    """Call a compiled (variant, job, unit, scratch) kernel by address, by Numba's own calling convention."""
+
+    def codegen(context, builder, signature, args):
+        byte = I8.as_pointer()
+        kind = ir.FunctionType(I32, [byte.as_pointer(), byte.as_pointer(), byte, I64, I64, I64])
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        spare = builder.alloca(byte), builder.alloca(byte)
+        builder.call(function, [*spare, ir.Constant(byte, None), *args[1:]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@njit(nogil=True, cache=True)
+def _work(shared, scratch):
+    """Claim units until none is left."""
+    entry, job, num_units = load_i64(shared + _ENTRY), load_i64(shared + _JOB), load_i64(shared + _NUM_UNITS)
+    while True:
+        unit = fetch_add(shared + _NEXT_UNIT, 1)
+        if unit >= num_units:
+            return
+        _call_entry(entry, job, unit, scratch)
+
+
+@njit(nogil=True, cache=True)
+def _serve(shared, scratch):
+    """A helper's life: wait for a call, help, until the team stops."""
+    last, spins = np.int64(0), 0
+    while _atomic_load(shared + _STOP) == 0:
+        gate = _atomic_load(shared + _GATE)
+        if (gate & _OPEN) != 0 and (gate >> _GENERATION) != last:
+            if _exchange_if(shared + _GATE, gate, gate + 1):
+                last, spins = gate >> _GENERATION, 0
+                _work(shared, scratch)
+                fetch_add(shared + _GATE, -1)
+            continue
+        spins += 1
+        if spins < _SPINS:
+            _pause()
+            continue
+        spins = 0
+        wake = _atomic_load(shared + _WAKE)
+        fetch_add(shared + _SLEEPERS, 1)
+        gate = _atomic_load(shared + _GATE)
+        if ((gate & _OPEN) == 0 or (gate >> _GENERATION) == last) and _atomic_load(shared + _STOP) == 0:
+            _system_call(_FUTEX, shared + _WAKE, 128, wake & 0xFFFFFFFF)  # FUTEX_WAIT_PRIVATE
+        fetch_add(shared + _SLEEPERS, -1)
+
+
+@njit(nogil=True, cache=True)
+def _wake_helpers(shared):
+    fetch_add(shared + _WAKE, 1)
+    if _atomic_load(shared + _SLEEPERS) > 0:
+        _system_call(_FUTEX, shared + _WAKE, 129, 1 << 30)  # FUTEX_WAKE_PRIVATE
+
+
+@njit(nogil=True, cache=True)
+def run_units(shared, entry, job, num_units, scratch):
+    """Run ``entry(job, unit, scratch)`` for every unit, with the team at ``shared`` (0: alone)."""
+    alone = shared == 0 or num_units == 1
+    if not alone:
+        alone = not _exchange_if(shared + _BUSY, 0, 1)  # another call has the team: don't wait for it
+    if alone:
+        for unit in range(num_units):
+            _call_entry(entry, job, unit, scratch)
+        return
+    store_i64(shared + _ENTRY, entry)
+    store_i64(shared + _JOB, job)
+    store_i64(shared + _NUM_UNITS, num_units)
+    store_i64(shared + _NEXT_UNIT, 0)
+    gate = _atomic_load(shared + _GATE)  # closed, nobody at work
+    _exchange_if(shared + _GATE, gate, (((gate >> _GENERATION) + 1) << _GENERATION) | _OPEN)
+    _wake_helpers(shared)
+    _work(shared, scratch)
+    fetch_add(shared + _GATE, -_OPEN)
+    spins = 0
+    while (_atomic_load(shared + _GATE) & 0xFFFF) != 0:
+        spins += 1
+        if spins < _SPINS:
+            _pause()
+        else:
+            _yield_core()
+    fetch_add(shared + _BUSY, -1)
+
+
+def aligned_bytes(num_bytes: int) -> np.ndarray:
+    """Uninitialised memory that begins on a cache line."""
+    raw = np.empty(num_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + num_bytes]
+
+
+class Team:
+    """``num_threads - 1`` helpers beside the thread that calls.
+
+    Args:
+        cores: pin helper i to ``cores[i + 1]``; ``cores[0]`` is the caller's, whom we leave where it is.
+    """
+
+    def __init__(self, num_threads: int, cores: Sequence[int] | None = None) -> None:
+        if not 1 <= num_threads <= MAX_THREADS:
+            raise ValueError(f"num_threads={num_threads} is not within 1..{MAX_THREADS}")
+        if cores is not None and len(cores) != num_threads:
+            raise ValueError(f"{len(cores)} cores for {num_threads} threads")
+        self.num_threads = num_threads
+        self._shared = aligned_bytes(_SHARED_BYTES)
+        self._shared[:] = 0
+        self.address = 0
+        """What ``run_units`` takes; 0 for a team of one."""
+        self._helpers: list[threading.Thread] = []
+        if num_threads == 1 or not _FUTEX:
+            return
+        self.address = self._shared.ctypes.data
+        for index in range(1, num_threads):
+            core = None if cores is None else cores[index]
+            helper = threading.Thread(target=self._help, args=(core,), name=f"attention-{index}", daemon=True)
+            helper.start()
+            self._helpers.append(helper)
+        atexit.register(self.close)  # the compiled code must not go before the threads that run it
+
+    def _help(self, core: int | None) -> None:
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+        scratch = aligned_bytes(SCRATCH_BYTES)
+        _serve(self._shared.ctypes.data, scratch.ctypes.data)
+
+    def close(self) -> None:
+        """Stop the helpers. Calls with ``address`` after this are an error."""
+        if self._helpers:
+            self._shared[_STOP] = 1
+            _wake_helpers(self.address)
+            for helper in self._helpers:
+                helper.join()
+            self._helpers.clear()
+            atexit.unregister(self.close)
+        self.address = 0
