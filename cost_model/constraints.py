@@ -10,13 +10,17 @@ from cost_model.predict import System
 from cost_model.quantities import bytes_text, seconds_text
 
 
+# The GPU counts as busy if the S-worker's ports, which no socket speeds up, leave it idle no longer than this.
+BUSY = 0.95
+
+
 @dataclass(frozen=True)
 class Constraint:
     """One line of the answer."""
 
     name: str
     min_sockets: int | None
-    """None: no number of sockets satisfies it."""
+    """0: satisfied without any. None: no number of sockets satisfies it."""
     detail: str
     """The numbers behind it, in words."""
     mend: str
@@ -62,7 +66,7 @@ def _stage_constraints(system: System, lane_batch: int, promises: Promises, pace
     out, back = system.out_bytes(lane_batch), float(lane_batch * system.costs.back_bytes)
     s_side_s = system.s_link_s(max(out, back))
     network = None
-    if at_most(s_side_s, pace_s):
+    if at_most(s_side_s, pace_s / BUSY):
         hosts = system.link.transfer_s(max(out, back)) / pace_s
         network = whole(hosts * system.r.sockets_per_host) if hosts > 1 else 1
     return (
@@ -121,7 +125,7 @@ def _room_and_latency(system: System, lane_batch: int, lanes: int, promises: Pro
         return max(lane.cycle_s(lanes), lane.chain_s + slow_r, lanes * (lane.r_s + slow_r))
 
     if limit_s == float("inf"):
-        latency = Constraint("latency", 1, "nothing was asked", "")
+        latency = Constraint("latency", 0, "nothing was asked", "")
     else:
         best = seconds_text(system.costs.num_layers * cycle_s(float("inf")))
         allowed = f"may take {seconds_text(limit_s)}" if limit_s > 0 else "the prompt alone takes too long"
@@ -140,7 +144,7 @@ def _room_and_latency(system: System, lane_batch: int, lanes: int, promises: Pro
         ),
         Constraint(
             "S-worker memory",
-            1 if s_worker_fits(system, lane_batch, lanes) else None,
+            0 if s_worker_fits(system, lane_batch, lanes) else None,
             f"{bytes_text(s_bytes)} of weights and activations, {bytes_text(system.s.usable_memory_bytes)} usable",
             "more GPUs, a smaller model, 16-bit weights",
         ),

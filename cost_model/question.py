@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
 from cost_model.predict import MAX_LANES, System
-from cost_model.stages import Link, Provenance, RPart, SPart
+from cost_model.stages import Link, RPart, SPart
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
@@ -28,16 +28,6 @@ MAX_PRICES_BYTES = 1 << 20
 GpuSource: TypeAlias = Gpu | SProfile
 CpuSource: TypeAlias = Cpu | RProfile
 NicSource: TypeAlias = Nic | NetProfile
-
-
-@dataclass(frozen=True)
-class Input:
-    """One input of a plan, and how far it can be trusted."""
-
-    name: str
-    value: str
-    provenance: Provenance
-    source: str
 
 
 @dataclass(frozen=True)

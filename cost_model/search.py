@@ -9,7 +9,7 @@ from typing import TypeAlias
 from cost_model.constraints import Constraint, Promises, best_effort_constraints, gpu_busy_constraints
 from cost_model.hardware import Gpu
 from cost_model.predict import MAX_LANES, StepPrediction, System
-from cost_model.quantities import counted
+from cost_model.quantities import counted, rate_text
 from cost_model.question import MAX_BATCH, Goal, Setup, split_counts
 
 # A lane more must save this part of the sockets.
@@ -102,7 +102,7 @@ def plan_of(system: System, goal: Goal, lane_batch: int, lanes: int, rows: tuple
     needs = [row.min_sockets for row in rows if row.min_sockets is not None]
     if len(needs) < len(rows):
         return None
-    sockets = max(needs) + goal.survive
+    sockets = max(1, *needs) + goal.survive
     if goal.max_sockets is not None and sockets > goal.max_sockets:
         return None
     return Plan(
@@ -155,7 +155,7 @@ def diagnose(
         step = plan.expected
         return best, (
             f"without keeping the GPU busy: {counted(plan.batch, 'sequence')} on {counted(plan.sockets, 'socket')} "
-            f"give {step.tokens_per_s:,.0f} tokens/s; the {step.limit} sets the pace and the GPU is busy "
+            f"give {rate_text(step.tokens_per_s)} tokens/s; the {step.limit} sets the pace and the GPU is busy "
             f"{step.s_utilisation:.0%} of the time"
         )
     return best, _what_must_give(setup, system, goal)

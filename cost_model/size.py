@@ -20,7 +20,7 @@ from cost_model.constraints import Constraint, Promises, best_effort_constraints
 from cost_model.gpu_only import GpuOnly, best_gpu_only
 from cost_model.hardware import Gpu, Hardware, Nic
 from cost_model.predict import MAX_LANES, StepPrediction, System
-from cost_model.quantities import counted
+from cost_model.quantities import counted, rate_text
 from cost_model.question import Goal, Prices, Setup, split_counts
 from cost_model.search import Plan, choose, diagnose, find_plans, plan_of
 
@@ -174,15 +174,18 @@ def _what_ifs(setup: Setup, goal: Goal, plan: Plan, hardware: Hardware | None) -
 
 
 def _gpu_may_wait(setup: Setup, goal: Goal, plan: Plan) -> Iterator[WhatIf]:
-    """Where a promise keeps the batch small, sockets beyond those that keep the GPU busy may still buy throughput."""
+    """A busy GPU with a small batch gives fewer tokens than a waiting one with a large batch. Where a promise or the
+    network keeps the batch small, say so: the plan with the fewest sockets near the most that is to be had."""
     system = setup.system()
     promises = Promises(system.step_limit_s(goal.latency_s, goal.tpot_s), goal.headroom)
-    if promises.step_limit_s == float("inf"):
+    plans = list(find_plans(system, goal, promises, best_effort_constraints))
+    most = max((each.expected.tokens_per_s for each in plans), default=0.0)
+    if most < (1.0 + goal.min_gain) * plan.expected.tokens_per_s:
         return
-    plans = find_plans(system, goal, promises, best_effort_constraints)
-    best = max(plans, key=lambda each: each.expected.tokens_per_s, default=None)
-    if best is not None and best.expected.tokens_per_s >= (1.0 + goal.min_gain) * plan.expected.tokens_per_s:
-        change = f"{counted(best.lanes, 'lane')} of {best.lane_batch}, the GPU waiting"
+    near = [each for each in plans if each.expected.tokens_per_s * (1.0 + goal.min_gain) >= most]
+    best = min(near, key=lambda each: (each.sockets, each.batch))
+    if best.expected.tokens_per_s > plan.expected.tokens_per_s:
+        change = f"{counted(best.lanes, 'lane')} of {best.lane_batch:,}, the GPU waiting"
         busy = f"GPU {best.expected.s_utilisation:.0%} busy"
         yield WhatIf(change, best.sockets, best.expected.tokens_per_s, best.expected.tpot_s, busy)
 
@@ -213,7 +216,8 @@ def _verdict(setup: Setup, goal: Goal, plan: Plan, gpu_only: GpuOnly | None, pri
         return Verdict(True, float("inf"), float("inf"), alone)
     gain = plan.expected.tokens_per_s / gpu_only.tokens_per_s
     break_even = (gain - 1.0) * setup.num_gpus / plan.sockets
-    numbers = f"{plan.expected.tokens_per_s:,.0f} tokens/s beside {gpu_only.tokens_per_s:,.0f} of the GPU alone"
+    mine, alone = rate_text(plan.expected.tokens_per_s), rate_text(gpu_only.tokens_per_s)
+    numbers = f"{mine} tokens/s beside {alone} of the GPU alone"
     if prices is not None:
         socket_share = prices.socket(_cpu_name(setup)) / prices.gpu(_gpu_name(setup))
         offload = socket_share < break_even

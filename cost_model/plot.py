@@ -1,0 +1,130 @@
+"""Throughput and time per token over the number of sockets, the limit of each stretch shaded."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cost_model.predict import StepPrediction
+from cost_model.quantities import counted, rate_text, seconds_text
+from cost_model.search import Plan
+from cost_model.size import Sizing
+from fastdecode.core.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Colours that stay apart in grey and for the colour-blind.
+_LIMIT_COLOURS = {"R-part": "#fbeee2", "round trip": "#efedf6", "network": "#e6f1f8", "S-part": "#eaf4e7"}
+_THROUGHPUT, _TPOT, _RIVAL = "#1b5e8c", "#b3541e", "#555555"
+
+
+def save_plot(sizing: Sizing, path: Path) -> None:
+    """Draw the plan's batch from one socket to twice the plan's, as png, svg or pdf by the file's suffix.
+
+    Raises:
+        ConfigError: there is no plan, the suffix is another one, or the file can't be written.
+        MissingExtraError: matplotlib isn't installed.
+    """
+    plan = sizing.plan
+    if plan is None:
+        raise ConfigError("--plot: there is no plan to draw")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot {path}: the name must end in .png, .svg or .pdf")
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise MissingExtraError("matplotlib", "plot", "--plot") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [sizing.system.predict(plan.lane_batch, plan.lanes, count) for count in range(1, 2 * plan.sockets + 1)]
+    with pyplot.rc_context({"font.size": 11, "axes.spines.top": False, "svg.hashsalt": "fastdecode"}):
+        figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+        _shade_limits(axes, steps)
+        _throughput(axes, sizing, plan, steps)
+        tpot = axes.twinx()
+        _tpot(tpot, sizing, steps)
+        axes.set_title(_title(sizing, plan), loc="left", fontsize=12)
+        try:
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        except OSError as error:
+            raise ConfigError(f"--plot {path}: can't write there: {error.strerror}") from None
+        finally:
+            pyplot.close(figure)
+
+
+def _title(sizing: Sizing, plan: Plan) -> str:
+    setup = sizing.setup
+    return (
+        f"{setup.spec.name} on {sizing.system.s.name}, R-workers on {sizing.system.r.name}, {sizing.system.link.name}\n"
+        f"{counted(plan.batch, 'sequence')} in {counted(plan.lanes, 'lane')}, "
+        f"{setup.workload.peak_context_tokens:,} tokens each"
+    )
+
+
+def _shade_limits(axes: Axes, steps: list[StepPrediction]) -> None:
+    """A band for each stretch of sockets with one limit, its name at the top."""
+    for limit, group in itertools.groupby(steps, key=lambda step: step.limit):
+        stretch = list(group)
+        left, right = stretch[0].sockets - 0.5, stretch[-1].sockets + 0.5
+        axes.axvspan(left, right, color=_LIMIT_COLOURS[limit], linewidth=0, zorder=0)
+        wide = right - left >= len(steps) / 12
+        axes.text(
+            (left + right) / 2,
+            0.98,
+            f"{limit} binds" if wide else limit,
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            va="top",
+            rotation=0 if wide else 90,
+            color="#333333",
+        )
+    axes.set_xlim(0.5, len(steps) + 0.5)
+
+
+def _throughput(axes: Axes, sizing: Sizing, plan: Plan, steps: list[StepPrediction]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    sockets = [step.sockets for step in steps]
+    slow, fast = ([s.tokens_per_s for s in _band(sizing, plan, sockets, sign)] for sign in (+1, -1))
+    axes.fill_between(sockets, slow, fast, color=_THROUGHPUT, alpha=0.15, linewidth=0)
+    axes.plot(sockets, [step.tokens_per_s for step in steps], color=_THROUGHPUT, linewidth=2.2)
+    axes.plot([plan.sockets], [plan.expected.tokens_per_s], "o", color=_THROUGHPUT, markersize=9)
+    axes.annotate(
+        f"{counted(plan.sockets, 'socket')}: {rate_text(plan.expected.tokens_per_s)} tokens/s",
+        (plan.sockets, plan.expected.tokens_per_s),
+        xytext=(8, -16),
+        textcoords="offset points",
+        color=_THROUGHPUT,
+    )
+    if sizing.gpu_only is not None:
+        rival = sizing.gpu_only.tokens_per_s
+        axes.axhline(rival, color=_RIVAL, linestyle="--", linewidth=1.2)
+        axes.annotate(f"GPU alone: {rate_text(rival)} tokens/s", (len(steps) + 0.4, rival), xytext=(0, 4), ha="right",
+                      textcoords="offset points", color=_RIVAL)  # fmt: skip
+    axes.set_ylim(0, 1.25 * max(*fast, 0.0 if sizing.gpu_only is None else sizing.gpu_only.tokens_per_s))
+    axes.set_xlabel("R-worker sockets")
+    axes.set_ylabel("tokens/s", color=_THROUGHPUT)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def _tpot(axes: Axes, sizing: Sizing, steps: list[StepPrediction]) -> None:
+    from matplotlib.ticker import LogLocator
+
+    axes.plot([s.sockets for s in steps], [1e3 * s.tpot_s for s in steps], color=_TPOT, linewidth=1.6, linestyle=":")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:,.4g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.set_ylabel("ms a token", color=_TPOT)
+    if sizing.goal.tpot_s is not None:
+        axes.axhline(1e3 * sizing.goal.tpot_s, color=_TPOT, linewidth=0.8)
+        axes.annotate(f"asked: {seconds_text(sizing.goal.tpot_s)}", (0.6, 1e3 * sizing.goal.tpot_s), color=_TPOT)
+
+
+def _band(sizing: Sizing, plan: Plan, sockets: list[int], sign: int) -> list[Any]:
+    system = sizing.system.scaled(sign)
+    return [system.predict(plan.lane_batch, plan.lanes, count) for count in sockets]

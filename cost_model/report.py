@@ -1,0 +1,282 @@
+"""A plan for people, as text, and for machines, as JSON."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cost_model.constraints import Constraint
+from cost_model.inputs import inputs_of
+from cost_model.quantities import bytes_text, counted, rate_text, round_to, seconds_text
+from cost_model.search import Plan
+from cost_model.size import Sizing
+
+FORMAT = "fastdecode.plan"
+VERSION = 1
+WIDTH = 110
+
+
+def as_text(sizing: Sizing, *, explain: bool = False) -> str:
+    """The whole answer. ``explain`` adds the numbers behind every constraint and the source of every input."""
+    parts = [_question(sizing), _answer(sizing)]
+    if sizing.plan is not None:
+        parts += [_constraints(sizing.plan, explain), _over_sockets(sizing), _what_ifs(sizing)]
+    parts.append(_inputs(sizing, explain))
+    if explain:
+        parts.append(_rules(sizing))
+    return "\n\n".join(parts)
+
+
+def as_json(sizing: Sizing) -> dict[str, Any]:
+    """The same, for machines: units in the names, null where there is none."""
+    setup, goal, plan = sizing.setup, sizing.goal, sizing.plan
+    workload = setup.workload
+    tree = {
+        "format": FORMAT,
+        "version": VERSION,
+        "feasible": sizing.feasible,
+        "question": {
+            "model": setup.spec.name,
+            "dtype": setup.dtype.value,
+            "kv_dtype": setup.kv_dtype,
+            "gpu": sizing.system.s.name,
+            "num_gpus": setup.num_gpus,
+            "cpu": sizing.system.r.name,
+            "nic": sizing.system.link.name,
+            "num_nics": setup.num_nics,
+            "prompt_tokens": workload.prompt_tokens,
+            "output_tokens": workload.output_tokens,
+            "start_interval_steps": workload.start_interval_steps,
+            **asdict(goal),
+        },
+        "plan": None if plan is None else _plan_json(plan),
+        "in_the_way": [asdict(row) for row in sizing.in_the_way],
+        "nearest": sizing.nearest or None,
+        "over_sockets": [asdict(step) for step in sizing.over_sockets],
+        "what_ifs": [asdict(row) for row in sizing.what_ifs],
+        "gpu_only": None if sizing.gpu_only is None else asdict(sizing.gpu_only),
+        "verdict": None if sizing.verdict is None else asdict(sizing.verdict),
+        "cost": None if sizing.cost is None else asdict(sizing.cost),
+        "inputs": [
+            asdict(row) for row in inputs_of(setup, goal, sizing.system, 1 if plan is None else plan.lane_batch)
+        ],
+    }
+    finite: dict[str, Any] = _finite(tree)
+    return finite
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "batch": plan.batch,
+        "lanes": plan.lanes,
+        "lane_batch": plan.lane_batch,
+        "sockets": plan.sockets,
+        "spare_sockets": plan.spare_sockets,
+        "hosts": plan.hosts,
+        "sockets_per_host": plan.sockets_per_host,
+        "kv_bytes": plan.kv_bytes,
+        "kv_bytes_per_host": plan.kv_bytes_per_host,
+        "s_memory_bytes": plan.s_memory_bytes,
+        "load_limit_tokens": plan.load_limit_tokens,
+        "binding": plan.binding.name,
+        "constraints": [asdict(row) for row in plan.constraints],
+        "expected": asdict(plan.expected),
+        "fast": asdict(plan.fast),
+        "slow": asdict(plan.slow),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null instead."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _question(sizing: Sizing) -> str:
+    setup, goal, workload = sizing.setup, sizing.goal, sizing.setup.workload
+    prompt = f"prompts of {workload.prompt_tokens:,} and " if workload.prompt_tokens else ""
+    asked = [f"{prompt}{workload.output_tokens:,} output tokens a sequence"]
+    if goal.latency_s is not None:
+        asked.append(f"at most {seconds_text(goal.latency_s)} a sequence")
+    if goal.tpot_s is not None:
+        asked.append(f"at most {seconds_text(goal.tpot_s)} a token")
+    if goal.survive:
+        asked.append(f"{counted(goal.survive, 'R-worker')} may be lost")
+    gpus = sizing.system.s.name if setup.num_gpus > 1 else f"one {sizing.system.s.name}"
+    return (
+        f"{setup.spec.name} ({setup.dtype}, KV cache {setup.kv_dtype}) on {gpus}, "
+        f"R-workers on {sizing.system.r.name}, {sizing.system.link.name}\n{', '.join(asked)}"
+    )
+
+
+def _answer(sizing: Sizing) -> str:
+    plan = sizing.plan
+    rows: list[tuple[str, str]] = []
+    if not sizing.feasible:
+        names = ", ".join(row.name for row in sizing.in_the_way)
+        rows.append(("Infeasible", f"no plan keeps the GPU busy and every promise. In the way: {names}"))
+        rows += [("", f"{row.name}: {row.detail}. {_mend(row)}") for row in sizing.in_the_way]
+        rows.append(("Nearest", sizing.nearest))
+    if plan is not None:
+        rows += _plan_rows(sizing, plan)
+    if sizing.gpu_only is None:
+        rows.append(("GPU alone", "can't run this: no room for one sequence beside the weights, or not fast enough"))
+    else:
+        alone = sizing.gpu_only
+        rows.append(
+            (
+                "GPU alone",
+                f"{rate_text(alone.tokens_per_s)} tokens/s, {seconds_text(alone.tpot_s)} a token, "
+                f"{counted(alone.batch, 'sequence')} at once ({alone.limit} allows no more)",
+            )
+        )
+    if sizing.verdict is not None:
+        rows.append(("Verdict", f"{_verdict(sizing)}: {sizing.verdict.reason}"))
+    return "\n".join(_rows(rows))
+
+
+def _mend(row: Constraint) -> str:
+    return f"Would help: {row.mend}" if row.mend else ""
+
+
+def _verdict(sizing: Sizing) -> str:
+    assert sizing.verdict is not None
+    if not sizing.verdict.offload:
+        return "don't offload"
+    if sizing.cost is None and math.isfinite(sizing.verdict.break_even_socket_price):
+        return "offload, if sockets are cheap enough"
+    return "offload"
+
+
+def _plan_rows(sizing: Sizing, plan: Plan) -> Iterator[tuple[str, str]]:
+    expected, fast, slow = plan.expected, plan.fast, plan.slow
+    spare = f", {plan.spare_sockets} of them spare" if plan.spare_sockets else ""
+    lanes = f"{counted(plan.lanes, 'lane')} of {plan.lane_batch:,}"
+    yield (
+        "Recommended" if sizing.feasible else "It would be",
+        f"{counted(plan.sockets, 'socket')} on {counted(plan.hosts, 'host')}{spare}; "
+        f"{counted(plan.batch, 'sequence')} at once, in {lanes}",
+    )
+    rates = f"{rate_text(slow.tokens_per_s)} to {rate_text(fast.tokens_per_s)}"
+    tpots = f"{seconds_text(fast.tpot_s)} to {seconds_text(slow.tpot_s)}"
+    yield (
+        "Expected",
+        f"{rate_text(expected.tokens_per_s)} tokens/s ({rates}), {seconds_text(expected.tpot_s)} a token ({tpots}), "
+        f"{seconds_text(expected.latency_s)} a sequence",
+    )
+    yield (
+        "Busy",
+        f"GPU {expected.s_utilisation:.0%}, R-workers {expected.r_utilisation:.0%}, S-worker's network "
+        f"{expected.network_utilisation:.0%}",
+    )
+    yield (
+        "Memory",
+        f"{bytes_text(plan.kv_bytes_per_host)} of KV cache a host; {bytes_text(plan.s_memory_bytes)} of "
+        f"{bytes_text(sizing.system.s.usable_memory_bytes)} usable on the GPU side",
+    )
+    if sizing.cost is not None:
+        cost, alone = sizing.cost, ""
+        if cost.gpu_only_per_million_tokens is not None:
+            alone = f"; the GPU alone {round_to(cost.gpu_only_per_million_tokens, 3):g}"
+        yield (
+            "Cost",
+            f"{round_to(cost.per_million_tokens, 3):g} {cost.currency} a million tokens "
+            f"({round_to(cost.per_hour, 3):g} an hour){alone}",
+        )
+
+
+def _constraints(plan: Plan, explain: bool) -> str:
+    binding = plan.binding
+    lines = ["Sockets that each constraint asks for, on its own"]
+    for row in plan.constraints:
+        mark = "  <- binds" if row is binding else ""
+        asks = f"{row.min_sockets:,}" if row.min_sockets else "met"
+        lines.append(f"  {row.name:<16} {asks:>7}{mark}")
+        if explain:
+            lines += textwrap.wrap(row.detail, WIDTH - 6, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def _over_sockets(sizing: Sizing) -> str:
+    assert sizing.plan is not None
+    header = ("sockets", "tokens/s", "a token", "GPU busy", "R busy", "limit")
+    table = [
+        (
+            f"{'*' if step.sockets == sizing.plan.sockets else ''}{step.sockets:,}",
+            rate_text(step.tokens_per_s),
+            seconds_text(step.tpot_s),
+            f"{step.s_utilisation:.0%}",
+            f"{step.r_utilisation:.0%}",
+            step.limit,
+        )
+        for step in sizing.over_sockets
+    ]
+    title = f"Over sockets, with {counted(sizing.plan.batch, 'sequence')} at once (* the plan)"
+    return "\n".join([title, *_table(header, table)])
+
+
+def _what_ifs(sizing: Sizing) -> str:
+    rows = []
+    for row in sizing.what_ifs:
+        if row.tokens_per_s is None or row.tpot_s is None:
+            rows.append((row.change, "-", "-", "-", row.note))
+        else:
+            sockets = f"{row.sockets:,}" if row.sockets else "none"
+            rows.append((row.change, sockets, rate_text(row.tokens_per_s), seconds_text(row.tpot_s), row.note))
+    return "\n".join(["What if", *_table(("change", "sockets", "tokens/s", "a token", ""), rows, left=(0, 4))])
+
+
+def _inputs(sizing: Sizing, explain: bool) -> str:
+    lane_batch = 1 if sizing.plan is None else sizing.plan.lane_batch
+    inputs = inputs_of(sizing.setup, sizing.goal, sizing.system, lane_batch)
+    lines = ["Inputs" if explain else "Inputs (--explain shows every source)"]
+    for row in inputs:
+        lines.append(f"  {row.name:<14} {row.value:<38} {row.provenance}")
+        if explain and row.source:
+            lines += textwrap.wrap(row.source, WIDTH - 6, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def _rules(sizing: Sizing) -> str:
+    goal = sizing.goal
+    rules = (
+        "A step takes layers x max(lanes x S, lanes x out, lanes x R, lanes x back, S + out + R + back + latency): "
+        "each resource serves the lanes in turn, and no lane overtakes itself.",
+        "The GPU is busy if no other stage of a lane is slower than its S-part, and the lane is back before the others "
+        "have been through the GPU.",
+        f"The batch grows until doubling it gives less than {goal.min_gain:.0%} more tokens/s or breaks a promise; a "
+        "lane is added if it saves a fifth of the sockets.",
+        "Room for a whole sequence is set aside when it starts; a sequence lives on one R-worker.",
+        "The range in brackets has every input better, or worse, than thought by its own relative error at once.",
+        "The GPU alone is taken at its best: attention at full bandwidth, no memory lost to paging.",
+    )
+    lines = ["Rules"]
+    for rule in rules:
+        lines += textwrap.wrap(rule, WIDTH - 4, initial_indent="  - ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    for name, text in rows:
+        yield textwrap.fill(text, WIDTH, initial_indent=f"  {name:<12} ", subsequent_indent=" " * 15)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], left: tuple[int, ...] = (5,)) -> Iterator[str]:
+    """Columns as wide as they need; those in ``left`` start at the left, the others end at the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    for row in (header, *rows):
+        cells = [
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield ("  " + "  ".join(cells)).rstrip()

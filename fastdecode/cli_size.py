@@ -1,0 +1,212 @@
+"""``fastdecode size``: which batch and how many CPU sockets keep a GPU busy. Needs no torch and no GPU.
+
+Exit codes: 0 a plan; 1 no plan satisfies what was asked (the nearest one is printed); 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cost_model.hardware import Hardware
+    from cost_model.question import CpuSource, Goal, GpuSource, NicSource, Setup
+    from cost_model.size import Sizing
+
+EXIT_INFEASIBLE = 1
+
+
+def add_size(commands: Any) -> None:
+    """Add the subcommand to the parser's subcommands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "size",
+        help="plan: which batch and how many CPU sockets keep a GPU busy",
+        description="Which batch and how many CPU sockets keep a GPU busy, what limits it, and whether it is worth it. "
+        "From datasheets, or from profiles that `fastdecode calibrate` measured.",
+    )
+    parser.set_defaults(run=run_size)
+    what = parser.add_argument_group("what to run")
+    what.add_argument("--model", required=True, metavar="M", help='directory, config.json, or a name: "Llama-2 7B"')
+    what.add_argument("--dtype", default="auto", help="weights and activations; auto is the checkpoint's")
+    what.add_argument("--kv-dtype", default="auto", help="KV cache: float32, float16, bfloat16, int8; auto is --dtype")
+    what.add_argument("--seq-len", type=int, metavar="S", help="tokens a sequence, without a prompt")
+    what.add_argument("--prompt-len", type=int, metavar="N", help="prompt tokens a sequence")
+    what.add_argument("--output-len", type=int, metavar="N", help="output tokens a sequence")
+    what.add_argument("--start-interval", type=int, default=1, metavar="F", help="steps between starts (default: 1)")
+    _add_hardware(parser)
+    _add_goal(parser)
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print the plan as JSON")
+    out.add_argument("--explain", action="store_true", help="show the numbers behind every line, with their sources")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="draw throughput and TPOT over sockets (png, svg, pdf)")
+    out.add_argument(
+        "--emit", type=Path, metavar="DIR", help="write launch files for the plan: hostfile, mpirun, sbatch"
+    )
+    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("on what")
+    group.add_argument("--gpu", required=True, metavar="G", help="name, or profile.json of `calibrate s`")
+    group.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs that share every layer (default: 1)")
+    group.add_argument("--cpu", required=True, metavar="C", help="name, or profile.json of `calibrate r`")
+    group.add_argument("--dram-gb", type=float, metavar="GB", help="memory a socket; default: the data file's")
+    group.add_argument("--nic", default="100GbE", metavar="N", help="name, or profile.json (default: 100GbE)")
+    group.add_argument("--nics", type=int, default=1, metavar="N", help="ports of the S-worker (default: 1)")
+
+
+def _add_goal(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to hold")
+    group.add_argument("--latency", type=float, metavar="S", help="most seconds for a whole sequence")
+    group.add_argument("--tpot", type=float, metavar="S", help="most seconds a token")
+    group.add_argument("--survive", type=int, default=0, metavar="K", help="R-workers that may be lost (default: 0)")
+    group.add_argument("--headroom", type=float, default=0.10, metavar="X", help="spare time of R (default: 0.10)")
+    group.add_argument("--max-sockets", type=int, metavar="P", help="sockets at hand")
+    group.add_argument("--batch", type=int, metavar="B", help="sequences at once; default: chosen")
+    group.add_argument("--lanes", type=int, metavar="K", help="lanes in flight; default: chosen")
+    group.add_argument(
+        "--min-gain",
+        type=float,
+        default=0.10,
+        metavar="X",
+        help="grow the batch while doubling it gives this much more tokens/s (default: 0.10)",
+    )
+    group.add_argument("--prices", type=Path, metavar="FILE", help="prices an hour, TOML or JSON")
+
+
+def run_size(args: argparse.Namespace) -> int:
+    """Answer one question. Returns the exit code."""
+    from cost_model.hardware import Hardware
+    from cost_model.question import Prices
+    from cost_model.report import as_json, as_text
+    from cost_model.size import size
+
+    hardware = Hardware.load()
+    prices = None if args.prices is None else Prices.read(args.prices)
+    sizing = size(read_setup(args, hardware), read_goal(args), hardware, prices)
+    print(json.dumps(as_json(sizing), indent=2) if args.json else as_text(sizing, explain=args.explain))
+    if args.plot is not None:
+        _plot(sizing, args.plot)
+    if args.emit is not None:
+        _emit(sizing, args.emit, args.model)
+    return 0 if sizing.feasible else EXIT_INFEASIBLE
+
+
+def read_setup(args: argparse.Namespace, hardware: Hardware) -> Setup:
+    """The model, the hardware and the workload that the options name.
+
+    Raises:
+        ConfigError: an option makes no sense; names it and what it may be.
+    """
+    from cost_model.question import Setup
+    from cost_model.shapes import read_model
+    from cost_model.workload import parse_kv_dtype
+    from fastdecode.core.dtype import DType
+
+    spec = read_model(args.model)
+    dtype = spec.dtype if args.dtype == "auto" else DType.parse(args.dtype)
+    return Setup(
+        spec=spec,
+        dtype=dtype,
+        kv_dtype=dtype.value if args.kv_dtype == "auto" else parse_kv_dtype(args.kv_dtype),
+        gpu=_gpu(args.gpu, hardware),
+        cpu=_cpu(args.cpu, hardware),
+        nic=_nic(args.nic, hardware),
+        workload=_workload(args),
+        num_gpus=args.gpus,
+        num_nics=args.nics,
+        memory_bytes_per_socket=None if args.dram_gb is None else _dram_bytes(args.dram_gb),
+    )
+
+
+def read_goal(args: argparse.Namespace) -> Goal:
+    """The promises that the options name. Raises ConfigError where they make no sense."""
+    from cost_model.question import Goal
+
+    return Goal(
+        latency_s=args.latency,
+        tpot_s=args.tpot,
+        headroom=args.headroom,
+        survive=args.survive,
+        batch=args.batch,
+        lanes=args.lanes,
+        max_sockets=args.max_sockets,
+        min_gain=args.min_gain,
+    )
+
+
+def _workload(args: argparse.Namespace) -> Any:
+    from cost_model.workload import Workload
+
+    if args.seq_len is not None:
+        if args.prompt_len is not None or args.output_len is not None:
+            raise ConfigError("give --seq-len, or --prompt-len and --output-len, not both")
+        return Workload(0, args.seq_len, args.start_interval)
+    if args.output_len is None:
+        raise ConfigError("how long are the sequences? Give --seq-len, or --prompt-len and --output-len")
+    return Workload(args.prompt_len or 0, args.output_len, args.start_interval)
+
+
+def _dram_bytes(dram_gb: float) -> int:
+    if not 0.25 <= dram_gb <= 65536:
+        raise ConfigError(f"--dram-gb {dram_gb!r} is not a number of GB from 0.25 to 65536")
+    return int(dram_gb * 1e9)
+
+
+def _gpu(name: str, hardware: Hardware) -> GpuSource:
+    from fastdecode.core.measurement import SProfile
+
+    profile = _profile(name, "--gpu", SProfile, "s")
+    return hardware.gpu(name) if profile is None else profile
+
+
+def _cpu(name: str, hardware: Hardware) -> CpuSource:
+    from fastdecode.core.measurement import RProfile
+
+    profile = _profile(name, "--cpu", RProfile, "r")
+    return hardware.cpu(name) if profile is None else profile
+
+
+def _nic(name: str, hardware: Hardware) -> NicSource:
+    from fastdecode.core.measurement import NetProfile
+
+    profile = _profile(name, "--nic", NetProfile, "net")
+    return hardware.nic(name) if profile is None else profile
+
+
+def _profile(name: str, option: str, kind: type[Any], letter: str) -> Any:
+    """The profile at this path; None if ``name`` is no path."""
+    from fastdecode.core.measurement import read_profile
+
+    path = Path(name)
+    if path.suffix != ".json" and not path.is_file():
+        return None
+    profile = read_profile(path)
+    if not isinstance(profile, kind):
+        raise ConfigError(
+            f"{option} {name} is a profile of another kind; it needs one of: fastdecode calibrate {letter} --out FILE"
+        )
+    return profile
+
+
+def _plot(sizing: Sizing, path: Path) -> None:
+    from cost_model.plot import save_plot
+
+    save_plot(sizing, path)
+
+
+def _emit(sizing: Sizing, directory: Path, model: str) -> None:
+    from cost_model.launch import launch_files
+
+    if sizing.plan is None:
+        raise ConfigError("--emit: there is no plan to launch")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in launch_files(sizing, model).items():
+            (directory / name).write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"--emit {directory}: can't write there: {error.strerror}") from None
