@@ -21,11 +21,10 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.pipeline import Pipeline
 from fastdecode.engine.text import TextCodec
+from fastdecode.engine.workers import ThreadWorkers, Workers
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.scheduler import FirstComeFirstServed
-from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
-from rworker.worker import WorkerThread, start_worker_thread
+from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
 from sworker.weights import load_model, load_spec, model_hash
 from sworker.worker import SWorker
 
@@ -101,53 +100,34 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class EmbeddedEngine:
-    """An engine, the model it runs and the R-worker threads that serve it, all in this process. Close it when done."""
+class RunningEngine:
+    """An engine, the model that it runs and the R-workers that serve it. Close it when done.
+
+    Args:
+        config: what the user chose.
+        progress: told what is being done, one line at a time.
+
+    Raises:
+        ConfigError, ModelError: an option or the model directory is bad.
+        WorkerError: an R-worker failed to start, or refused to serve.
+    """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
-        """Load the model and start the R-workers.
-
-        Args:
-            progress: told what is being done, one line at a time.
-
-        Raises:
-            ConfigError, ModelError: an option or the model directory is bad.
-            WorkerError: an R-worker failed to start.
-        """
         tell = progress or logger.info
         started = time.perf_counter()
         self.spec = load_spec(config.model)
-        cores = available_cores()
-        resolved = resolve(config, self.spec, num_cores=cores, free_bytes=psutil.virtual_memory().available)
-        self.resolved = resolved
+        free_bytes = psutil.virtual_memory().available
+        resolved = self.resolved = resolve(config, self.spec, num_cores=available_cores(), free_bytes=free_bytes)
         self.codec = TextCodec.load(config.model)
         tell(f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype})")
-        _, model = load_model(config.model, device=resolved.device, dtype=getattr(torch, resolved.dtype.value))
+        _, model = load_model(config.model, device=resolved.device, dtype=_torch_dtype(resolved.dtype))
         tell(f"starting {config.r_workers} R-worker thread(s) of {resolved.r_threads} CPU thread(s) each")
-        self._workers: list[WorkerThread] = []
-        self._fleet: Fleet | None = None
-        hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+        self._workers: Workers | None = ThreadWorkers(
+            config.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads
+        )
+        self._fleet = Fleet(self._workers.hub, config.worker_timeout_s)
         try:
-            for i in range(config.r_workers):
-                worker = start_worker_thread(
-                    f"r{i}", kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads, hub=hub
-                )
-                self._workers.append(worker)
-            hello = Hello(
-                protocol_version=PROTOCOL_VERSION,
-                model_hash=model_hash(config.model),
-                kv=KVSpec(
-                    num_layers=self.spec.num_layers,
-                    num_kv_heads=self.spec.num_kv_heads,
-                    head_dim=self.spec.head_dim,
-                    dtype=resolved.kv_dtype,
-                    block_size=config.block_size,
-                ),
-                attention=self.spec.attention,
-                activation_dtype=resolved.dtype,
-            )
-            fleet = self._fleet = Fleet(hub, config.worker_timeout_s)
-            self.welcomes = fleet.greet(hello)
+            self.welcomes = self._fleet.greet(_hello(self.spec, resolved))
         except BaseException:
             self.close()
             raise
@@ -159,18 +139,29 @@ class EmbeddedEngine:
             num_lanes=resolved.num_lanes,
         )
         s_worker = SWorker(self.spec, model, resolved.device)
-        attention = AttentionPlan(self.spec.attention, getattr(torch, resolved.kv_dtype.value), fleet)
+        attention = AttentionPlan(self.spec.attention, _torch_dtype(resolved.kv_dtype), self._fleet)
         pipeline = Pipeline(s_worker, attention, resolved.num_lanes)
-        self.engine = Engine(s_worker, pipeline, fleet, scheduler, self.codec, self.spec.eos_token_ids)
+        self.engine = Engine(s_worker, pipeline, self._fleet, scheduler, self.codec, self.spec.eos_token_ids)
         self.load_s = time.perf_counter() - started
 
     def close(self) -> None:
-        """Stop the R-workers. Safe to call twice. One that was lost isn't waited for: it may hang for ever."""
-        for worker in self._workers:
-            worker.stop()
-        for index, worker in enumerate(self._workers):
-            if self._fleet is not None and index in self._fleet.lost:
-                worker.connection.close()
-            else:
-                worker.join(self.resolved.config.worker_timeout_s)
-        self._workers = []
+        """Stop the R-workers. Safe to call twice."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close(self._fleet.lost, self.resolved.config.worker_timeout_s)
+
+
+def _hello(spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
+    kv = KVSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=resolved.kv_dtype,
+        block_size=resolved.config.block_size,
+    )
+    return Hello(PROTOCOL_VERSION, model_hash(resolved.config.model), kv, spec.attention, resolved.dtype)
+
+
+def _torch_dtype(dtype: DType) -> torch.dtype:
+    found: torch.dtype = getattr(torch, dtype.value)
+    return found

@@ -13,7 +13,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, WorkerError
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
 from fastdecode.engine.engine import EngineStats
-from fastdecode.engine.launch import EmbeddedEngine
+from fastdecode.engine.launch import RunningEngine
 from fastdecode.engine.progress import Progress
 from sworker.sampler import validate_for_vocab
 
@@ -50,7 +50,7 @@ class LLM:
             config = EngineConfig(model=model, **options)
         except TypeError as error:
             raise ConfigError(f"LLM got an option it doesn't know: {error}") from None
-        self._embedded = EmbeddedEngine(config, progress)
+        self._running = RunningEngine(config, progress)
         self.config = config
 
     def __enter__(self) -> LLM:
@@ -63,36 +63,36 @@ class LLM:
 
     def close(self) -> None:
         """Stop the R-workers. Safe to call twice."""
-        self._embedded.close()
+        self._running.close()
 
     @property
     def stats(self) -> EngineStats:
-        return self._embedded.engine.stats
+        return self._running.engine.stats
 
     @property
     def dtype(self) -> DType:
         """Of weights and activations."""
-        return self._embedded.resolved.dtype
+        return self._running.resolved.dtype
 
     @property
     def kv_dtype(self) -> DType:
         """Of the KV cache."""
-        return self._embedded.resolved.kv_dtype
+        return self._running.resolved.kv_dtype
 
     @property
     def r_threads(self) -> int:
         """CPU threads of each R-worker."""
-        return self._embedded.resolved.r_threads
+        return self._running.resolved.r_threads
 
     @property
     def num_kv_blocks(self) -> int:
         """KV blocks of all R-workers together."""
-        return sum(welcome.num_blocks for welcome in self._embedded.welcomes)
+        return sum(welcome.num_blocks for welcome in self._running.welcomes)
 
     @property
     def load_s(self) -> float:
         """Seconds that loading the model and starting the R-workers took."""
-        return self._embedded.load_s
+        return self._running.load_s
 
     def generate(
         self,
@@ -140,7 +140,7 @@ class LLM:
         Request ids must be unique among those unfinished. If an R-worker is lost, every request that was taken is
         yielded with that error, and the stream ends.
         """
-        engine = self._embedded.engine
+        engine = self._running.engine
         most = QUEUE_AHEAD * self.config.max_num_sequences
         waiting = iter(requests)
         drained = False
@@ -169,7 +169,7 @@ class LLM:
         token_ids: tuple[int, ...] = ()
         try:
             token_ids = self._tokenise(arrived.prompt)
-            self._embedded.engine.submit(self._request(arrived, token_ids), text)
+            self._running.engine.submit(self._request(arrived, token_ids), text)
         except FastDecodeError as error:
             return RequestOutput(arrived.request_id, text, token_ids, error=error)
         return None
@@ -178,12 +178,12 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("the prompt is empty: give at least one character", code="empty_prompt")
-            return tuple(self._embedded.codec.encode(prompt))
+            return tuple(self._running.codec.encode(prompt))
         if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Sequence):
             raise RequestError(
                 f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", code="invalid_prompt"
             )
-        vocab_size = self._embedded.spec.vocab_size
+        vocab_size = self._running.spec.vocab_size
         for place, token in enumerate(prompt):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise RequestError(
@@ -194,8 +194,8 @@ class LLM:
 
     def _request(self, arrived: PromptRequest, token_ids: tuple[int, ...]) -> Request:
         params = arrived.params
-        validate_for_vocab(params, self._embedded.spec.vocab_size)
-        limit = self._embedded.resolved.max_model_len
+        validate_for_vocab(params, self._running.spec.vocab_size)
+        limit = self._running.resolved.max_model_len
         if not token_ids:
             raise RequestError("the prompt has no tokens: give at least one", code="empty_prompt")
         if len(token_ids) >= limit:

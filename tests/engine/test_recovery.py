@@ -11,7 +11,7 @@ from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import WorkerError
-from fastdecode.engine import launch
+from fastdecode.engine import workers
 from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
@@ -45,7 +45,7 @@ def troubled(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Callable[[]
             executor = executors[name]() if name in executors else None
             return start_worker_thread(name, **options, executor=executor)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(launch, "start_worker_thread", start)
+        monkeypatch.setattr(workers, "start_worker_thread", start)
 
     return trouble
 
