@@ -9,7 +9,6 @@ from cost_model.closed_forms import at_most, whole
 from cost_model.predict import System
 from cost_model.quantities import bytes_text, seconds_text
 
-
 # The GPU counts as busy if the S-worker's ports, which no socket speeds up, leave it idle no longer than this.
 BUSY = 0.95
 

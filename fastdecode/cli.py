@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode import __version__
+from fastdecode.cli_size import add_size
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError, RequestError
 from fastdecode.core.sequence import SamplingParams
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
+    add_size(commands)
     return parser
 
 
