@@ -21,105 +21,102 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import lru_cache
-from math import prod
-from operator import attrgetter
+from dataclasses import fields
+from operator import attrgetter, itemgetter
 from struct import Struct
 from struct import error as StructError
-from types import NoneType, UnionType
-from typing import Annotated, Any, Final, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, NamedTuple, get_type_hints
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
+from fastdecode.wire.arrays import MAX_BODY_BYTES, Array, ArrayField, ArrayLayout, Body, aligned, is_array
 from fastdecode.wire.fields import Cursor, Kind, kind_of
 from fastdecode.wire.messages import OPCODES, PROTOCOL_VERSION, Message
 
 MAGIC: Final = b"FDWP"
-ALIGNMENT: Final = 64
-"""Arrays start at multiples of this in a body: a cache line, and the widest vector."""
 MAX_HEAD_BYTES: Final = 1 << 18
-MAX_BODY_BYTES: Final = 1 << 30
 MAX_EPOCH: Final = (1 << 32) - 1
 
-_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<u2"), 3: np.dtype("<i4"), 4: np.dtype("<i8")}
-_DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _HEADER_FORMAT = "<4sHBBIIQ"
 _HEADER = Struct(_HEADER_FORMAT)
 _CRC = Struct("<I")
-
-Array: TypeAlias = NDArray[Any]
+_NUM_HEADER_FIELDS = 7
 
 assert sys.byteorder == "little", "arrays travel as they lie in memory, little-endian"
 
 
 class Frame(NamedTuple):
-    """An encoded message: its head, and its arrays where they lie, C-contiguous, which belong at ``offsets`` of the
-    body."""
+    """An encoded message: its head, and its arrays where they lie, C-contiguous; absent ones are None."""
 
     head: bytes
-    arrays: tuple[Array, ...]
-    offsets: tuple[int, ...]
-    body_bytes: int
+    arrays: tuple[Array | None, ...]
+    body: Body
+
+    @property
+    def body_bytes(self) -> int:
+        return self.body.num_bytes
 
     @property
     def num_bytes(self) -> int:
         """Of head and body in one piece."""
-        return aligned(len(self.head)) + self.body_bytes if self.body_bytes else len(self.head)
+        body_bytes = self.body.num_bytes
+        return aligned(len(self.head)) + body_bytes if body_bytes else len(self.head)
 
     def write(self, out: memoryview) -> None:
-        """Write head and body in one piece into bytes [num_bytes or more]. Padding is left as it was."""
-        head = len(self.head)
-        out[:head] = self.head
-        start = aligned(head)
-        for array, offset in zip(self.arrays, self.offsets, strict=True):
-            if array.nbytes:
-                out[start + offset : start + offset + array.nbytes] = array.data.cast("B")
+        """Write head and body in one piece into bytes [num_bytes]. Padding is left as it was."""
+        head = self.head
+        out[: len(head)] = head
+        self.write_body(out[aligned(len(head)) :])
 
+    def write_body(self, out: memoryview) -> None:
+        """Copy the arrays into bytes [body_bytes]."""
+        for array, view in zip(self.arrays, self.body.views, strict=True):
+            if array is not None and view is not None and array.size:
+                offset = view[2]
+                out[offset : offset + array.nbytes] = array.data.cast("B")
 
-class _Shape(NamedTuple):
-    """Where an array lies in its body, and how to see it."""
-
-    dtype: np.dtype[Any]
-    dims: tuple[int, ...]
-    offset: int
-    num_bytes: int
+    def whole_body(self) -> Array | None:
+        """The body where it lies, uint8 [body_bytes], if its arrays lie in one buffer just as they do in a body (see
+        ``arrays.lay_out``); else None."""
+        filled = [
+            (a, v[2]) for a, v in zip(self.arrays, self.body.views, strict=True) if a is not None and v and a.size
+        ]
+        if not filled:
+            return None
+        first = filled[0][0]
+        if len(filled) == 1:
+            return first.reshape(-1).view(np.uint8)
+        base = first.base
+        if not isinstance(base, np.ndarray) or not base.flags.c_contiguous:
+            return None
+        start = first.ctypes.data
+        for array, offset in filled[1:]:
+            if array.base is not base or array.ctypes.data != start + offset:
+                return None
+        return np.ndarray((self.body.num_bytes,), np.uint8, base, start - base.ctypes.data)
 
 
 class Head:
     """A head that was found to be in order. ``message`` completes it once its body has arrived."""
 
-    __slots__ = ("_layout", "_shapes", "_values", "body_bytes", "epoch", "head_bytes")
+    __slots__ = ("_body", "_layout", "_others", "body_bytes", "epoch", "head_bytes")
 
-    def __init__(
-        self,
-        layout: _Layout,
-        epoch: int,
-        head_bytes: int,
-        body_bytes: int,
-        shapes: tuple[_Shape | None, ...],
-        values: list[Any],
-    ) -> None:
+    def __init__(self, layout: _Layout, epoch: int, head_bytes: int, body: Body, others: tuple[Any, ...]) -> None:
         self.epoch = epoch
         self.head_bytes = head_bytes
-        self.body_bytes = body_bytes
+        self.body_bytes = body.num_bytes
         self._layout = layout
-        self._shapes = shapes
-        self._values = values
+        self._body = body
+        self._others = others
+        """All fields but the arrays."""
 
     @property
     def kind(self) -> type[Message]:
         return self._layout.kind
 
-    @property
-    def spans(self) -> list[slice]:
-        """Where in the body the arrays lie, in the order of ``Frame.arrays``."""
-        return [slice(shape.offset, shape.offset + shape.num_bytes) for shape in self._shapes if shape is not None]
-
-    def message(self, body: Array | memoryview) -> Message:
+    def message(self, body: Array) -> Message:
         """The message. Its arrays are views of ``body``, uint8 [body_bytes], and keep it alive.
 
         Raises:
@@ -127,26 +124,8 @@ class Head:
         """
         if len(body) != self.body_bytes:
             raise self._layout.refuse(f"a body of {len(body)} bytes came where {self.body_bytes} were announced")
-        values = self._values
-        for array, shape in zip(self._layout.arrays, self._shapes, strict=True):
-            if shape is not None:
-                values[array.place] = np.ndarray(shape.dims, shape.dtype, body, shape.offset)
-        return self._layout.kind(*values)
-
-
-@dataclass(frozen=True)
-class _ArrayField:
-    name: str
-    place: int
-    """Among the message's fields."""
-    dtypes: tuple[np.dtype[Any], ...]
-    dims: tuple[str, ...]
-    optional: bool
-    first_word: int
-    """Of the head's words: the dtype's; its dims follow."""
-
-    def __str__(self) -> str:
-        return f"{' or '.join(map(str, self.dtypes))} [{', '.join(self.dims)}]"
+        arrays = [None if view is None else np.ndarray(view[0], view[1], body, view[2]) for view in self._body.views]
+        return self._layout.make(*self._others, *arrays)
 
 
 class _Layout:
@@ -155,160 +134,113 @@ class _Layout:
     def __init__(self, kind: type[Message], opcode: int) -> None:
         hints = get_type_hints(kind, include_extras=True)
         names = [field.name for field in fields(kind)]
+        numbers = [name for name in names if hints[name] in (int, float)]
+        arrays = [name for name in names if is_array(hints[name])]
+        others = [name for name in names if name not in numbers and name not in arrays]
         self.kind = kind
         self.opcode = opcode
-        self.num_fields = len(names)
-        self.arrays: list[_ArrayField] = []
-        self.others: list[tuple[int, str, Kind]] = []
-        numbers: list[str] = []
-        self.num_words = 0
-        for place, name in enumerate(names):
-            hint = hints[name]
-            if hint in (int, float):
-                numbers.append(name)
-            elif get_origin(hint) is Annotated:
-                self.arrays.append(_array_field(name, hint, place, self.num_words))
-                self.num_words += 1 + len(self.arrays[-1].dims)
-            else:
-                self.others.append((place, name, kind_of(hint)))
-        self.number_places = [names.index(name) for name in numbers]
-        self.equal_dims = _equal_dims(self.arrays)
-        self.get_arrays = _getter([array.name for array in self.arrays])
+        self.arrays = ArrayLayout([ArrayField.of(name, hints[name]) for name in arrays])
+        self.others: list[tuple[str, Kind]] = [(name, kind_of(hints[name])) for name in others]
+        self.get_arrays = _getter(arrays)
         self.get_numbers = _getter(numbers)
+        self.make = _maker(kind, names, [*numbers, *others, *arrays])
         letters = "".join("q" if hints[name] is int else "d" for name in numbers)
-        self.fixed = Struct(f"{_HEADER_FORMAT}{self.num_words}I{letters}")
-        self.shapes_of = lru_cache(maxsize=64)(self._read_shapes)
+        self.fixed = Struct(f"{_HEADER_FORMAT}{self.arrays.num_words}I{letters}")
+        self.fixed_bytes = self.fixed.size + _CRC.size
 
     def refuse(self, reason: str) -> ProtocolError:
         return ProtocolError(f"{self.kind.__name__}: {reason}")
 
     def encode(self, message: Message, epoch: int) -> Frame:
-        words: list[int] = []
-        present: list[Array] = []
-        offsets: list[int] = []
-        end = 0
-        for field, array in zip(self.arrays, self.get_arrays(message), strict=True):
-            if array is None and field.optional:
-                words += (0,) * (1 + len(field.dims))
-                continue
-            dtype = array.dtype
-            if dtype not in field.dtypes or array.ndim != len(field.dims):
-                raise self.refuse(f"{field.name} is {dtype} {list(array.shape)} where {field} belongs")
-            if not array.flags.c_contiguous:
-                array = np.ascontiguousarray(array)
-            words.append(_DTYPE_CODES[dtype])
-            words += array.shape
-            offset = aligned(end)
-            end = offset + array.nbytes
-            present.append(array)
-            offsets.append(offset)
-        tail = bytearray()
-        for _, name, kind in self.others:
-            kind.write(getattr(message, name), tail)
-        head_bytes = self.fixed.size + len(tail) + _CRC.size
-        if head_bytes > MAX_HEAD_BYTES or end > MAX_BODY_BYTES:
-            raise self.refuse(f"{head_bytes} + {end} bytes exceed the {MAX_HEAD_BYTES} + {MAX_BODY_BYTES} of a message")
+        arrays = self.get_arrays(message)
+        try:
+            body = self.arrays.of_arrays(*[None if x is None else (x.dtype, x.shape) for x in arrays])
+        except ProtocolError as error:
+            raise self.refuse(str(error)) from None
+        if not all([x is None or x.flags.c_contiguous for x in arrays]):  # noqa: C419  (a list is faster)
+            arrays = tuple(None if x is None else np.ascontiguousarray(x) for x in arrays)
+        tail = b""
+        if self.others:
+            tail = self._write_others(message)
+        head_bytes = self.fixed_bytes + len(tail)
         try:
             head = self.fixed.pack(
-                MAGIC, PROTOCOL_VERSION, self.opcode, 0, epoch, head_bytes, end, *words, *self.get_numbers(message)
+                MAGIC,
+                PROTOCOL_VERSION,
+                self.opcode,
+                0,
+                epoch,
+                head_bytes,
+                body.num_bytes,
+                *body.words,
+                *self.get_numbers(message),
             )
         except StructError as error:
             raise self.refuse(f"a number that can't be sent: {error}") from None
-        if tail:
-            head += tail
-        return Frame(head + _CRC.pack(crc32(head)), tuple(present), tuple(offsets), end)
+        head += tail
+        return Frame(head + _CRC.pack(crc32(head)), arrays, body)
+
+    def _write_others(self, message: Message) -> bytes:
+        tail = bytearray()
+        for name, kind in self.others:
+            kind.write(getattr(message, name), tail)
+        if self.fixed_bytes + len(tail) > MAX_HEAD_BYTES:
+            raise self.refuse(f"{len(tail)} bytes of fields exceed the {MAX_HEAD_BYTES} of a head")
+        return bytes(tail)
 
     def read(self, head: bytes, epoch: int, body_bytes: int) -> Head:
-        spare = len(head) - self.fixed.size - _CRC.size
+        spare = len(head) - self.fixed_bytes
         if spare < 0 or (spare and not self.others):
-            raise self.refuse(f"a head of {len(head)} bytes, where {self.fixed.size + _CRC.size} are needed")
+            raise self.refuse(f"a head of {len(head)} bytes, where {self.fixed_bytes} are needed")
         fixed = self.fixed.unpack_from(head)
-        first = len(fixed) - len(self.number_places)
-        shapes = self.shapes_of(fixed[first - self.num_words : first], body_bytes)
-        values: list[Any] = [None] * self.num_fields
-        for place, number in zip(self.number_places, fixed[first:], strict=True):
-            values[place] = number
+        first_number = _NUM_HEADER_FIELDS + self.arrays.num_words
+        try:
+            body = self.arrays.of_words(fixed[_NUM_HEADER_FIELDS:first_number])
+        except ProtocolError as error:
+            raise self.refuse(str(error)) from None
+        if body.num_bytes != body_bytes:
+            raise self.refuse(f"arrays of {body.num_bytes} bytes are not its body of {body_bytes}")
+        others = fixed[first_number:]
         if self.others:
-            self._read_others(Cursor(head[self.fixed.size : -_CRC.size]), values)
-        return Head(self, epoch, len(head), body_bytes, shapes, values)
+            others += self._read_others(Cursor(head[self.fixed.size : -_CRC.size]))
+        return Head(self, epoch, len(head), body, others)
 
-    def _read_others(self, cursor: Cursor, values: list[Any]) -> None:
-        for place, name, kind in self.others:
+    def _read_others(self, cursor: Cursor) -> tuple[Any, ...]:
+        values = []
+        for name, kind in self.others:
             try:
-                values[place] = kind.read(cursor)
+                values.append(kind.read(cursor))
             except ProtocolError as error:
                 raise self.refuse(f"{name}: {error}") from None
         if cursor.remaining:
             raise self.refuse(f"{cursor.remaining} bytes follow its last field")
-
-    def _read_shapes(self, words: tuple[int, ...], body_bytes: int) -> tuple[_Shape | None, ...]:
-        # Cached because all layers of a step, and most steps, have the same shapes.
-        shapes: list[_Shape | None] = []
-        end = 0
-        for field in self.arrays:
-            code, *dims = words[field.first_word : field.first_word + 1 + len(field.dims)]
-            if code == 0 and field.optional and not any(dims):
-                shapes.append(None)
-                continue
-            dtype = _DTYPES.get(code)
-            if dtype is None or dtype not in field.dtypes:
-                raise self.refuse(f"{field.name} is of dtype {dtype or code} where {field} belongs")
-            offset = aligned(end)
-            end = offset + prod(dims, start=dtype.itemsize)
-            shapes.append(_Shape(dtype, tuple(dims), offset, end - offset))
-        if end != body_bytes:
-            raise self.refuse(f"arrays of {end} bytes are not its body of {body_bytes}")
-        for name, one, other, array in self.equal_dims:
-            if words[one] != words[other] and shapes[array] is not None:
-                raise self.refuse(f"dim {name} is both {words[one]} and {words[other]}")
-        return tuple(shapes)
+        return tuple(values)
 
 
 def _getter(names: list[str]) -> Callable[[Message], tuple[Any, ...]]:
     if len(names) >= 2:
         return attrgetter(*names)  # the fast way, for the messages that travel once a layer
-    return lambda message: tuple(getattr(message, name) for name in names)
+    return lambda message: tuple([getattr(message, name) for name in names])
 
 
-def _array_field(name: str, hint: Any, place: int, first_word: int) -> _ArrayField:
-    """From ``Annotated[NDArray[...] | ..., "dims"]``."""
-    array, dims = get_args(hint)
-    members = get_args(array) if get_origin(array) in (Union, UnionType) else (array,)
-    arrays = [member for member in members if member is not NoneType]
-    dtypes = tuple(np.dtype(get_args(get_args(member)[1])[0]) for member in arrays)
-    assert set(dtypes) <= set(_DTYPE_CODES)
-    return _ArrayField(name, place, dtypes, tuple(dims.split()), len(arrays) < len(members), first_word)
+def _maker(kind: type[Message], names: list[str], given: list[str]) -> Callable[..., Message]:
+    """``kind``, for arguments in the order ``given`` instead of its own, ``names``."""
+    if names == given:
+        return kind
+    order = itemgetter(*[given.index(name) for name in names])
+    return lambda *values: kind(*order(values))
 
 
-def _equal_dims(arrays: list[_ArrayField]) -> list[tuple[str, int, int, int]]:
-    """Dims that stand twice: (name, its first word, another word, index of the other's array)."""
-    first: dict[str, int] = {}
-    pairs = []
-    for index, array in enumerate(arrays):
-        for word, name in enumerate(array.dims, array.first_word + 1):
-            if name in first:
-                pairs.append((name, first[name], word, index))
-            else:
-                assert not array.optional, "dims are given by arrays that are always there"
-                first[name] = word
-    return pairs
-
-
-_BY_KIND = {kind: _Layout(kind, opcode) for kind, opcode in OPCODES.items()}
-_BY_OPCODE = {layout.opcode: layout for layout in _BY_KIND.values()}
-
-
-def aligned(num_bytes: int) -> int:
-    """The next multiple of ``ALIGNMENT``."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+_BY_KIND: Final = {kind: _Layout(kind, opcode) for kind, opcode in OPCODES.items()}
+_BY_OPCODE: Final = {layout.opcode: layout for layout in _BY_KIND.values()}
 
 
 def encode(message: Message, *, epoch: int = 0) -> Frame:
     """Encode one message. Arrays are referred to, not copied, unless they aren't contiguous.
 
     Raises:
-        ProtocolError: the message is none that can travel: an array of a wrong dtype or number of dims, a number beyond
-            64 bits, more bytes than a message may have.
+        ProtocolError: the message is none that can travel: an array of a wrong dtype or number of dims, dims of one
+            name that differ, a number beyond 64 bits, more bytes than a message may have.
     """
     return _BY_KIND[type(message)].encode(message, epoch)
 
@@ -338,7 +270,7 @@ def read_head(data: Array | bytes | memoryview, *, max_body_bytes: int = MAX_BOD
     if body_bytes > max_body_bytes:
         raise layout.refuse(f"a body of {body_bytes} bytes exceeds the {max_body_bytes} that are allowed")
     head = bytes(data[:head_bytes])
-    if _CRC.unpack_from(head, head_bytes - _CRC.size)[0] != crc32(head[: -_CRC.size]):
+    if crc32(head[: -_CRC.size]) != _CRC.unpack_from(head, head_bytes - _CRC.size)[0]:
         raise layout.refuse("its head is damaged (checksum)")
     return layout.read(head, epoch, body_bytes)
 

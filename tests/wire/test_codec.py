@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
+from hypothesis.extra.numpy import arrays as arrays_of
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire import codec, fields
+from fastdecode.wire import arrays, codec, fields
 from fastdecode.wire.messages import (
     OPCODES,
     PROTOCOL_VERSION,
@@ -90,23 +90,23 @@ def hellos(draw: st.DrawFn) -> Hello:
 @st.composite
 def begin_steps(draw: st.DrawFn) -> BeginStep:
     n = draw(st.integers(0, 20))
-    counts = [draw(arrays(np.int32, n)) for _ in range(4)]
-    return BeginStep(draw(INTS), draw(INTS), draw(arrays(np.int64, n)), *counts, want_lse=draw(st.booleans()))
+    counts = [draw(arrays_of(np.int32, n)) for _ in range(4)]
+    return BeginStep(draw(INTS), draw(INTS), draw(arrays_of(np.int64, n)), *counts, want_lse=draw(st.booleans()))
 
 
 @st.composite
 def attends(draw: st.DrawFn) -> Attend:
     queries, tokens, heads, kv_heads, dim = (draw(st.integers(0, 5)) for _ in range(5))
     dtype = draw(BITS)
-    kv = [draw(arrays(dtype, (tokens, kv_heads, dim))) for _ in range(2)]
-    return Attend(draw(INTS), draw(INTS), draw(INTS), draw(arrays(dtype, (queries, heads, dim))), *kv)
+    kv = [draw(arrays_of(dtype, (tokens, kv_heads, dim))) for _ in range(2)]
+    return Attend(draw(INTS), draw(INTS), draw(INTS), draw(arrays_of(dtype, (queries, heads, dim))), *kv)
 
 
 @st.composite
 def attend_results(draw: st.DrawFn) -> AttendResult:
     queries, heads = draw(st.integers(0, 5)), draw(st.integers(1, 5))
-    o = draw(arrays(draw(BITS), (queries, heads, 3)))
-    lse = draw(st.none() | arrays(np.float32, (queries, heads)))
+    o = draw(arrays_of(draw(BITS), (queries, heads, 3)))
+    lse = draw(st.none() | arrays_of(np.float32, (queries, heads)))
     return AttendResult(draw(INTS), draw(INTS), draw(INTS), o, lse, draw(FLOATS))
 
 
@@ -234,11 +234,11 @@ def test_another_version_is_refused_naming_both() -> None:
         (12, struct.pack("<I", 27), "a head of 27 bytes"),
         (16, struct.pack("<Q", 1 << 63), "exceeds the"),
         (16, struct.pack("<Q", 100), "are not its body"),
-        (24, struct.pack("<I", 0), "q is of dtype 0"),
-        (24, struct.pack("<I", 3), "q is of dtype int32 where float32 or uint16"),
-        (24, struct.pack("<I", 1 << 30), "q is of dtype 1073741824"),
-        (28, struct.pack("<III", 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF), "are not its body"),
-        (28, struct.pack("<III", 2, 8, 4), "dim D is both 4 and 8"),
+        (24, struct.pack("<I", 0), "dtype 0 where q: float32 or uint16"),
+        (24, struct.pack("<I", 3), "dtype int32 where q: float32 or uint16"),
+        (24, struct.pack("<I", 1 << 30), "dtype 1073741824 where"),
+        (28, struct.pack("<III", 0xFFFFFFFF, 4, 8), "exceed the"),
+        (28, struct.pack("<III", 2, 8, 4), "dim D of k is 8, but 4 elsewhere"),
     ],
 )
 def test_forged_heads_are_refused(at: int, value: bytes, match: str) -> None:
@@ -246,7 +246,9 @@ def test_forged_heads_are_refused(at: int, value: bytes, match: str) -> None:
 
 
 def test_dims_of_one_name_must_agree() -> None:
-    refuse(in_one_piece(attend(k_tokens=5)), "dim T_kv is both 3 and 5")
+    with pytest.raises(ProtocolError, match="dim T_kv of v is 5, but 3 elsewhere"):
+        codec.encode(attend(k_tokens=5))
+    refuse(forged(attend(), 44, struct.pack("<I", 2)), "dim T_kv of v is 3, but 2 elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -284,7 +286,7 @@ def test_a_body_may_not_exceed_the_bound_of_the_connection() -> None:
 
 
 def test_a_lie_about_sizes_costs_no_memory() -> None:
-    data = forged(attend(), 28, struct.pack("<III", 1 << 14, 1 << 10, 1 << 6))
+    data = forged(attend(), 28, struct.pack("<III", 1 << 13, 1 << 8, 8))
     tracemalloc.start()
     try:
         refuse(data, "are not its body")
@@ -351,8 +353,11 @@ def test_garbage_is_refused(garbage: bytes) -> None:
 @pytest.mark.parametrize(
     ("message", "match"),
     [
-        (attend(dtype=np.float64), "q is float64"),
-        (Attend(1, 0, 0, np.ones((2, 4), np.float32), *[np.ones((1, 1, 4), np.float32)] * 2), r"q is float32 \[2, 4\]"),
+        (attend(dtype=np.float64), "float64 .* where q"),
+        (
+            Attend(1, 0, 0, np.ones((2, 4), np.float32), *[np.ones((1, 1, 4), np.float32)] * 2),
+            r"float32 \[2, 4\] where q",
+        ),
         (Accepted(1 << 63), "a number that can't be sent"),
         (Hello(1, "h", KVSpec(1, 1, 1, DType.FLOAT32), (AttentionSpec(1, 1, 1, 1.0),) * 20000, DType.FLOAT32), "20000"),
         (Hello(1, "h", KVSpec(1, 1, 1, DType.FLOAT32), (AttentionSpec(1, 1, 1, 1.0),) * 9000, DType.FLOAT32), "exceed"),
@@ -385,18 +390,34 @@ def test_received_arrays_are_aligned_views_that_keep_their_buffer() -> None:
     assert isinstance(decoded, Attend)
     for array in (decoded.q, decoded.k, decoded.v):
         assert array[1:].base is buffer
-        assert (array.ctypes.data - buffer.ctypes.data) % codec.ALIGNMENT == 0
+        assert (array.ctypes.data - buffer.ctypes.data) % arrays.ALIGNMENT == 0
 
 
-def test_spans_say_where_a_body_is_received() -> None:
-    message = attend()
-    frame = codec.encode(message)
+def test_a_body_is_received_on_its_own() -> None:
+    frame = codec.encode(attend())
     head = codec.read_head(frame.head)
     body = np.zeros(head.body_bytes, np.uint8)
-    for span, array in zip(head.spans, frame.arrays, strict=True):
-        body[span] = array.reshape(-1).view(np.uint8)
-    assert [span.start for span in head.spans] == list(frame.offsets)
-    assert same(head.message(body), message)
+    frame.write_body(body.data)
+    assert same(head.message(body), attend())
+    with pytest.raises(ProtocolError, match="Attend: a body of"):
+        head.message(body[:-1])
+
+
+def test_arrays_laid_out_as_in_a_body_travel_as_one_piece() -> None:
+    dims = ((2, 4, 8), (3, 2, 8), (3, 2, 8))
+    memory = np.arange(4096, dtype=np.uint16).view(np.uint8)
+    q, k, v = arrays.lay_out([(np.dtype(np.uint16), d) for d in dims], lambda n: memory[64 : 64 + n])
+    frame = codec.encode(Attend(1, 0, 2, q, k, v))
+    body = frame.whole_body()
+    assert body is not None and np.shares_memory(body, memory)
+    assert same(codec.read_head(frame.head).message(body), Attend(1, 0, 2, q, k, v))
+    # Not in one buffer, in another order, or with another gap: no.
+    assert codec.encode(Attend(1, 0, 2, q, k.copy(), v)).whole_body() is None
+    assert codec.encode(Attend(1, 0, 2, q, v, k)).whole_body() is None
+    assert codec.encode(Attend(1, 0, 2, q[:1], k, v)).whole_body() is None
+    # What is empty lies anywhere.
+    assert codec.encode(Attend(1, 0, 2, np.empty((0, 4, 8), np.uint16), k, v)).whole_body() is not None
+    assert codec.encode(Attend(1, 0, 2, q[:0], k[:0], v[:0])).whole_body() is None
 
 
 def test_arrays_of_a_message_declare_dtype_and_dims() -> None:
