@@ -80,8 +80,8 @@ def throughput_efficiency(batch: int, t_of_b: float) -> float:
     return batch / t_of_b
 
 
-# Far below any measurement's error, far above what rounding adds to a handful of products.
-_ROUNDING = 1e-9
+# Far below anything that matters, far above what rounding adds to a handful of products (a few 1e-16).
+_ROUNDING = 1e-12
 
 
 def whole(count: float) -> int:

@@ -1,0 +1,109 @@
+"""Profile files: what is written is read back; whatever else is in them is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.measurement import (
+    DecodePoint,
+    Machine,
+    ModelShape,
+    NetProfile,
+    Point,
+    Profile,
+    RProfile,
+    SProfile,
+    Timing,
+    read_profile,
+    write_profile,
+)
+
+MACHINE = Machine("a CPU", 2, 24 << 30, "cpu", {"numpy": "2.0"})
+TIMING = Timing((1e-3, 1.1e-3, 0.9e-3))
+POINTS = (Point(1, TIMING), Point(64, Timing((2e-3,))))
+S = SProfile(MACHINE, "tiny", ModelShape(2, 64, 128, 4, 2, 16, 500), "float32", 8 << 30, POINTS, POINTS, POINTS)
+R = RProfile(MACHINE, 4, 2, 16, "float16", 32, 2, 4 << 30, (DecodePoint(8, 512, TIMING),), (3e10, 3.1e10))
+NET = NetProfile(MACHINE, "mpi", POINTS, TIMING)
+
+
+@pytest.mark.parametrize("profile", [S, R, NET], ids=["s", "r", "net"])
+def test_round_trip(tmp_path: Path, profile: Profile) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(path, profile)
+    assert read_profile(path) == profile
+    tree = json.loads(path.read_text())
+    assert tree["format"] == "fastdecode.profile" and tree["version"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_timings() -> None:
+    assert Timing((3.0, 1.0, 2.0)).median_s == 2.0
+    assert Timing((5.0,)).spread == 0.0
+    assert Timing((1.0, 1.0, 1.0, 1.0)).spread == 0.0
+    assert Timing((0.9, 1.0, 1.1, 1.0, 1.0)).spread == 0.0
+    assert Timing((0.8, 0.9, 1.0, 1.1, 1.2)).spread == pytest.approx(0.1)
+
+
+def change(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    *parents, last = path.split(".")
+    node: Any = tree
+    for name in parents:
+        node = node[int(name)] if isinstance(node, list) else node[name]
+    if value is None:
+        del node[last]
+    else:
+        node[int(last) if isinstance(node, list) else last] = value
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("format", "something", "format"),
+        ("version", 2, '"version" is 2; this release reads 1'),
+        ("kind", "x", "kind"),
+        ("layer", None, '"layer" is missing'),
+        ("layer", [], "layer must be a list of 1"),
+        ("layer", {}, "layer must be a list"),
+        ("layer.0.timing.seconds.0", -1.0, r"layer\[0\]\.timing\.seconds\[0\] is -1.0"),
+        ("layer.0.timing.seconds.0", float("nan"), r"seconds\[0\] is nan"),
+        ("layer.0.timing.seconds.0", "fast", r"seconds\[0\] must be a number"),
+        ("layer.1.size", 6.5, r"layer\[1\]\.size must be a whole number"),
+        ("layer.1.size", True, r"layer\[1\]\.size must be a number"),
+        ("shape.num_layers", 10**30, "shape.num_layers is"),
+        ("machine.software", {"numpy": 2}, "machine.software must be an object of strings"),
+        ("machine", [], "machine must be an object"),
+        ("model", "", "model must be a string"),
+        ("extra", 1, '"extra" is not a field'),
+    ],
+)
+def test_broken_fields_are_named(tmp_path: Path, where: str, value: Any, message: str) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(path, S)
+    path.write_text(json.dumps(change(json.loads(path.read_text()), where, value)))
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_profile(path)
+    assert caught.value.code == "invalid_profile" and caught.value.exit_code == 2
+    assert str(path) in str(caught.value) and "fastdecode calibrate" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[]", b"[" * 100_000, b"null"])
+def test_files_that_are_no_profiles(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="not a usable profile"):
+        read_profile(path)
+
+
+def test_missing_and_unwritable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_profile(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="can't read"):
+        read_profile(tmp_path)
+    with pytest.raises(ConfigError, match="can't write"):
+        write_profile(tmp_path / "no" / "such" / "dir.json", NET)

@@ -1,0 +1,124 @@
+"""The paper's formulas, against examples worked by hand, to 1e-9."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model.closed_forms import throughput_efficiency, whole
+from cost_model.size import max_batch_within_latency, required_cpus
+from cost_model.workload import Workload
+from fastdecode.core.errors import ConfigError
+
+CASES: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("cases.json").read_text())
+sizes = st.integers(1, 1000)
+times = st.floats(1e-6, 1e3)
+
+
+def case_ids(kind: str) -> Any:
+    return pytest.mark.parametrize("case", CASES[kind], ids=[case["id"] for case in CASES[kind]])
+
+
+@case_ids("required_cpus")
+def test_required_cpus(case: dict[str, Any]) -> None:
+    given_, expected = case["inputs"], case["expected"]
+    answer = required_cpus(
+        batch=given_["B"],
+        seq_len=given_["S"],
+        r_per_token=given_["R_ms_per_token_per_cpu"],
+        t_of_b=given_["T_B_ms"],
+        capacity_tokens=given_["C_tokens_per_cpu"],
+    )
+    assert answer.compute_bound == pytest.approx(expected["P_compute"], rel=1e-9)
+    assert answer.memory_bound == pytest.approx(expected["P_memory"], rel=1e-9)
+    assert answer.needed == expected["P_needed"]
+    efficiency = throughput_efficiency(given_["B"], given_["T_B_ms"])
+    assert efficiency == pytest.approx(expected["E_B"], rel=1e-9)
+    assert answer.compute_bound == pytest.approx(
+        given_["S"] * given_["R_ms_per_token_per_cpu"] * efficiency / 2, rel=1e-9
+    )
+
+
+@case_ids("max_batch")
+def test_max_batch_within_latency(case: dict[str, Any]) -> None:
+    given_, expected = case["inputs"], case["expected"]
+    table = {int(batch): t for batch, t in given_["T_B_ms"].items()}
+    batch = max_batch_within_latency(given_["N_layers"], given_["S"], given_["L_ms"], table)
+    assert batch == expected["B_max_latency"]
+    if batch is not None:
+        assert 2 * given_["N_layers"] * given_["S"] * table[batch] == pytest.approx(expected["latency_ms"], rel=1e-9)
+    for size, efficiency in expected["E_B"].items():
+        assert throughput_efficiency(int(size), table[int(size)]) == pytest.approx(efficiency, rel=1e-9)
+
+
+def test_load_is_the_sum_over_micro_batches() -> None:
+    case = CASES["load"][0]
+    batch, length, interval = (case["inputs"][name] for name in "BSF")
+    load = batch * Workload(0, length, interval).mean_context_tokens
+    summed = sum(case["expected"]["M"] * k * interval for k in range(1, length // interval + 1))
+    assert load == pytest.approx(summed, rel=1e-9) == pytest.approx(case["expected"]["W_stabilised"], rel=1e-9)
+    assert load / case["expected"]["W_max"] == pytest.approx(case["expected"]["ratio"], rel=1e-9)
+
+
+def test_load_of_an_uneven_interval_is_within_the_headroom() -> None:
+    """The closed form is exact only if F divides S; otherwise the peak is higher, which the default headroom covers."""
+    case = CASES["load"][1]
+    batch, length, interval = (case["inputs"][name] for name in "BSF")
+    load = batch * Workload(0, length, interval).mean_context_tokens
+    assert load == case["expected"]["closed_form"]
+    peak = case["inputs"]["M"] * sum(case["expected"]["lengths_at_peak"])
+    assert peak == case["expected"]["W_peak"]
+    assert load < peak < 1.1 * load
+
+
+@given(batch=sizes, seq_len=sizes, numerator=st.integers(1, 1000), denominator=st.integers(1, 1000))
+def test_needed_is_the_exact_ceiling(batch: int, seq_len: int, numerator: int, denominator: int) -> None:
+    r, t = numerator / 1000, denominator / 8
+    exact = Fraction(batch * seq_len * numerator * 8, 2 * 1000 * denominator)
+    needed = required_cpus(batch, seq_len, r, t, capacity_tokens=1e12).needed
+    assert needed == max(1, math.ceil(exact))
+
+
+def test_t_of_b_may_be_a_function() -> None:
+    assert required_cpus(64, 128, 0.5, lambda b: b / 4, 1e9) == required_cpus(64, 128, 0.5, 16.0, 1e9)
+
+
+@given(
+    batch=sizes, seq_len=sizes, r=times, t=times, capacity=st.floats(1.0, 1e9),
+    factor=st.floats(1.01, 10.0),
+)  # fmt: skip
+def test_more_work_never_needs_fewer(
+    batch: int, seq_len: int, r: float, t: float, capacity: float, factor: float
+) -> None:
+    base = required_cpus(batch, seq_len, r, t, capacity)
+    assert required_cpus(2 * batch, seq_len, r, t, capacity).needed >= base.needed
+    assert required_cpus(batch, 2 * seq_len, r, t, capacity).needed >= base.needed
+    assert required_cpus(batch, seq_len, r * factor, t, capacity).needed >= base.needed
+    assert required_cpus(batch, seq_len, r, t * factor, capacity).needed <= base.needed
+    assert required_cpus(batch, seq_len, r, t, capacity * factor).needed <= base.needed
+
+
+@pytest.mark.parametrize("count", [1, 2, 99, 100, 12345])
+def test_whole_forgives_rounding_only(count: int) -> None:
+    assert whole(count * (1 + 1e-14)) == whole(count * (1 - 1e-14)) == count
+    assert whole(count * (1 + 1e-6)) == count + 1
+    assert whole(1e-30) == 1
+
+
+@pytest.mark.parametrize("bad", [0, -1, math.nan, math.inf, True])
+def test_nonsense_is_refused(bad: float) -> None:
+    good = {"batch": 8, "seq_len": 8, "r_per_token": 1.0, "t_of_b": 1.0, "capacity_tokens": 8.0}
+    for name in good:
+        with pytest.raises(ConfigError, match=name):
+            required_cpus(**{**good, name: bad})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="latency"):
+        max_batch_within_latency(8, 8, bad, {1: 1.0})
+    with pytest.raises(ConfigError, match="t_of_b"):
+        max_batch_within_latency(8, 8, 1.0, {1: bad})

@@ -1,0 +1,142 @@
+"""The pipeline's laws: what overlaps, what doesn't, and the paper's special case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model.closed_forms import required_cpus
+from cost_model.constraints import Promises, gpu_busy_constraints
+from cost_model.predict import LaneTimes, System
+from cost_model.shapes import CONFIGS
+from cost_model.stages import Link, Provenance, RPart, SPart
+from cost_model.workload import TokenCosts, Workload
+from fastdecode.core.dtype import DType
+from fastdecode.core.model_spec import ModelSpec
+
+SPEC = ModelSpec.from_hf(CONFIGS["Llama-2 7B"], name="Llama-2 7B")
+stage = st.floats(1e-6, 1e-2)
+
+
+def ideal_system(
+    t_of_b: float = 2e-3, r_s: float = 5e-7, seq_len: int = 1024, network_bytes_per_s: float = 1e18, **s: float
+) -> System:
+    """The paper's world: constant T(B), R proportional to tokens, a network that takes no time."""
+    source = (Provenance.GIVEN, "")
+    return System(
+        s=SPart("s", *source, SPEC.num_layers, lambda _: t_of_b, lambda _: 0.0, lambda n: 1e-3 * n, 1e15, 1e12, None,
+                None, 0.1),
+        r=RPart("r", *source, 0.0, 0.0, r_s, r_s / 2, 1e15, 1e15, 2, None, 0.1),
+        link=Link("net", *source, network_bytes_per_s, 0.0, 0.1),
+        num_nics=1,
+        costs=TokenCosts(SPEC, DType.FLOAT16, "float16"),
+        workload=Workload(0, seq_len),
+    )  # fmt: skip
+
+
+@given(stage, stage, stage, stage, stage)
+def test_cycle_bounds(s: float, out: float, r: float, back: float, trip: float) -> None:
+    lane = LaneTimes(s, out, r, back, trip)
+    assert lane.cycle_s(1) == pytest.approx(s + out + r + back + trip)
+    for lanes in (1, 2, 3, 4):
+        cycle = lane.cycle_s(lanes)
+        assert cycle >= lanes * max(s, out, r, back) and cycle >= lane.chain_s
+        # A lane more never makes a lane's own way shorter, and never makes the whole give less.
+        assert lane.cycle_s(lanes + 1) >= cycle
+        assert (lanes + 1) / lane.cycle_s(lanes + 1) >= lanes / cycle * (1 - 1e-12)
+
+
+def test_what_limits() -> None:
+    assert LaneTimes(4.0, 1.0, 2.0, 1.0, 0.0).limit(3) == "S-part"
+    assert LaneTimes(2.0, 1.0, 4.0, 1.0, 0.0).limit(3) == "R-part"
+    assert LaneTimes(2.0, 4.0, 2.0, 1.0, 0.0).limit(3) == "network"
+    assert LaneTimes(2.0, 1.0, 1.0, 1.0, 9.0).limit(3) == "round trip"
+    assert LaneTimes(2.0, 1.0, 1.0, 1.0, 0.0).limit(1) == "round trip"
+
+
+def test_two_lanes_and_a_perfect_network_are_the_paper() -> None:
+    """Latency 2·N·S·T(B), P = B·S·R / 2T(B) but for the (S+1)/S of whole tokens."""
+    system, batch, seq_len = ideal_system(), 512, 1024
+    rows = {r.name: r for r in gpu_busy_constraints(system, batch, 2, Promises(float("inf"), 0.0))}
+    paper = required_cpus(batch, seq_len, 5e-7, 2e-3, 1e12)
+    assert paper.compute_bound == pytest.approx(65.536, rel=1e-9)
+    assert rows["S-time balance"].min_sockets == 66
+    assert rows["round trips"].min_sockets == 66
+    step = system.predict(batch, 2, 66)
+    assert step.latency_s == pytest.approx(2 * SPEC.num_layers * seq_len * 2e-3, rel=1e-9)
+    assert step.s_utilisation == pytest.approx(1.0) and step.limit == "S-part"
+    assert step.tokens_per_s == pytest.approx(2 * batch / (2 * SPEC.num_layers * 2e-3))
+    one_fewer = system.predict(batch, 2, 65)
+    assert one_fewer.limit == "R-part" and one_fewer.s_utilisation < 1.0
+
+
+def test_sockets_fall_with_the_models_width() -> None:
+    """P ∝ 1/h: the S-part grows with h², the R-part with h (section 4.3)."""
+
+    def sockets(scale: int) -> float:
+        system = ideal_system(t_of_b=2e-3 * scale**2, r_s=5e-7 * scale)
+        return system.r_s(512, 1.0) / system.s_s(512)
+
+    assert sockets(2) == pytest.approx(sockets(1) / 2, rel=1e-9)
+    assert sockets(4) == pytest.approx(sockets(1) / 4, rel=1e-9)
+
+
+def test_starting_together_needs_twice_the_sockets() -> None:
+    spread = ideal_system()
+    together = replace(spread, workload=Workload(0, 1024, 1024))
+    promises = Promises(float("inf"), 0.0)
+    counts = [gpu_busy_constraints(each, 512, 2, promises)[0].min_sockets or 0 for each in (spread, together)]
+    assert counts == [66, 132]
+
+
+def test_prompts_cost_the_gpu_their_share() -> None:
+    """Each step, one of ``output`` sequences ends and another one's prompt runs."""
+    without, with_prompt = ideal_system(), replace(ideal_system(), workload=Workload(300, 100))
+    extra = with_prompt.s_s(512) - without.s_s(512)
+    assert extra == pytest.approx(512 / 100 * 300e-3 / SPEC.num_layers)
+    assert with_prompt.out_bytes(100) - without.out_bytes(100) == pytest.approx(
+        300 * with_prompt.costs.prompt_out_bytes
+    )
+
+
+def test_sockets_beyond_one_a_sequence_do_nothing() -> None:
+    system = ideal_system()
+    assert system.r_s(8, 8) == system.r_s(8, 100) < system.r_s(8, 4)
+
+
+def test_network_times_come_from_the_narrower_side() -> None:
+    system = ideal_system(network_bytes_per_s=1e9)
+    out, back = 64 * system.costs.out_bytes, 64 * system.costs.back_bytes
+    one_host, many = system.lane(64, 1), system.lane(64, 40)
+    assert one_host.out_s == many.out_s == pytest.approx(out / 1e9)
+    assert one_host.back_s == pytest.approx(back / 1e9)
+    assert replace(system, num_nics=4).lane(64, 40).out_s == pytest.approx(out / 4e9)
+    assert replace(system, num_nics=4).lane(64, 2).out_s == pytest.approx(out / 1e9)
+    narrow_pcie = replace(system, s=replace(system.s, host_link_bytes_per_s=1e8))
+    assert narrow_pcie.lane(64, 40).out_s == pytest.approx(out / 1e8)
+
+
+def test_bounds_enclose_the_prediction() -> None:
+    system = ideal_system(network_bytes_per_s=1e10)
+    for lanes, sockets in ((1, 4), (2, 66), (3, 200)):
+        fast, mid, slow = (system.scaled(sign).predict(512, lanes, sockets).step_s for sign in (-1, 0, 1))
+        assert fast < mid < slow
+        assert slow / mid == pytest.approx(1.1) and mid / fast == pytest.approx(1.1)
+
+
+@given(st.integers(1, 2000), st.integers(1, 100))
+def test_load_limit_is_where_r_meets_s(lane_batch: int, sockets: int) -> None:
+    system = ideal_system()
+    limit = system.load_limit_tokens(lane_batch, sockets)
+    assert limit == pytest.approx(sockets * 2e-3 / 5e-7, abs=1)
+
+
+def test_step_limits() -> None:
+    system = replace(ideal_system(), workload=Workload(1000, 100))
+    assert system.step_limit_s(None, None) == float("inf")
+    assert system.step_limit_s(11.0, None) == pytest.approx(0.1)
+    assert system.step_limit_s(11.0, 0.05) == pytest.approx(0.05)
+    assert system.step_limit_s(0.5, None) < 0

@@ -1,0 +1,243 @@
+"""The planner's choices: rules kept, infeasibility explained, the rival taken seriously, money counted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cost_model.gpu_only import gpu_only_memory_bytes, gpu_only_step_s
+from cost_model.hardware import Hardware
+from cost_model.question import Goal, Prices, Setup
+from cost_model.shapes import model_named
+from cost_model.size import size
+from cost_model.workload import Workload
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
+
+HARDWARE = Hardware.load()
+
+
+def ask(
+    model: str = "Llama-2 7B", gpu: str = "A10", cpu: str = "EPYC 7452", nic: str = "100GbE", *,
+    output: int = 1024, prompt: int = 0, **more: Any,
+) -> Setup:  # fmt: skip
+    return Setup(
+        model_named(model), DType.FLOAT16, "float16", HARDWARE.gpu(gpu), HARDWARE.cpu(cpu), HARDWARE.nic(nic),
+        Workload(prompt, output), **more,
+    )  # fmt: skip
+
+
+def test_the_plan_keeps_what_it_says() -> None:
+    sizing = size(ask(), Goal(), HARDWARE)
+    plan = sizing.plan
+    assert sizing.feasible and plan is not None
+    assert plan.sockets == max(row.min_sockets or 0 for row in plan.constraints) == plan.binding.min_sockets
+    assert plan.expected.s_utilisation > 0.95
+    assert plan.expected.sockets == plan.sockets and plan.expected.batch == plan.batch == plan.lanes * plan.lane_batch
+    assert plan.slow.tokens_per_s < plan.expected.tokens_per_s < plan.fast.tokens_per_s
+    assert plan.hosts * plan.sockets_per_host >= plan.sockets
+    starved = sizing.system.predict(plan.lane_batch, plan.lanes, plan.sockets // 2)
+    assert starved.limit == "R-part" and starved.tokens_per_s < 0.7 * plan.expected.tokens_per_s
+
+
+def test_the_batch_stops_where_the_gain_fades() -> None:
+    setup = ask()
+    system = setup.system()
+
+    def efficiency(batch: int) -> float:
+        return batch / system.s_s(batch)
+
+    for min_gain in (0.05, 0.10, 0.5):
+        plan = size(setup, Goal(min_gain=min_gain)).plan
+        assert plan is not None
+        assert efficiency(2 * plan.lane_batch) < (1 + min_gain) * efficiency(plan.lane_batch)
+        half = plan.lane_batch // 2
+        assert efficiency(2 * half) >= (1 + min_gain) * efficiency(half)
+
+
+def test_a_latency_that_binds() -> None:
+    free, held = size(ask(), Goal()), size(ask(), Goal(latency_s=60.0))
+    assert free.plan is not None and held.plan is not None and held.feasible
+    assert held.plan.lane_batch < free.plan.lane_batch
+    assert held.plan.expected.latency_s <= 60.0
+    waiting = [row for row in held.what_ifs if "GPU waiting" in row.change]
+    assert waiting and (waiting[0].tokens_per_s or 0) > 1.1 * held.plan.expected.tokens_per_s
+
+
+def test_a_latency_that_nothing_holds() -> None:
+    sizing = size(ask(), Goal(latency_s=10.0))
+    assert not sizing.feasible and sizing.plan is None
+    assert [row.name for row in sizing.in_the_way] == ["latency"]
+    assert "shortest step" in sizing.nearest
+    step_s = float(sizing.nearest.split("can make is ")[1].split(" ms")[0]) / 1e3
+    just = size(ask(), Goal(tpot_s=step_s * 1.01))
+    assert just.plan is not None, "what is called nearest can be had"
+
+
+def test_a_model_that_does_not_fit() -> None:
+    sizing = size(ask("OPT 175B", "A100"), Goal())
+    assert not sizing.feasible and sizing.plan is None and sizing.gpu_only is None and sizing.verdict is None
+    assert [row.name for row in sizing.in_the_way] == ["S-worker memory"]
+    assert sizing.nearest.startswith("--gpus 6")
+    assert size(ask("OPT 175B", "A100", num_gpus=6), Goal()).plan is not None
+
+
+def test_too_few_sockets() -> None:
+    needed = size(ask(), Goal(batch=1024, lanes=2)).plan
+    assert needed is not None
+    sizing = size(ask(), Goal(batch=1024, lanes=2, max_sockets=needed.sockets - 1))
+    assert not sizing.feasible and sizing.in_the_way
+    assert all("at hand" in row.detail for row in sizing.in_the_way)
+    free = size(ask(), Goal(max_sockets=4)).plan
+    assert free is not None and free.sockets <= 4
+
+
+def test_a_network_too_slow_for_a_busy_gpu() -> None:
+    sizing = size(ask("Llama-2 13B", "H200", nic="10GbE"), Goal(batch=512))
+    assert not sizing.feasible
+    assert "network bytes" in [row.name for row in sizing.in_the_way]
+    assert sizing.plan is not None, "the nearest plan that runs is shown"
+    assert sizing.plan.expected.limit in ("network", "round trip")
+    assert sizing.plan.expected.s_utilisation < 0.5
+
+
+def test_one_lane_never_keeps_the_gpu_busy() -> None:
+    sizing = size(ask(), Goal(lanes=1))
+    assert not sizing.feasible
+    assert [row.name for row in sizing.in_the_way] == ["round trips"]
+    assert sizing.plan is not None and sizing.plan.lanes == 1
+
+
+def test_a_lane_more_must_earn_its_place() -> None:
+    chosen = size(ask(), Goal()).plan
+    assert chosen is not None
+    counts = {}
+    for lanes in (2, 3, 4):
+        plan = size(ask(), Goal(lanes=lanes, batch=lanes * chosen.lane_batch)).plan
+        counts[lanes] = plan.sockets if plan is not None else 10**9
+    fewest = min(counts.values())
+    assert counts[chosen.lanes] <= 1.25 * fewest
+    assert all(counts[lanes] > 1.25 * counts[chosen.lanes] for lanes in counts if lanes < chosen.lanes)
+
+
+def test_over_sockets_shows_every_limit_on_the_way() -> None:
+    sizing = size(ask("Llama-3 70B", "H200", "EPYC 9354", num_gpus=2, output=2048), Goal())
+    steps = sizing.over_sockets
+    assert [step.sockets for step in steps] == sorted({step.sockets for step in steps})
+    assert all(a.tokens_per_s <= b.tokens_per_s * (1 + 1e-9) for a, b in itertools.pairwise(steps))
+    plan = sizing.plan
+    assert plan is not None
+    seen = {step.limit for step in steps}
+    every = {sizing.system.predict(plan.lane_batch, plan.lanes, p).limit for p in range(1, 2 * plan.sockets + 1)}
+    assert seen == every
+
+
+def test_the_gpu_alone_uses_its_memory_up() -> None:
+    sizing = size(ask(), Goal())
+    alone, system = sizing.gpu_only, sizing.system
+    assert alone is not None and alone.limit == "memory"
+    assert gpu_only_memory_bytes(system, alone.batch) <= system.s.usable_memory_bytes
+    assert gpu_only_memory_bytes(system, alone.batch + 1) > system.s.usable_memory_bytes
+    assert alone.tpot_s == gpu_only_step_s(system, alone.batch)
+    quick = size(ask(), Goal(tpot_s=0.04)).gpu_only
+    assert quick is not None and quick.limit == "latency" and quick.batch < alone.batch and quick.tpot_s <= 0.04
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "num_gpus", "offload"),
+    [
+        ("Llama-2 7B", "A10", 1, True),  # 9 GB left for KV
+        ("Llama-2 70B", "H200", 1, True),  # the weights fill the GPU
+        ("Llama-3 70B", "H200", 2, False),  # 144 GB left for KV, a fifth of it needed
+        ("Qwen2.5 7B", "H200", 1, False),  # 127 GB left, and 57 KB a token
+    ],
+)
+def test_when_offloading_wins(model: str, gpu: str, num_gpus: int, offload: bool) -> None:
+    verdict = size(ask(model, gpu, "EPYC 9354", "200GbE", num_gpus=num_gpus), Goal()).verdict
+    assert verdict is not None and verdict.offload is offload
+    if not offload:
+        assert verdict.gain < 2.0
+
+
+def test_money_decides(tmp_path: Path) -> None:
+    path = tmp_path / "prices.toml"
+
+    def verdict_at(socket: float) -> tuple[bool, float, float | None]:
+        path.write_text(f"[gpu_per_hour]\nA10 = 0.5\n[socket_per_hour]\ndefault = {socket}\n")
+        sizing = size(ask(), Goal(), prices=Prices.read(path))
+        assert sizing.verdict is not None and sizing.cost is not None
+        assert sizing.cost.currency == "USD"
+        return sizing.verdict.offload, sizing.cost.per_million_tokens, sizing.cost.gpu_only_per_million_tokens
+
+    break_even = size(ask(), Goal()).verdict
+    assert break_even is not None
+    price = 0.5 * break_even.break_even_socket_price
+    cheap, dear = verdict_at(0.99 * price), verdict_at(1.01 * price)
+    assert cheap[0] and not dear[0]
+    assert cheap[2] is not None and cheap[1] < cheap[2] < dear[1]
+    sizing = size(ask(), Goal(), prices=Prices("EUR", {"A10": 3.6}, {"default": 0.0001}))
+    assert sizing.cost is not None and sizing.gpu_only is not None
+    assert sizing.cost.gpu_only_per_million_tokens == pytest.approx(1000 / sizing.gpu_only.tokens_per_s)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "gpu_per_hour = 3", "[gpu_per_hour]\nA10 = -1\n[socket_per_hour]\nx = 1", "nonsense",
+        "[gpu_per_hour]\nA10 = 1", "[gpu_per_hour]\nA10 = true\n[socket_per_hour]\nx = 1",
+        "[gpu_per_hour]\nA10 = 1\n[socket_per_hour]\nx = 1\n[cats]\ny = 1",
+    ],
+)  # fmt: skip
+def test_broken_price_lists(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "prices.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="--prices"):
+        Prices.read(path)
+
+
+def test_price_lists_in_json_and_missing_prices(tmp_path: Path) -> None:
+    path = tmp_path / "prices.json"
+    path.write_text(json.dumps({"gpu_per_hour": {"H200": 3.0}, "socket_per_hour": {"EPYC 7452": 0.3}}))
+    prices = Prices.read(path)
+    assert prices.socket("EPYC 7452") == 0.3
+    with pytest.raises(ConfigError, match="gpu_per_hour for 'A10'"):
+        size(ask(), Goal(), prices=prices)
+    with pytest.raises(ConfigError, match="No such file"):
+        Prices.read(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"latency_s": -1.0}, {"latency_s": float("nan")}, {"tpot_s": 0.0}, {"headroom": -0.1}, {"headroom": 1e9},
+        {"survive": -1}, {"batch": 0}, {"batch": 1 << 40}, {"lanes": 5}, {"lanes": 0}, {"max_sockets": 0},
+        {"min_gain": 0.0}, {"batch": 2, "lanes": 3}, {"survive": 4, "max_sockets": 4},
+    ],
+)  # fmt: skip
+def test_absurd_goals_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Goal(**bad)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_gpus": 0}, "--gpus"), ({"num_gpus": 3}, "evenly"), ({"num_nics": 0}, "--nics"),
+        ({"workload": Workload(4000, 97)}, "at most 4096 tokens"), ({"memory_bytes_per_socket": 5}, "--dram-gb"),
+    ],
+)  # fmt: skip
+def test_absurd_setups_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(ask(), **change)
+
+
+def test_answers_are_frozen() -> None:
+    sizing = size(ask(), Goal())
+    with pytest.raises(FrozenInstanceError):
+        sizing.plan.sockets = 1  # type: ignore[misc, union-attr]

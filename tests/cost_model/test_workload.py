@@ -1,0 +1,113 @@
+"""What models and workloads cost, against numbers known from their papers and configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model.shapes import CONFIGS, model_named, read_model
+from cost_model.workload import TokenCosts, Workload, kv_token_layer_bytes, parse_kv_dtype
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
+
+PARAMETERS = {
+    "Llama-2 7B": 6_738_415_616, "Llama-2 13B": 13_015_864_320, "Llama-2 70B": 68_976_648_192,
+    "Llama-3 8B": 8_030_261_248, "Llama-3 70B": 70_553_706_496, "Qwen2.5 7B": 7_615_616_512,
+    "Qwen2.5 72B": 72_706_203_648, "Mistral 7B": 7_241_732_096, "BLOOM 176B": 176_247_271_424,
+}  # fmt: skip
+KV_KIB = {"Llama-2 7B": 512, "Llama-2 13B": 800, "Llama-3 8B": 128, "Llama-3 70B": 320, "OPT 175B": 4608}
+WIRE_MIB = {"Llama-2 7B": 1.0, "Llama-2 13B": 1.5625, "Llama-3 8B": 0.625, "Llama-3 70B": 2.8125}
+
+
+def costs(name: str, kv_dtype: str = "float16") -> TokenCosts:
+    return TokenCosts(model_named(name), DType.FLOAT16, kv_dtype)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_counts(name: str) -> None:
+    assert model_named(name).num_parameters == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_shape_is_what_its_name_says(name: str) -> None:
+    billions = float(name.split()[-1].removesuffix("B"))
+    assert model_named(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.15)
+
+
+@pytest.mark.parametrize("name", KV_KIB)
+def test_kv_bytes_a_token(name: str) -> None:
+    assert costs(name).kv_bytes == KV_KIB[name] * 1024
+
+
+@pytest.mark.parametrize("name", WIRE_MIB)
+def test_wire_bytes_a_token(name: str) -> None:
+    c = costs(name)
+    assert c.num_layers * (c.out_bytes + c.back_bytes) == WIRE_MIB[name] * 2**20
+
+
+def test_int8_halves_the_cache_but_for_its_scales() -> None:
+    assert kv_token_layer_bytes(8, 128, "int8") == 2 * 8 * (128 + 2)
+    assert kv_token_layer_bytes(8, 128, "float16") == 2 * 8 * 256
+    assert costs("Llama-2 7B", "float32").kv_bytes == 2 * costs("Llama-2 7B").kv_bytes
+
+
+def test_kv_dtype_names() -> None:
+    assert [parse_kv_dtype(name) for name in ("bf16", "fp16", "INT8", "float32")] == [
+        "bfloat16", "float16", "int8", "float32",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="--kv-dtype 'int3'"):
+        parse_kv_dtype("int3")
+
+
+@given(prompt=st.integers(0, 300), output=st.integers(1, 300), window=st.integers(1, 600))
+def test_attended_tokens_are_the_mean_over_the_steps(prompt: int, output: int, window: int) -> None:
+    workload = Workload(prompt, output)
+    contexts = [prompt + step for step in range(1, output + 1)]
+    assert workload.mean_context_tokens == pytest.approx(sum(contexts) / output)
+    exact = sum(min(context, window) for context in contexts) / output
+    # The windowed mean integrates where this sums.
+    assert workload.mean_attended_tokens(window) == pytest.approx(exact, rel=0.01, abs=0.6)
+
+
+@given(prompt=st.integers(0, 1000), output=st.integers(1, 1000), data=st.data())
+def test_half_the_load(prompt: int, output: int, data: st.DataObject) -> None:
+    """Spread starts hold (S + F) / 2S of what sequences hold that start together: about half for a small F."""
+    interval = data.draw(st.integers(1, output))
+    together = Workload(0, output, output).mean_context_tokens
+    spread = Workload(0, output, interval).mean_context_tokens
+    assert together == output
+    assert spread / together == pytest.approx((output + interval) / (2 * output))
+    assert Workload(prompt, output, interval).mean_context_tokens == prompt + spread
+
+
+@pytest.mark.parametrize(
+    "arguments", [(-1, 5), (0, 0), (0, 1 << 40), (10, 10, 0), (10, 10, 11)], ids=str
+)  # fmt: skip
+def test_absurd_lengths_are_refused(arguments: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError):
+        Workload(*arguments)
+
+
+def test_models_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3 8B"]))
+    for where in (tmp_path, tmp_path / "config.json"):
+        assert read_model(str(where)).num_parameters == PARAMETERS["Llama-3 8B"]
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2", "[]", '{"model_type": "llama"}', '{"architectures": ["Nope"]}'])
+def test_broken_configs_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(Exception, match=r"config\.json") as caught:
+        read_model(str(tmp_path))
+    assert getattr(caught.value, "exit_code", None) == 2
+
+
+def test_unknown_models_suggest_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Did you mean Llama-2 7B"):
+        read_model("llama-2-7")
+    with pytest.raises(ConfigError, match="no file"):
+        read_model(str(tmp_path / "config.json"))
