@@ -154,7 +154,7 @@ def _verdict(sizing: Sizing) -> str:
     assert sizing.verdict is not None
     if not sizing.verdict.offload:
         return "don't offload"
-    if sizing.cost is None and math.isfinite(sizing.verdict.break_even_socket_price):
+    if sizing.cost is None and sizing.verdict.break_even_socket_price < 1.0:
         return "offload, if sockets are cheap enough"
     return "offload"
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from cost_model.closed_forms import RequiredCpus as RequiredCpus
 from cost_model.closed_forms import max_batch_within_latency as max_batch_within_latency
 from cost_model.closed_forms import required_cpus as required_cpus
-from cost_model.constraints import Constraint, Promises, best_effort_constraints, gpu_busy_constraints
+from cost_model.constraints import BUSY, Constraint, Promises, best_effort_constraints, gpu_busy_constraints
 from cost_model.gpu_only import GpuOnly, best_gpu_only
 from cost_model.hardware import Gpu, Hardware, Nic
 from cost_model.predict import MAX_LANES, StepPrediction, System
@@ -184,7 +184,7 @@ def _gpu_may_wait(setup: Setup, goal: Goal, plan: Plan) -> Iterator[WhatIf]:
         return
     near = [each for each in plans if each.expected.tokens_per_s * (1.0 + goal.min_gain) >= most]
     best = min(near, key=lambda each: (each.sockets, each.batch))
-    if best.expected.tokens_per_s > plan.expected.tokens_per_s:
+    if best.expected.tokens_per_s > plan.expected.tokens_per_s and best.expected.s_utilisation < BUSY:
         change = f"{counted(best.lanes, 'lane')} of {best.lane_batch:,}, the GPU waiting"
         busy = f"GPU {best.expected.s_utilisation:.0%} busy"
         yield WhatIf(change, best.sockets, best.expected.tokens_per_s, best.expected.tpot_s, busy)

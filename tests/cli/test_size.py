@@ -1,0 +1,172 @@
+"""``fastdecode size`` as its users see it: the documented answers word for word, exit codes, errors, files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastdecode.cli import main
+
+DOCS = Path(__file__).parents[2] / "docs" / "sizing.md"
+EXAMPLES = re.findall(r"```console\n\$ fastdecode (size [^\n]*)\n(.*?)```", DOCS.read_text("utf-8"), flags=re.S)
+QUESTION = ["--model", "Llama-2 7B", "--gpu", "A10", "--cpu", "EPYC 7452", "--seq-len", "1024"]
+
+
+def size(*arguments: str) -> int:
+    return main(["size", *arguments])
+
+
+@pytest.mark.parametrize(("command", "answer"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
+def test_documented_answers(command: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The text of docs/sizing.md is the snapshot. If a change of the model is meant, change the document with it."""
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == answer
+
+
+def test_there_are_three_classic_questions() -> None:
+    asked = " ".join(command for command, _ in EXAMPLES)
+    assert all(name in asked for name in ("7B", "A10", "13B", "A100", "70B", "H200"))
+
+
+def test_explain_shows_every_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert size(*QUESTION, "--explain") == 0
+    text = capsys.readouterr().out
+    for part in ("NVIDIA A10 Tensor Core GPU datasheet", "EPYC 7452 product page", "IEEE 802.3bj", "STREAM", "Rules"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert size(*QUESTION, "--json") == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert size(*QUESTION) == 0
+    text = capsys.readouterr().out
+    assert tree["format"] == "fastdecode.plan" and tree["version"] == 1 and tree["feasible"] is True
+    assert f"{tree['plan']['sockets']} sockets on {tree['plan']['hosts']} hosts" in text
+    assert tree["plan"]["expected"]["tokens_per_s"] == pytest.approx(5067, abs=1)
+    assert {row["provenance"] for row in tree["inputs"]} == {"given", "datasheet", "default"}
+    assert tree["plan"]["binding"] in [row["name"] for row in tree["plan"]["constraints"]]
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ([], 0),
+        (["--latency", "10"], 1),
+        (["--max-sockets", "1", "--batch", "1024"], 1),
+        (["--survive", "2", "--nics", "2", "--headroom", "0.3", "--lanes", "2", "--dram-gb", "512"], 0),
+        (["--kv-dtype", "int8", "--start-interval", "64", "--tpot", "0.2"], 0),
+    ],
+)
+def test_exit_codes(more: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert size(*QUESTION, *more) == code
+    captured = capsys.readouterr()
+    assert ("Infeasible" in captured.out) is (code == 1)
+    assert captured.err == ""
+    assert size(*QUESTION, *more, "--json") == code
+    assert json.loads(capsys.readouterr().out)["feasible"] is (code == 0)
+
+
+def replaced(option: str, value: str) -> list[str]:
+    words = list(QUESTION)
+    words[words.index(option) + 1] = value
+    return words
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (replaced("--model", "Llama-2 8B"), "Did you mean"),
+        (replaced("--gpu", "A1O0"), "Did you mean A10 or A10G or A100-80GB"),
+        (replaced("--cpu", "Epic 7452"), "Did you mean EPYC 7452"),
+        ([*QUESTION, "--nic", "1000GbE"], "Did you mean"),
+        (replaced("--seq-len", "0"), "output length 0"),
+        (replaced("--seq-len", "-5"), "output length -5"),
+        (replaced("--seq-len", "5000"), "at most 4096 tokens"),
+        ([*QUESTION, "--latency", "-1"], "--latency"),
+        ([*QUESTION, "--tpot", "nan"], "--tpot"),
+        ([*QUESTION, "--headroom", "inf"], "--headroom"),
+        ([*QUESTION, "--gpus", "0"], "--gpus"),
+        ([*QUESTION, "--batch", "99999999999"], "--batch"),
+        ([*QUESTION, "--dram-gb", "-3"], "--dram-gb"),
+        ([*QUESTION, "--dtype", "int3"], "dtype='int3'"),
+        ([*QUESTION, "--kv-dtype", "int3"], "--kv-dtype"),
+        ([*QUESTION, "--output-len", "3"], "--seq-len"),
+        (QUESTION[:-2], "how long"),
+        (replaced("--gpu", "none.json"), "No such file"),
+        ([*QUESTION, "--prices", "none.toml"], "No such file"),
+        ([*replaced("--gpu", "T4"), "--dtype", "bfloat16"], "no bfloat16"),
+    ],
+)
+def test_bad_input_is_a_usage_error(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert size(*words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("fastdecode size: ")
+    assert message in captured.err and "Traceback" not in captured.err
+
+
+def test_a_profile_in_the_wrong_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.json"
+    path.write_text("{}")
+    assert size(*replaced("--cpu", str(path))) == 2
+    assert "not a usable profile" in capsys.readouterr().err
+
+
+def test_emitted_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "new" / "launch"
+    assert size(*QUESTION, "--emit", str(directory)) == 0
+    files = {path.name: path.read_text() for path in directory.iterdir()}
+    assert set(files) == {"hostfile", "rankfile", "run.sh", "job.sbatch", "plan.json"}
+    plan = json.loads(files["plan.json"])["plan"]
+    ranks = files["rankfile"].splitlines()
+    assert [line.split("=")[0] for line in ranks] == [f"rank {i}" for i in range(plan["sockets"] + 1)]
+    slots = [int(line.split("slots=")[1]) for line in files["hostfile"].splitlines() if "slots=" in line]
+    assert slots[0] == 1 and sum(slots[1:]) == plan["sockets"] and len(slots) - 1 == plan["hosts"]
+    for name, shell in (("run.sh", "sh"), ("job.sbatch", "bash")):
+        assert f": -n {plan['sockets']} fastdecode r-worker" in files[name]
+        assert subprocess.run([shell, "-n", str(directory / name)], check=False).returncode == 0
+    assert "#SBATCH hetjob" in files["job.sbatch"] and f"--ntasks={plan['sockets']}" in files["job.sbatch"]
+    (tmp_path / "file").write_text("")
+    assert size(*QUESTION, "--emit", str(tmp_path / "file")) == 2
+    assert size(*QUESTION, "--latency", "1", "--emit", str(directory)) == 2
+
+
+def test_emitted_names_are_quoted(tmp_path: Path) -> None:
+    assert size("--model", "Llama-2 7B", *QUESTION[2:], "--emit", str(tmp_path)) == 0
+    assert "--model 'Llama-2 7B'" in (tmp_path / "run.sh").read_text()
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_plot(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plot.{suffix}"
+    assert size(*QUESTION, "--plot", str(path), "--tpot", "0.5") == 0
+    head = path.read_bytes()[:200]
+    assert head.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in path.read_bytes()
+    if suffix == "svg":
+        text = path.read_text()
+        assert all(f"<!-- {part} -->" in text for part in ("tokens/s", "R-part binds", "S-part binds"))
+
+
+def test_plot_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert size(*QUESTION, "--plot", str(tmp_path / "plot.doc")) == 2
+    assert ".png, .svg or .pdf" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    assert size(*QUESTION, "--plot", str(tmp_path / "no" / "plot.png")) == 2
+    assert "can't write" in capsys.readouterr().err
+
+
+def test_it_starts_without_torch_and_numba() -> None:
+    code = (
+        "import sys; from fastdecode.cli import main; "
+        f"code = main(['size', *{QUESTION!r}]); "
+        "heavy = {'torch', 'numba', 'transformers', 'matplotlib', 'safetensors'} & set(sys.modules); "
+        "sys.exit(code or (3 if heavy else 0))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
