@@ -16,7 +16,7 @@ micro-batch's **end**. The paper's start from nothing: first length 1, end r + S
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -140,6 +140,17 @@ class LoadControl:
             num_growing -= live.num_sequences
             previous_end = live.end
         return start
+
+    def fits(self, batch: MicroBatch, limit_at: Callable[[int], float]) -> bool:
+        """Whether the load, with a micro-batch on top that starts no earlier than any other, would keep below
+        ``limit_at(step)`` at each of its steps. The limit must not rise from a step to the next."""
+        index = bisect_left(self._live, batch.end, key=_END)
+        at_end = batch.peak + sum(later.load_at(batch.end) for later in self._live[index:])
+        return at_end <= limit_at(batch.end) and all(
+            load + batch.load_at(live.end) <= limit_at(live.end)
+            for live, load in zip(self._live[:index], self._loads, strict=False)
+            if live.end >= batch.start
+        )
 
     def load_at(self, step: int) -> int:
         """The projected load at a step; without what was forgotten or given back."""

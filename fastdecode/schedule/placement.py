@@ -46,6 +46,10 @@ class BlockLedger:
     def _most_blocks(self) -> int:
         return max((c for w, c in enumerate(self._capacity) if w not in self._lost), default=0)
 
+    def capacity_tokens(self, worker: int) -> int:
+        """What the R-worker holds when it is empty."""
+        return self._capacity[worker] * self.block_size
+
     def free_blocks(self, worker: int) -> int:
         return self._free[worker]
 
@@ -55,12 +59,27 @@ class BlockLedger:
         worker = max(alive, key=lambda w: (self._free[w], -w), default=None)
         return worker if worker is not None and self.has_room(worker, num_tokens) else None
 
+    def workers_with_room(self, num_tokens: int, may_grow_to: int) -> list[int]:
+        """The R-workers that have room for ``num_tokens`` now, and could hold ``may_grow_to`` if they were empty; those
+        with most free blocks first."""
+        blocks, most = self.blocks_for(num_tokens), self.blocks_for(may_grow_to)
+        fitting = (w for w, capacity in enumerate(self._capacity) if self._free[w] >= blocks and capacity >= most)
+        return sorted((w for w in fitting if w not in self._lost), key=lambda w: (-self._free[w], w))
+
     def has_room(self, worker: int, num_tokens: int) -> bool:
         return worker not in self._lost and self._free[worker] >= self.blocks_for(num_tokens)
 
     def reserve(self, worker: int, num_tokens: int) -> None:
         self._free[worker] -= self.blocks_for(num_tokens)
         assert self._free[worker] >= 0
+
+    def grow(self, worker: int, num_tokens: int, to_tokens: int) -> bool:
+        """Enlarge a reservation of ``num_tokens``, if there is room; says whether there was."""
+        blocks = self.blocks_for(to_tokens) - self.blocks_for(num_tokens)
+        if blocks > self._free[worker]:
+            return False
+        self._free[worker] -= blocks
+        return True
 
     def release(self, worker: int, num_tokens: int) -> None:
         self._free[worker] += self.blocks_for(num_tokens)

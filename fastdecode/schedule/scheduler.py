@@ -24,6 +24,25 @@ class Start:
     worker: int
     parent: Sequence | None = None
     num_shared_tokens: int = 0
+    num_reserved_tokens: int | None = None
+    """Room that the R-worker sets aside; None: for all that the sequence may ever cache."""
+
+
+@dataclass(frozen=True)
+class Suspend:
+    """A running sequence gives its blocks back and waits again, its tokens kept, to be recomputed when it starts anew.
+    By the time the plan is read it has no worker and nothing cached; here is where its blocks still are."""
+
+    sequence: Sequence
+    worker: int
+
+
+@dataclass(frozen=True)
+class Extend:
+    """A running sequence outgrows what its R-worker has set aside for it: enlarge that to ``num_reserved_tokens``."""
+
+    sequence: Sequence
+    num_reserved_tokens: int
 
 
 @dataclass(frozen=True)
@@ -36,10 +55,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: what starts before it, and what runs in it."""
+    """One step: what is freed, enlarged and started before it, in this order, and what runs in it."""
 
     starts: tuple[Start, ...]
     chunks: tuple[Chunk, ...]
+    suspends: tuple[Suspend, ...] = ()
+    extends: tuple[Extend, ...] = ()
 
 
 class Scheduler(Protocol):

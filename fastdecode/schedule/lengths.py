@@ -1,0 +1,76 @@
+"""How long will a sequence get? A bound, or a forecast learnt from those that have finished."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from typing import Protocol
+
+from fastdecode.core.sequence import Sequence
+
+
+class LengthPredictor(Protocol):
+    """Forecasts how many tokens a sequence will have generated at its end: more than now, at most its max_tokens."""
+
+    def expected(self, sequence: Sequence) -> int:
+        """On average: by this its load is projected. Over many sequences, errors cancel out."""
+
+    def safe(self, sequence: Sequence) -> int:
+        """Rarely exceeded: for this many it reserves KV blocks."""
+
+    def observe(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+
+
+class LongestLengths:
+    """Every sequence may run to its max_tokens. Neither load nor blocks are ever more than what was projected."""
+
+    def expected(self, sequence: Sequence) -> int:
+        return sequence.request.max_tokens
+
+    def safe(self, sequence: Sequence) -> int:
+        return sequence.request.max_tokens
+
+    def observe(self, sequence: Sequence) -> None:
+        pass
+
+
+class LearntLengths:
+    """Mean and quantile of the lengths seen lately, among those that got longer than the sequence at hand is.
+
+    Until enough are known to have got that far, max_tokens. Sequences that were cancelled, or cut off by a low
+    max_tokens, count with the length they had.
+
+    Args:
+        quantile: the part of sequences that are expected to end within ``safe``.
+        window: how many of the last finished sequences count.
+        min_observed: fewer give no forecast.
+    """
+
+    def __init__(self, quantile: float = 0.9, *, window: int = 1024, min_observed: int = 32) -> None:
+        assert 0 < quantile <= 1 and 1 <= min_observed <= window
+        self._quantile = quantile
+        self._window = window
+        self._min_observed = min_observed
+        self._recent: deque[int] = deque()
+        self._ascending: list[int] = []
+
+    def expected(self, sequence: Sequence) -> int:
+        longer = self._longer(sequence)
+        return min(sequence.request.max_tokens, round(sum(longer) / len(longer)))
+
+    def safe(self, sequence: Sequence) -> int:
+        longer = self._longer(sequence)
+        return min(sequence.request.max_tokens, longer[math.ceil(self._quantile * len(longer)) - 1])
+
+    def observe(self, sequence: Sequence) -> None:
+        self._recent.append(sequence.num_generated)
+        insort(self._ascending, sequence.num_generated)
+        if len(self._recent) > self._window:
+            del self._ascending[bisect_left(self._ascending, self._recent.popleft())]
+
+    def _longer(self, sequence: Sequence) -> list[int]:
+        """Lengths above the sequence's own so far, ascending."""
+        longer = self._ascending[bisect_right(self._ascending, sequence.num_generated) :]
+        return longer if len(longer) >= self._min_observed else [sequence.request.max_tokens]

@@ -1,0 +1,58 @@
+"""Chunked prefill beside decoding: which step runs how many tokens of which prompt, fixed when the prompt starts.
+
+Every step has room for so many prompt tokens beside the decoding sequences, which are never held up. Prompts book that
+room in order of their start, each at most one chunk a step. What is booked stays booked, so a sequence's last prefill
+step, and with it its load at every later step, is known when it starts, and load control can count on it.
+
+Whoever books when the present step has room gets room in every step that follows, up to their last: bookings made
+earlier take less and less of the later steps. So from its start on a sequence gets at least one token further in every
+step; a prefill of q steps that ends with c cached tokens never has more than c - q + 1 in its first step, c - q + 2 in
+its second, and so on: no more than a sequence that decodes from there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class PrefillBudget:
+    """The prompt tokens booked in this step and in those to come.
+
+    Args:
+        max_step_tokens: of all prompts in one step.
+        max_chunk: of one prompt in one step.
+    """
+
+    def __init__(self, max_step_tokens: int, max_chunk: int) -> None:
+        assert max_step_tokens >= 1 and max_chunk >= 1
+        self._max_step_tokens = max_step_tokens
+        self._max_chunk = max_chunk
+        self._booked: deque[int] = deque()  # this step first
+
+    def next_step(self) -> None:
+        if self._booked:
+            self._booked.popleft()
+
+    def clear(self) -> None:
+        """Nobody holds a booking any more."""
+        self._booked.clear()
+
+    def chunks(self, num_tokens: int) -> tuple[int, ...]:
+        """How many of a prompt's tokens would run in this step, the next, …; empty if this step has no room left."""
+        chunks: list[int] = []
+        while num_tokens:
+            booked = self._booked[len(chunks)] if len(chunks) < len(self._booked) else 0
+            chunk = min(num_tokens, self._max_chunk, self._max_step_tokens - booked)
+            if chunk == 0:
+                assert not chunks, "later steps have no less room"
+                return ()
+            chunks.append(chunk)
+            num_tokens -= chunk
+        return tuple(chunks)
+
+    def book(self, chunks: tuple[int, ...]) -> None:
+        """Take what ``chunks`` offered."""
+        for step, chunk in enumerate(chunks):
+            if step == len(self._booked):
+                self._booked.append(0)
+            self._booked[step] += chunk

@@ -1,0 +1,54 @@
+"""Prefill bookings: chunks are known from the start, and never falter."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdecode.schedule.prefill import PrefillBudget
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 30),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 120)), min_size=1, max_size=15),
+)
+def test_prompts_keep_to_the_budget_and_get_on_in_every_step(
+    max_step_tokens: int, max_chunk: int, prompts: list[tuple[int, int]]
+) -> None:
+    budget = PrefillBudget(max_step_tokens, max_chunk)
+    booked: list[list[int]] = []  # each prompt's chunks that are still to come
+    used = 0
+    for num_steps, num_tokens in prompts:
+        for _ in range(num_steps):
+            used = sum(chunks.pop(0) for chunks in booked if chunks)
+            assert used <= max_step_tokens
+            budget.next_step()
+        chunks = budget.chunks(num_tokens)
+        now = sum(chunks[0] for chunks in booked if chunks)
+        assert (chunks == ()) == (now == max_step_tokens)
+        if chunks:
+            assert sum(chunks) == num_tokens
+            assert all(1 <= chunk <= max_chunk for chunk in chunks)
+            # What load control counts on: never more cached than if the prompt had grown by one token a step.
+            cached = 0
+            for step, chunk in enumerate(chunks):
+                cached += chunk
+                assert cached <= num_tokens - (len(chunks) - 1 - step)
+            budget.book(chunks)
+            booked.append(list(chunks))
+
+
+def test_a_prompt_fills_what_the_others_leave() -> None:
+    budget = PrefillBudget(100, 60)
+    budget.book(budget.chunks(150))
+    assert budget.chunks(90) == (40, 40, 10)
+    budget.book((40, 40, 10))
+    assert budget.chunks(1) == ()
+    budget.next_step()
+    assert budget.chunks(1) == ()
+    budget.next_step()
+    assert budget.chunks(100) == (60, 40)
+    budget.clear()
+    assert budget.chunks(61) == (60, 1)

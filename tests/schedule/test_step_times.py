@@ -1,0 +1,87 @@
+"""Load limits follow from step times; step times follow from measurements."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdecode.schedule.times import MeasuredTimes, load_limits
+
+
+@dataclass(frozen=True)
+class Linear:
+    base_s: float
+    token_s: float
+    r_token_s: tuple[float, ...]
+
+    def s_part_s(self, num_tokens: int) -> float:
+        return self.base_s + self.token_s * num_tokens
+
+    def r_part_s(self, worker: int, load_tokens: int) -> float:
+        return self.r_token_s[worker] * load_tokens
+
+
+def test_a_limit_is_the_load_that_takes_as_long_as_the_s_part() -> None:
+    times = Linear(0.010, 0.0001, (1e-6, 2e-6, 1e-9))
+    assert load_limits(times, 100, (10**6, 10**6, 5000)) == (20_000, 10_000, 5000)
+
+
+def test_a_limit_is_never_below_one_token() -> None:
+    assert load_limits(Linear(0.0, 0.0, (1.0,)), 8, (100,)) == (1,)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.floats(0, 1), st.floats(1e-6, 1e-2), st.integers(1, 10_000))
+def test_limits_are_the_largest_loads_in_time(base_s: float, r_token_s: float, capacity: int) -> None:
+    times = Linear(base_s, 0.0, (r_token_s,))
+    (limit,) = load_limits(times, 1, (capacity,))
+    assert limit == 1 or times.r_part_s(0, limit) <= base_s
+    assert limit == capacity or times.r_part_s(0, limit + 1) > base_s
+
+
+def measured(truth: Linear, loads: list[int], batches: list[int], times: MeasuredTimes) -> MeasuredTimes:
+    for load, batch in zip(loads, batches, strict=True):
+        r_parts = {worker: (load, truth.r_part_s(worker, load)) for worker in range(len(truth.r_token_s))}
+        times.observe(batch, truth.s_part_s(batch), r_parts)
+    return times
+
+
+def test_measurements_reveal_the_lines_behind_them() -> None:
+    rng = random.Random(0)
+    truth = Linear(0.010, 0.0001, (1e-6, 3e-6))
+    loads, batches = [[rng.randrange(100, 9000) for _ in range(80)] for _ in range(2)]
+    times = measured(truth, loads, batches, MeasuredTimes())
+    assert times.s_part_s(256) == pytest.approx(truth.s_part_s(256), rel=1e-6)
+    for worker in (0, 1):
+        assert times.r_part_s(worker, 20_000) == pytest.approx(truth.r_part_s(worker, 20_000), rel=1e-6)
+
+
+def test_a_constant_batch_and_load_don_t_make_up_a_slope() -> None:
+    truth = Linear(0.010, 0.0001, (1e-6,))
+    times = measured(truth, [5000] * 50, [100] * 50, MeasuredTimes())
+    assert times.s_part_s(400) == pytest.approx(truth.s_part_s(100))
+    assert times.r_part_s(0, 10_000) == pytest.approx(truth.r_part_s(0, 10_000))
+
+
+def test_a_worker_that_slows_down_is_noticed() -> None:
+    rng = random.Random(1)
+    loads, batches = [[rng.randrange(100, 9000) for _ in range(400)] for _ in range(2)]
+    times = measured(Linear(0.010, 0.0, (1e-6,)), loads, batches, MeasuredTimes(half_life=30))
+    before = load_limits(times, 64, (10**6,))
+    times = measured(Linear(0.010, 0.0, (2e-6,)), loads, batches, times)
+    assert load_limits(times, 64, (10**6,))[0] == pytest.approx(before[0] / 2, rel=0.01)
+
+
+def test_until_something_is_measured_memory_is_the_limit_or_the_prior_speaks() -> None:
+    assert load_limits(MeasuredTimes(), 64, (1234,)) == (1234,)
+    prior = Linear(0.010, 0.0, (1e-5,))
+    times = MeasuredTimes(prior, min_observed=3)
+    assert load_limits(times, 64, (1234,)) == (1000,)
+    measured(Linear(0.010, 0.0, (2e-5,)), [100, 200], [64, 64], times)
+    assert load_limits(times, 64, (1234,)) == (1000,)
+    measured(Linear(0.010, 0.0, (2e-5,)), [300], [64], times)
+    assert load_limits(times, 64, (1234,)) == (500,)
