@@ -10,24 +10,29 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from fastdecode import __version__
+from fastdecode.cli_options import (
+    EXIT_INTERRUPTED,
+    EXIT_SOME_FAILED,
+    EXIT_WORKERS_LOST,
+    add_engine_options,
+    add_sampling_options,
+    engine_options,
+    sampling_defaults,
+    tell,
+)
+from fastdecode.cli_run_batch import add_run_batch
 from fastdecode.cli_size import add_size
-from fastdecode.core.config import EngineConfig
-from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError, RequestError
-from fastdecode.core.sequence import SamplingParams
-
-EXIT_SOME_FAILED = 3
-EXIT_WORKERS_LOST = 4
-EXIT_INTERRUPTED = 130
+from fastdecode.core.errors import FastDecodeError, MissingExtraError, RequestError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit code."""
     args = _parser().parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
         level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -54,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
+    add_run_batch(commands)
     add_size(commands)
     return parser
 
@@ -79,85 +85,13 @@ def _add_generate(commands: Any) -> None:
     )
     files.add_argument("--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON")
     files.add_argument("--show", action="store_true", help="also print the completions")
-    _add_engine_options(parser)
-    _add_sampling_options(parser)
+    add_engine_options(parser)
+    add_sampling_options(parser)
     parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    default = {f.name: f.default for f in fields(EngineConfig)}
-
-    def add(flag: str, kind: Callable[[str], Any], text: str, metavar: str = "N") -> None:
-        name = flag.removeprefix("--").replace("-", "_")
-        shown = "" if default[name] is None else f" (default: {default[name]})"
-        group.add_argument(flag, type=kind, default=default[name], metavar=metavar, help=text + shown)
-
-    add("--dtype", str, "weights and activations: float32, bfloat16, float16; auto is the checkpoint's", "DTYPE")
-    add("--kv-dtype", str, "KV cache: float32, bfloat16, float16; auto is like --dtype", "DTYPE")
-    add("--device", str, "where the S-part runs: cpu, cuda, cuda:1, ...", "DEVICE")
-    add("--r-workers", int, "R-workers, as threads of this process")
-    add("--r-threads", int, "CPU threads of each R-worker; default: this machine's cores shared out")
-    add("--kv-memory-gb", float, "KV cache of each R-worker; default: half of the free memory, shared out", "GB")
-    add("--block-size", int, "tokens in a KV block")
-    add("--max-model-len", int, "most tokens of prompt and completion; default: the model's limit")
-    add("--max-num-sequences", int, "most sequences that run at once")
-    add("--prefill-chunk", int, "most prompt tokens of one sequence in a step; longer prompts take several steps")
-    add("--max-step-tokens", int, "most tokens of all sequences in a step")
-    add("--lanes", int, "parts of the running batch that take turns on the S-worker; default: 1 on a CPU, 2 on a GPU")
-    add("--worker-timeout-s", float, "wait so long for an R-worker before giving it up", "S")
-
-
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling", "defaults for lines that don't say it themselves")
-    default = SamplingParams()
-
-    def add(flag: str, kind: Callable[[str], Any], text: str, metavar: str = "X") -> None:
-        name = flag.removeprefix("--").replace("-", "_")
-        group.add_argument(
-            flag,
-            type=kind,
-            default=argparse.SUPPRESS,
-            metavar=metavar,
-            help=f"{text} (default: {getattr(default, name)})",
-        )
-
-    add("--temperature", float, "0 is greedy")
-    add("--top-k", int, "keep the k likeliest tokens; 0 keeps all", "K")
-    add("--top-p", float, "keep the likeliest tokens up to this probability")
-    add("--min-p", float, "keep tokens this likely, relative to the likeliest")
-    add("--repetition-penalty", float, "on tokens of prompt and output")
-    add("--presence-penalty", float, "on tokens of the output")
-    add("--frequency-penalty", float, "on tokens of the output, each time")
-    add("--seed", int, "same seed, same tokens, whatever else is in the batch", "N")
-    add("--max-tokens", int, "most tokens to generate", "N")
-    add("--min-tokens", int, "fewest tokens to generate", "N")
-    add("--logprobs", int, "also give logprobs, and those of the K likeliest", "K")
-    add("--n", int, "completions of each prompt", "N")
-    group.add_argument(
-        "--stop", action="append", default=argparse.SUPPRESS, metavar="TEXT", help="stop before this text; repeatable"
-    )
-    group.add_argument(
-        "--stop-token-ids", action="append", type=int, default=argparse.SUPPRESS, metavar="ID",
-        help="stop at this token; repeatable",
-    )  # fmt: skip
-    group.add_argument("--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on after EOS")
-
-
-def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    return {f.name: getattr(args, f.name) for f in fields(EngineConfig) if f.name != "model"}
-
-
-def _sampling_defaults(args: argparse.Namespace) -> SamplingParams:
-    given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)}
-    try:
-        return SamplingParams(**given)
-    except RequestError as error:
-        raise ConfigError(str(error)) from None
-
-
 def _generate(args: argparse.Namespace) -> int:
-    defaults = _sampling_defaults(args)
+    defaults = sampling_defaults(args)
     try:
         from fastdecode.engine import batch
         from fastdecode.engine.llm import LLM
@@ -171,7 +105,7 @@ def _generate(args: argparse.Namespace) -> int:
     if args.summary is not None:
         batch.check_writable(args.summary, "summary")
     num_requests = batch.count_lines(args.input)
-    with LLM(args.model, progress=_tell, **_engine_options(args)) as llm, Progress(total=num_requests) as bar:
+    with LLM(args.model, progress=tell, **engine_options(args)) as llm, Progress(total=num_requests) as bar:
 
         def on_output(prompt: str | None, line: dict[str, Any]) -> None:
             bar.done(llm.stats.num_output_tokens, failed="error" in line)
@@ -191,10 +125,6 @@ def _generate(args: argparse.Namespace) -> int:
         print(f"fastdecode generate: {text}", file=sys.stderr)
         return EXIT_SOME_FAILED
     return 0
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _shown(prompt: str | None, line: dict[str, Any]) -> str:

@@ -1,0 +1,101 @@
+"""Options and exit codes that several subcommands of ``fastdecode`` share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from fastdecode.core.config import EngineConfig
+from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.core.sequence import SamplingParams
+
+EXIT_SOME_FAILED = 3
+EXIT_WORKERS_LOST = 4
+EXIT_INTERRUPTED = 130
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    default = {f.name: f.default for f in fields(EngineConfig)}
+
+    def add(flag: str, kind: Callable[[str], Any], text: str, metavar: str = "N") -> None:
+        name = flag.removeprefix("--").replace("-", "_")
+        shown = "" if default[name] is None else f" (default: {default[name]})"
+        group.add_argument(flag, type=kind, default=default[name], metavar=metavar, help=text + shown)
+
+    add("--dtype", str, "weights and activations: float32, bfloat16, float16; auto is the checkpoint's", "DTYPE")
+    add("--kv-dtype", str, "KV cache: float32, bfloat16, float16; auto is like --dtype", "DTYPE")
+    add("--device", str, "where the S-part runs: cpu, cuda, cuda:1, ...", "DEVICE")
+    add("--r-workers", int, "R-workers, as threads of this process")
+    add("--r-threads", int, "CPU threads of each R-worker; default: this machine's cores shared out")
+    add("--kv-memory-gb", float, "KV cache of each R-worker; default: half of the free memory, shared out", "GB")
+    add("--block-size", int, "tokens in a KV block")
+    add("--max-model-len", int, "most tokens of prompt and completion; default: the model's limit")
+    add("--max-num-sequences", int, "most sequences that run at once")
+    add("--prefill-chunk", int, "most prompt tokens of one sequence in a step; longer prompts take several steps")
+    add("--max-step-tokens", int, "most tokens of all sequences in a step")
+    add("--lanes", int, "parts of the running batch that take turns on the S-worker; default: 1 on a CPU, 2 on a GPU")
+    add("--worker-timeout-s", float, "wait so long for an R-worker before giving it up", "S")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of ``SamplingParams`` that makes sense for every line of a file."""
+    group = parser.add_argument_group("sampling", "defaults for lines that don't say it themselves")
+    default = SamplingParams()
+
+    def add(flag: str, kind: Callable[[str], Any], text: str, metavar: str = "X") -> None:
+        name = flag.removeprefix("--").replace("-", "_")
+        group.add_argument(
+            flag,
+            type=kind,
+            default=argparse.SUPPRESS,
+            metavar=metavar,
+            help=f"{text} (default: {getattr(default, name)})",
+        )
+
+    add("--temperature", float, "0 is greedy")
+    add("--top-k", int, "keep the k likeliest tokens; 0 keeps all", "K")
+    add("--top-p", float, "keep the likeliest tokens up to this probability")
+    add("--min-p", float, "keep tokens this likely, relative to the likeliest")
+    add("--repetition-penalty", float, "on tokens of prompt and output")
+    add("--presence-penalty", float, "on tokens of the output")
+    add("--frequency-penalty", float, "on tokens of the output, each time")
+    add("--seed", int, "same seed, same tokens, whatever else is in the batch", "N")
+    add("--max-tokens", int, "most tokens to generate", "N")
+    add("--min-tokens", int, "fewest tokens to generate", "N")
+    add("--logprobs", int, "also give logprobs, and those of the K likeliest", "K")
+    add("--n", int, "completions of each prompt", "N")
+    group.add_argument(
+        "--stop", action="append", default=argparse.SUPPRESS, metavar="TEXT", help="stop before this text; repeatable"
+    )
+    group.add_argument(
+        "--stop-token-ids", action="append", type=int, default=argparse.SUPPRESS, metavar="ID",
+        help="stop at this token; repeatable",
+    )  # fmt: skip
+    group.add_argument("--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on after EOS")
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``EngineConfig`` as given, but the model."""
+    return {f.name: getattr(args, f.name) for f in fields(EngineConfig) if f.name != "model"}
+
+
+def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``SamplingParams`` that were given; those left out aren't there."""
+    return {f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)}
+
+
+def sampling_defaults(args: argparse.Namespace) -> SamplingParams:
+    """What lines that don't say it themselves are sampled with. Raises ConfigError naming a bad option."""
+    try:
+        return SamplingParams(**sampling_given(args))
+    except RequestError as error:
+        raise ConfigError(str(error)) from None
+
+
+def tell(text: str) -> None:
+    """A line for a person, on stderr."""
+    print(text, file=sys.stderr, flush=True)
