@@ -153,4 +153,5 @@ def run_append(entry, team, scratch, shape, dtype, pack, pool, k, v, slots):
     job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
     job.dim_words = shape.dim_words
     run_units(team, entry, jobs.ctypes.data, shape.num_kv_heads, scratch)
-    return True
+    # Numba frees an array after its last mention; the units have known this one by its address only.
+    return jobs.size == 1

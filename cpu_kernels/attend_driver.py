@@ -143,4 +143,5 @@ def run_attend(
                 num_units += 1
     job.units = units.ctypes.data
     run_units(team, entry, jobs.ctypes.data, num_units, scratch)
-    return OK, 0
+    # Numba frees an array after its last mention; the units have known these by their addresses only.
+    return OK, 0 * (jobs.size + units.size + partials.size + partial_starts.size + pending.size)
