@@ -1,0 +1,227 @@
+"""A prompt chunk's attention on the S-worker: the new tokens of one or several sequences, causal among themselves.
+
+What the tokens see of an earlier chunk, the R-worker that holds it attends to; ``merge_attention`` puts the two
+together by their log-sum-exp. Attention knows tokens by their distance only (window, ALiBi), so a chunk's place in its
+sequence doesn't matter here. Every sequence is computed alone: its result doesn't depend on the others.
+
+Two ways, by what the layer needs:
+
+* **fused**: torch's own kernels, for plain causal attention;
+* **tiled**: tiles of queries × keys with a running softmax (Milakov & Gimelshein, "Online normalizer calculation for
+  softmax", 2018), for soft-caps, ALiBi, windows shorter than the chunk, and devices whose kernels don't give the
+  log-sum-exp. A tile's scores take ``MAX_TILE_BYTES`` at most, however long the chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastdecode.core.spec import AttentionSpec
+
+MAX_TILE_BYTES = 64 << 20
+"""Of float32 scores, over all heads."""
+MAX_CPU_TILE_BYTES, MAX_CPU_TILE_QUERIES = 4 << 20, 64
+"""On a CPU small tiles are as fast or faster: they stay in its caches, and less of a tile lies beyond the diagonal."""
+
+
+def local_causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Sequence[int], spec: AttentionSpec, *, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of new tokens to the new tokens of their own sequence, up to their own position.
+
+    Args:
+        q: [T, Hq, D], the rows of all sequences, one sequence after the other.
+        k, v: [T, Hkv, D], in q's dtype.
+        starts: the first row of each sequence, ascending from 0; T may stand at the end.
+        spec: the layer's attention.
+        want_lse: whether the log-sum-exp of the scores is wanted, to merge with a past.
+
+    Returns:
+        o [T, Hq, D] in q's dtype, and the natural log-sum-exp, float32 [T, Hq], or None. Scores, softmax and sums are
+        float32 (on CUDA, the fused kernel rounds softmax weights to q's dtype for its second product).
+    """
+    num_tokens = q.shape[0]
+    assert q.shape == (num_tokens, spec.num_q_heads, spec.head_dim)
+    assert k.shape == v.shape == (num_tokens, spec.num_kv_heads, spec.head_dim)
+    bounds = [*starts, num_tokens]
+    assert bounds[0] == 0 and all(a <= b for a, b in itertools.pairwise(bounds))
+    o = torch.empty((num_tokens, spec.num_q_heads, spec.head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((num_tokens, spec.num_q_heads), dtype=torch.float32, device=q.device) if want_lse else None
+    for start, end in itertools.pairwise(bounds):
+        if start < end:
+            rows = slice(start, end)
+            one_lse = None if lse is None else lse[rows]
+            _attend_sequence(q[rows], k[rows], v[rows], spec, o[rows], one_lse)
+    return o, lse
+
+
+def merge_attention(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to two disjoint sets of keys, from the attention to each.
+
+    A side that saw nothing (lse -inf) leaves exactly the other, whatever its own o holds; if neither saw anything, o is
+    zero and lse -inf.
+
+    Args:
+        o_a, o_b: [T, Hq, D].
+        lse_a, lse_b: float32 [T, Hq], natural log.
+
+    Returns:
+        o [T, Hq, D] in o_a's dtype, merged in float32, and lse float32 [T, Hq].
+    """
+    none_a, none_b = lse_a == -math.inf, lse_b == -math.inf  # [T, Hq]
+    greatest = torch.maximum(lse_a, lse_b)
+    greatest = greatest.masked_fill(none_a & none_b, 0.0)
+    weight_a, weight_b = (lse_a - greatest).exp(), (lse_b - greatest).exp()
+    total = weight_a + weight_b  # 0 where neither side saw anything, else 1 to 2
+    share_a = (weight_a / total)[..., None]  # [T, Hq, 1]
+    share_b = (weight_b / total)[..., None]
+    # Not a product with 0: what a side that saw nothing holds may be NaN.
+    part_a = (o_a.float() * share_a).masked_fill(none_a[..., None], 0.0)
+    part_b = (o_b.float() * share_b).masked_fill(none_b[..., None], 0.0)
+    return (part_a + part_b).to(o_a.dtype), greatest + total.log()
+
+
+def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None) -> None:
+    """One sequence: q [n, Hq, D], k and v [n, Hkv, D] → written to o [n, Hq, D] and lse [n, Hq]."""
+    num_tokens = q.shape[0]
+    sees_all = spec.sliding_window is None or spec.sliding_window >= num_tokens
+    if sees_all and spec.alibi_slopes is None and spec.logit_softcap is None and _fused(q, k, v, spec, o, lse):
+        return
+    _tiled(q, k, v, spec, o, lse)
+
+
+# --- torch's kernels -------------------------------------------------------------------------------------------------
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None) -> bool:
+    """Plain causal attention by a kernel that never holds all scores. False if torch has none that fits."""
+    num_tokens, Hkv, G = q.shape[0], spec.num_kv_heads, spec.group_size
+    if q.device.type == "cpu":
+        # The 16-bit kernels round the softmax weights, and without AMX are no faster (bfloat16) or slower (float16).
+        q, k, v = q.float(), k.float(), v.float()
+    # KV heads as the batch and groups as the heads: GQA without copies, by strides, whatever the kernel knows of it.
+    queries = q.reshape(num_tokens, Hkv, G, -1).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
+    keys, values = (x.transpose(0, 1)[:, None].expand(-1, G, -1, -1) for x in (k, v))  # [Hkv, G, n, D]
+    if lse is None:
+        if not _has_kernel(queries, keys, values):
+            return False
+        found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=spec.scale)
+    else:
+        both = _fused_with_lse(queries, keys, values, spec.scale)
+        if both is None:
+            return False
+        found, log_sum = both  # [Hkv, G, n, D], [Hkv, G, n]
+        lse.view(num_tokens, Hkv, G).copy_(log_sum[..., :num_tokens].permute(2, 0, 1))
+    o.view(num_tokens, Hkv, G, -1).copy_(found.permute(2, 0, 1, 3))
+    return True
+
+
+def _fused_with_lse(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+    """The kernels under ``scaled_dot_product_attention`` that also give the log-sum-exp, where there is one."""
+    aten = torch.ops.aten
+    if queries.device.type == "cpu" and hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu"):
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, True, scale=scale)
+        return o, lse
+    if queries.device.type == "cuda" and queries.shape[-1] % 8 == 0 and _has_flash(queries, keys, values):
+        o, lse, *_ = aten._scaled_dot_product_flash_attention(queries, keys, values, 0.0, True, scale=scale)
+        return o, lse
+    return None
+
+
+def _has_kernel(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether torch won't fall back on materialising all scores."""
+    if queries.device.type != "cuda":
+        return queries.device.type == "cpu"
+    backends = torch.backends.cuda
+    asked = backends.SDPAParams(queries, keys, values, None, 0.0, True, False)
+    return backends.can_use_flash_attention(asked) or backends.can_use_efficient_attention(asked)
+
+
+def _has_flash(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    backends = torch.backends.cuda
+    return backends.can_use_flash_attention(backends.SDPAParams(queries, keys, values, None, 0.0, True, False))
+
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+
+def tile_shape(num_q_heads: int, num_tokens: int, *, on_cpu: bool) -> tuple[int, int]:
+    """Queries and keys of a tile: its num_q_heads · queries · keys scores take at most ``MAX_TILE_BYTES``, whatever the
+    length of the sequence. No fewer keys than queries, so that every query of a block sees a key in its first tile: the
+    window of its last query begins less than ``queries`` after that of its first."""
+    most = max(1, (MAX_CPU_TILE_BYTES if on_cpu else MAX_TILE_BYTES) // (4 * num_q_heads))  # queries · keys
+    num_queries = min(num_tokens, MAX_CPU_TILE_QUERIES if on_cpu else num_tokens, math.isqrt(most))
+    return num_queries, min(num_tokens, most // num_queries)
+
+
+def _tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None) -> None:
+    num_tokens, Hkv, G = q.shape[0], spec.num_kv_heads, spec.group_size
+    keys = k.transpose(0, 1).float()  # [Hkv, n, D]
+    values = v.transpose(0, 1).float()
+    tile_queries, tile_keys = tile_shape(spec.num_q_heads, num_tokens, on_cpu=q.device.type == "cpu")
+    slopes = None
+    if spec.alibi_slopes is not None:
+        slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=q.device).view(Hkv, G, 1, 1)
+    for start in range(0, num_tokens, tile_queries):
+        end = min(start + tile_queries, num_tokens)
+        queries = (q[start:end].float() * spec.scale).view(end - start, Hkv, G, -1)
+        queries = queries.permute(1, 2, 0, 3).reshape(Hkv, G * (end - start), -1)  # [Hkv, G·b, D]
+        total = _RunningSoftmax(queries)
+        first = 0 if spec.sliding_window is None else max(0, start - spec.sliding_window + 1)
+        for key_start in range(first, end, tile_keys):
+            seen = slice(key_start, min(key_start + tile_keys, end))
+            scores = torch.bmm(queries, keys[:, seen].mT)  # [Hkv, G·b, c]
+            _shape_scores(scores.view(Hkv, G, end - start, -1), start, key_start, spec, slopes)
+            total.add(scores, values[:, seen])
+        found, log_sum = total.result()  # [Hkv, G·b, D], [Hkv, G·b]
+        o[start:end].view(-1, Hkv, G, o.shape[-1]).copy_(found.view(Hkv, G, end - start, -1).permute(2, 0, 1, 3))
+        if lse is not None:
+            lse[start:end].view(-1, Hkv, G).copy_(log_sum.view(Hkv, G, -1).permute(2, 0, 1))
+
+
+def _shape_scores(scores: Tensor, start: int, key_start: int, spec: AttentionSpec, slopes: Tensor | None) -> None:
+    """Soft-cap, ALiBi and mask of one tile, in place. scores [Hkv, G, b, c]; its corner is (start, key_start)."""
+    num_queries, num_keys = scores.shape[-2:]
+    if spec.logit_softcap is not None:
+        scores.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
+    is_causal_edge = key_start + num_keys - 1 > start
+    window = spec.sliding_window
+    is_window_edge = window is not None and key_start <= start + num_queries - 1 - window
+    if not (is_causal_edge or is_window_edge or slopes is not None):
+        return
+    places = torch.arange(key_start, key_start + num_keys, device=scores.device)
+    ahead = places - torch.arange(start, start + num_queries, device=scores.device)[:, None]  # [b, c] key - query
+    if slopes is not None:
+        scores.addcmul_(slopes, ahead.float())
+    if is_causal_edge:
+        scores.masked_fill_(ahead > 0, -math.inf)
+    if window is not None and is_window_edge:
+        scores.masked_fill_(ahead <= -window, -math.inf)
+
+
+class _RunningSoftmax:
+    """softmax(scores) · values over keys that come tile by tile, all float32."""
+
+    def __init__(self, queries: Tensor) -> None:
+        self._greatest = queries.new_full((*queries.shape[:-1], 1), -math.inf)  # [Hkv, G·b, 1]
+        self._mass = torch.zeros_like(self._greatest)
+        self._weighted = torch.zeros_like(queries)  # [Hkv, G·b, D]
+
+    def add(self, scores: Tensor, values: Tensor) -> None:
+        """scores [Hkv, G·b, c], overwritten; values [Hkv, c, D]. Every query sees a key of the first tile."""
+        greatest = torch.maximum(self._greatest, scores.amax(dim=-1, keepdim=True))
+        rescale = (self._greatest - greatest).exp_()
+        weights = scores.sub_(greatest).exp_()
+        self._mass.mul_(rescale).add_(weights.sum(dim=-1, keepdim=True))
+        self._weighted.mul_(rescale).baddbmm_(weights, values)
+        self._greatest = greatest
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """o [Hkv, G·b, D] and lse [Hkv, G·b]. Every query has seen itself at least."""
+        return self._weighted / self._mass, (self._greatest + self._mass.log())[..., 0]

@@ -1,0 +1,298 @@
+"""A chunk's own attention against a dense float64 reference, and merging it with the attention to a past."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import sworker.prefill as prefill
+from fastdecode.core.spec import AttentionSpec
+from sworker.prefill import local_causal_attention, merge_attention, tile_shape
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, past: int = 0, keys: slice = slice(None)
+) -> tuple[Tensor, Tensor]:
+    """AttentionSpec's docstring, all scores at once. The first query stands at ``past``; only ``keys`` count."""
+    num_queries, num_keys = q.shape[0], k.shape[0]
+    k, v = (x.double().repeat_interleave(spec.group_size, dim=1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q.double(), k) * spec.scale
+    if spec.logit_softcap is not None:
+        scores = spec.logit_softcap * torch.tanh(scores / spec.logit_softcap)
+    query_at, key_at = past + torch.arange(num_queries)[:, None], torch.arange(num_keys)[None, :]
+    if spec.alibi_slopes is not None:
+        slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float64)
+        scores = scores + slopes[:, None, None] * (key_at - query_at)
+    visible = key_at <= query_at
+    if spec.sliding_window is not None:
+        visible &= key_at > query_at - spec.sliding_window
+    counted = torch.zeros(num_keys, dtype=torch.bool)
+    counted[keys] = True
+    scores = scores.masked_fill(~(visible & counted), -math.inf)
+    lse = scores.logsumexp(dim=-1)  # [Hq, n]
+    weights = torch.where(lse[..., None] == -math.inf, 0.0, (scores - lse[..., None]).exp())
+    return torch.einsum("hij,jhd->ihd", weights, v), lse.T
+
+
+def tensors(spec: AttentionSpec, num_tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
+    return [torch.randn(num_tokens, h, spec.head_dim, generator=generator).to(dtype) for h in heads]
+
+
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths))]
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> AttentionSpec:
+    num_kv_heads, group = draw(st.sampled_from([(1, 1), (1, 4), (3, 2), (2, 7), (4, 1)]))
+    num_q_heads, head_dim = num_kv_heads * group, draw(st.sampled_from([1, 7, 16, 40]))
+    return AttentionSpec(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=draw(st.sampled_from([head_dim**-0.5, 0.3])),
+        sliding_window=draw(st.none() | st.integers(1, 50)),
+        alibi_slopes=tuple(2.0**-h for h in range(num_q_heads)) if draw(st.booleans()) else None,
+        logit_softcap=draw(st.sampled_from([None, None, 2.0])),
+    )
+
+
+FEATURES = {
+    "plain": {},
+    "window": {"sliding_window": 9},
+    "window of one": {"sliding_window": 1},
+    "wide window": {"sliding_window": 10_000},
+    "alibi": {"alibi_slopes": (0.5, 0.25, 0.125, 0.06, 0.03, 1.0)},
+    "softcap": {"logit_softcap": 1.5},
+    "all": {"sliding_window": 33, "alibi_slopes": (0.5, 0.25, 0.125, 0.06, 0.03, 1.0), "logit_softcap": 4.0},
+}
+
+
+def spec_with(name: str) -> AttentionSpec:
+    return AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, **FEATURES[name])  # type: ignore[arg-type]
+
+
+@settings(max_examples=120, deadline=None)
+@given(specs(), st.lists(st.integers(1, 70), min_size=1, max_size=5), st.booleans(), st.integers(0, 1 << 30))
+def test_ragged_sequences_of_any_kind(spec: AttentionSpec, lengths: list[int], want_lse: bool, seed: int) -> None:
+    q, k, v = tensors(spec, sum(lengths), seed)
+    with mock.patch.multiple(prefill, MAX_CPU_TILE_BYTES=spec.num_q_heads * 4 * 300, MAX_CPU_TILE_QUERIES=13):
+        o, lse = local_causal_attention(q, k, v, starts_of(lengths), spec, want_lse=want_lse)
+    assert o.shape == q.shape
+    assert (lse is not None) == want_lse
+    for start, length in zip(starts_of(lengths), lengths, strict=True):
+        rows = slice(start, start + length)
+        expected, expected_lse = dense(q[rows], k[rows], v[rows], spec)
+        torch.testing.assert_close(o[rows].double(), expected, atol=3e-6, rtol=1e-5)
+        if lse is not None:
+            torch.testing.assert_close(lse[rows].double(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("want_lse", [False, True])
+def test_long_sequences_with_tiles_of_the_real_size(name: str, want_lse: bool) -> None:
+    spec = spec_with(name)
+    q, k, v = tensors(spec, 700, seed=1)
+    o, lse = local_causal_attention(q, k, v, [0], spec, want_lse=want_lse)
+    expected, expected_lse = dense(q, k, v, spec)
+    torch.testing.assert_close(o.double(), expected, atol=3e-6, rtol=1e-5)
+    if lse is not None:
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [49, 50, 51])
+def test_windows_as_long_as_the_chunk(window: int) -> None:
+    spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8, scale=0.4, sliding_window=window)
+    q, k, v = tensors(spec, 50, seed=11)
+    o, _ = local_causal_attention(q, k, v, [0], spec, want_lse=False)
+    torch.testing.assert_close(o.double(), dense(q, k, v, spec)[0], atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("want_lse", [False, True])
+def test_neighbours_change_no_bit(name: str, want_lse: bool) -> None:
+    spec = spec_with(name)
+    lengths = [3, 128, 1, 40, 200]
+    q, k, v = tensors(spec, sum(lengths), seed=2)
+    o, lse = local_causal_attention(q, k, v, [*starts_of(lengths), sum(lengths)], spec, want_lse=want_lse)
+    for start, length in zip(starts_of(lengths), lengths, strict=True):
+        rows = slice(start, start + length)
+        alone, alone_lse = local_causal_attention(q[rows], k[rows], v[rows], [0], spec, want_lse=want_lse)
+        assert torch.equal(alone, o[rows])
+        if lse is not None and alone_lse is not None:
+            assert torch.equal(alone_lse, lse[rows])
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1.5e-3)])
+def test_16_bit_inputs_lose_no_more_than_the_outputs_rounding(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    spec = spec_with(name)
+    q, k, v = tensors(spec, 300, seed=3, dtype=dtype)
+    o, lse = local_causal_attention(q, k, v, [0], spec, want_lse=True)
+    expected, expected_lse = dense(q, k, v, spec)
+    assert o.dtype == dtype
+    assert lse is not None and lse.dtype == torch.float32
+    assert torch.equal(o, expected.to(dtype)) or (o.double() - expected).abs().max() < tolerance
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_inputs_may_be_views_into_one_fused_projection() -> None:
+    for name in ("plain", "softcap"):
+        spec = spec_with(name)
+        fused = torch.randn(50, 10, 16, generator=torch.Generator().manual_seed(4))
+        q, k, v = fused[:, :6], fused[:, 6:8], fused[:, 8:]
+        o, _ = local_causal_attention(q, k, v, [0, 20], spec, want_lse=False)
+        copied, _ = local_causal_attention(
+            q.contiguous(), k.contiguous(), v.contiguous(), [0, 20], spec, want_lse=False
+        )
+        assert torch.equal(o, copied)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_fused_and_tiled_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_with(name)
+    q, k, v = tensors(spec, 150, seed=5)
+    first, first_lse = local_causal_attention(q, k, v, [0, 60], spec, want_lse=True)
+    monkeypatch.setattr(prefill, "_fused", lambda *_: False)
+    second, second_lse = local_causal_attention(q, k, v, [0, 60], spec, want_lse=True)
+    torch.testing.assert_close(first, second, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(first_lse, second_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_plain_attention_takes_the_fused_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise AssertionError("tiled")
+
+    monkeypatch.setattr(prefill, "_tiled", forbidden)
+    for name in ("plain", "wide window"):
+        for want_lse in (False, True):
+            q, k, v = tensors(spec_with(name), 30, seed=6)
+            local_causal_attention(q, k, v, [0], spec_with(name), want_lse=want_lse)
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs(), st.lists(st.integers(1, 40), min_size=2, max_size=4), st.integers(0, 1 << 30))
+def test_chunks_merged_with_their_past_are_the_whole(spec: AttentionSpec, chunks: list[int], seed: int) -> None:
+    total = sum(chunks)
+    q, k, v = tensors(spec, total, seed)
+    whole, whole_lse = dense(q, k, v, spec)
+    for start, length in zip(starts_of(chunks), chunks, strict=True):
+        rows = slice(start, start + length)
+        own, own_lse = local_causal_attention(q[rows], k[rows], v[rows], [0], spec, want_lse=True)
+        assert own_lse is not None
+        seen = slice(0, start + length)
+        past, past_lse = dense(q[rows], k[seen], v[seen], spec, past=start, keys=slice(0, start))
+        o, lse = merge_attention(own, own_lse, past.float(), past_lse.float())
+        torch.testing.assert_close(o.double(), whole[rows], atol=5e-6, rtol=1e-5)
+        torch.testing.assert_close(lse.double(), whole_lse[rows], atol=1e-5, rtol=1e-5)
+
+
+def test_merging_with_nothing_is_exact() -> None:
+    generator = torch.Generator().manual_seed(7)
+    o_a, o_b = torch.randn(4, 2, 8, generator=generator), torch.randn(4, 2, 8, generator=generator)
+    lse_a, lse_b = torch.randn(4, 2, generator=generator), torch.randn(4, 2, generator=generator)
+    lse_a[0], lse_b[1] = -math.inf, -math.inf
+    lse_a[2] = lse_b[2] = -math.inf
+    o_a[0] = o_b[1] = o_a[2] = o_b[2] = math.nan
+    o, lse = merge_attention(o_a, lse_a, o_b, lse_b)
+    assert torch.equal(o[0], o_b[0]) and torch.equal(lse[0], lse_b[0])
+    assert torch.equal(o[1], o_a[1]) and torch.equal(lse[1], lse_a[1])
+    assert not o[2].any() and (lse[2] == -math.inf).all()
+    assert o.isfinite().all()
+
+
+def test_merging_is_symmetric_and_survives_extreme_scores() -> None:
+    o_a, o_b = torch.full((4, 1, 2), 1.0), torch.full((4, 1, 2), 3.0)
+    lse_a, lse_b = (
+        torch.tensor([[500.0], [-500.0], [1e30], [0.0]]),
+        torch.tensor([[0.0], [-500.0], [-1e30], [math.log(3)]]),
+    )
+    o, lse = merge_attention(o_a, lse_a, o_b, lse_b)
+    torch.testing.assert_close(o[:, 0, 0], torch.tensor([1.0, 2.0, 1.0, 2.5]))
+    torch.testing.assert_close(lse[:, 0], torch.tensor([500.0, -500.0 + math.log(2), 1e30, math.log(4)]))
+    swapped, swapped_lse = merge_attention(o_b, lse_b, o_a, lse_a)
+    assert torch.equal(o, swapped) and torch.equal(lse, swapped_lse)
+
+
+def test_merging_keeps_the_first_sides_dtype() -> None:
+    o = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+    lse = torch.zeros(2, 3)
+    merged, merged_lse = merge_attention(o, lse, torch.ones(2, 3, 4), lse)
+    assert merged.dtype == torch.bfloat16 and merged_lse.dtype == torch.float32
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 1024), st.integers(1, 1 << 24), st.booleans())
+def test_a_tile_fits_whatever_the_length(num_q_heads: int, num_tokens: int, on_cpu: bool) -> None:
+    num_queries, num_keys = tile_shape(num_q_heads, num_tokens, on_cpu=on_cpu)
+    assert 1 <= num_queries <= num_keys <= num_tokens
+    assert 4 * num_q_heads * num_queries * num_keys <= 64 << 20
+
+
+def test_no_scores_beyond_a_tile_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    bmm = torch.bmm
+
+    def spy(a: Tensor, b: Tensor) -> Tensor:
+        scores = bmm(a, b)
+        sizes.append(scores.numel() * 4)
+        return scores
+
+    monkeypatch.setattr(torch, "bmm", spy)
+    monkeypatch.setattr(prefill, "MAX_CPU_TILE_BYTES", 1 << 16)
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, logit_softcap=3.0)
+    q, k, v = tensors(spec, 600, seed=8)
+    local_causal_attention(q, k, v, [0], spec, want_lse=True)
+    assert max(sizes) <= 1 << 16
+    # Above the diagonal, and before the window, nothing is computed beyond the tiles on the edge.
+    causal = sum(sizes)
+    assert causal < 4 * 4 * 600 * 600 * 0.65
+    sizes.clear()
+    windowed = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, sliding_window=50)
+    local_causal_attention(q, k, v, [0], windowed, want_lse=True)
+    assert sum(sizes) < 0.4 * causal
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs(), st.integers(1, 100), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_the_fused_way_never_falls_back_on_all_scores(spec: AttentionSpec, num_tokens: int, dtype: torch.dtype) -> None:
+    chosen = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        chosen.append(torch._fused_sdp_choice(q, k, v, **options))  # type: ignore[arg-type]
+        return attention(q, k, v, **options)  # type: ignore[arg-type]
+
+    plain = AttentionSpec(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.scale)
+    with mock.patch("torch.nn.functional.scaled_dot_product_attention", spy):
+        q, k, v = tensors(plain, num_tokens, 9, dtype)
+        local_causal_attention(q, k, v, [0], plain, want_lse=False)
+    assert chosen == [torch.nn.attention.SDPBackend.FLASH_ATTENTION.value]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    for name, want_lse in itertools.product(FEATURES, (False, True)):
+        spec = spec_with(name)
+        q, k, v = tensors(spec, 500, seed=10, dtype=dtype)
+        o, lse = local_causal_attention(q.cuda(), k.cuda(), v.cuda(), [0, 123], spec, want_lse=want_lse)
+        for rows in (slice(0, 123), slice(123, 500)):
+            expected, expected_lse = dense(q[rows], k[rows], v[rows], spec)
+            torch.testing.assert_close(o[rows].double().cpu(), expected, atol=tolerance, rtol=tolerance)
+            if lse is not None:
+                torch.testing.assert_close(lse[rows].double().cpu(), expected_lse, atol=1e-4, rtol=1e-4)
