@@ -11,6 +11,7 @@ back.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -53,6 +54,8 @@ class RemoteStep:
         self._local_lse: dict[int, Tensor] = {}
         self._o = torch.empty(0)
         self.r_compute_s = dict.fromkeys(self._spans, 0.0)
+        self.sent_s: list[float] = []
+        """When each layer's q, k and v were ready to go, on ``time.perf_counter``."""
         for span in batch.spans:
             plan.fleet.send(span.worker, span.begin)
 
@@ -60,6 +63,7 @@ class RemoteStep:
         """Send a layer's q [T, Hq, D], k and v [T, Hkv, D] on their way; attend the prompt chunks' own tokens here."""
         self._layer = layer
         q_host, k_host, v_host = _to_host(q), _to_host(k), _to_host(v)
+        self.sent_s.append(time.perf_counter())
         for worker, span in self._spans.items():
             begin = span.begin
             message = Attend(

@@ -20,9 +20,11 @@ import numpy as np
 
 from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
 from fastdecode.core.sequence import Completion, FinishReason, Request, RequestOutput, Sequence, TokenLogprob
+from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.layout import StepBatch
 from fastdecode.engine.pipeline import LaneStep, Pipeline
+from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.text import SequenceText, TextCodec
 from fastdecode.schedule.scheduler import Chunk, Scheduler, Start, StepPlan
 from fastdecode.wire.messages import CloseSequence, ForkSequence, OpenSequence, Refused
@@ -32,34 +34,6 @@ from sworker.worker import SWorker
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class EngineStats:
-    """Totals since the engine started. Wall time while any lane runs part of a prompt counts as prefill, the rest as
-    decode."""
-
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    """Prompt tokens run; those of a shared prompt count once, its last token once a sequence."""
-    num_output_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    wait_s: float = 0.0
-    """The S-worker had nothing to do but wait for R-workers."""
-    r_compute_s: float = 0.0
-    """The busiest R-worker's compute of every step, summed."""
-    num_recomputed: int = 0
-    """Sequences that were started again after their R-worker was lost."""
-
-    @property
-    def step_s(self) -> float:
-        return self.prefill_s + self.decode_s
-
-    @property
-    def s_compute_s(self) -> float:
-        """Time that wasn't spent waiting for R-workers."""
-        return self.step_s - self.wait_s
-
-
 @dataclass(eq=False)
 class _Run:
     """A live sequence, and what it has said so far."""
@@ -67,6 +41,8 @@ class _Run:
     sequence: Sequence
     sampling: SamplingState
     text: SequenceText
+    submitted_s: float
+    first_token_s: float | None = None
     is_open: bool = False
     """Its R-worker has accepted it."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -92,6 +68,7 @@ class Engine:
         scheduler: decides what starts and what steps.
         codec: between text and token ids.
         eos_token_ids: any of them ends a sequence, unless the request ignores EOS.
+        trace: told what every step did.
     """
 
     def __init__(
@@ -102,7 +79,9 @@ class Engine:
         scheduler: Scheduler,
         codec: TextCodec,
         eos_token_ids: tuple[int, ...],
+        trace: Trace | None = None,
     ) -> None:
+        self._trace = trace or NoTrace()
         self._s_worker = s_worker
         self._pipeline = pipeline
         self._fleet = fleet
@@ -134,6 +113,7 @@ class Engine:
             raise self._broken
         assert request.request_id not in self._groups, "request ids are unique among the unfinished"
         runs = []
+        now = time.perf_counter()
         for index in range(request.params.n):
             sequence = Sequence.of(next(self._sequence_ids), request, index)
             sampling = SamplingState(
@@ -145,7 +125,7 @@ class Engine:
                 sample_index=index,
             )
             text = self._codec.sequence_text(request.params, request.prompt_token_ids)
-            runs.append(_Run(sequence, sampling, text))
+            runs.append(_Run(sequence, sampling, text, now))
         self._scheduler.add(run.sequence for run in runs)
         self._groups[request.request_id] = _Group(request, prompt, runs)
         self._runs.update((run.sequence.sequence_id, run) for run in runs)
@@ -167,6 +147,7 @@ class Engine:
         finished = self._pipeline.run()
         self.stats.num_steps += 1
         self.stats.r_compute_s += finished.r_compute_s
+        self.stats.r_busy_s += sum(finished.remote.r_compute_s.values())
         outputs += self._complete(finished)
         elapsed = time.perf_counter() - started
         self.stats.wait_s += self._pipeline.wait_s - wait_s
@@ -175,6 +156,26 @@ class Engine:
         else:
             self.stats.decode_s += elapsed
         return outputs
+
+    def _count_load(self) -> float:
+        """Note the load. Returns the time."""
+        now = time.perf_counter()
+        load = sum(run.sequence.num_cached for run in self._runs.values())
+        self.stats.count_load(load)
+        self._trace.load(now, self._scheduler.num_running, self._scheduler.num_waiting, load)
+        return now
+
+    def cancel_waiting(self) -> list[str]:
+        """Forget the requests of which nothing has run yet. Returns their ids."""
+        waiting = [
+            group
+            for group in self._groups.values()
+            if not group.completions
+            and all(run.sequence.worker is None and not run.sequence.num_generated for run in group.runs)
+        ]
+        for group in waiting:
+            self._drop(group)
+        return [group.request.request_id for group in waiting]
 
     def cancel_all(self) -> None:
         """Forget every unfinished request, and free what it holds."""
@@ -249,7 +250,12 @@ class Engine:
             row += has_logits
         assert step.logits is not None
         logits = step.logits if len(rows) == row else step.logits[rows]
-        return self._accept(survivors, self._s_worker.sample(logits, [run.sampling for run in survivors]))
+        # Before what the step has ended is freed: the R-workers have held it all through the step.
+        started = self._count_load()
+        drawn = self._s_worker.sample(logits, [run.sampling for run in survivors])
+        now = time.perf_counter()
+        self._trace.sampled(step.lane, step.step, len(drawn), started, now)
+        return self._accept(survivors, drawn, now)
 
     def _count_cached(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
@@ -287,8 +293,8 @@ class Engine:
         request_ids = dict.fromkeys(sequence.request.request_id for sequence in hopeless)
         return [self._fail(self._groups[request_id], error) for request_id in request_ids]
 
-    def _accept(self, runs: list[_Run], sampled: list[SampledToken]) -> list[RequestOutput]:
-        """Append the drawn tokens; finish the sequences that they end. Returns the requests that are over."""
+    def _accept(self, runs: list[_Run], sampled: list[SampledToken], now: float) -> list[RequestOutput]:
+        """Append the tokens drawn just now; finish the sequences that they end. Returns the requests that are over."""
         outputs = []
         for run, drawn in zip(runs, sampled, strict=True):
             group = self._groups.get(run.sequence.request.request_id)
@@ -298,8 +304,13 @@ class Engine:
                 outputs.append(self._fail(group, drawn.error))
                 continue
             self.stats.num_output_tokens += 1
+            if run.first_token_s is None:
+                run.first_token_s = now
+                self.stats.ttft.add(now - run.submitted_s)
             reason = self._append(run, drawn)
             if reason is not None:
+                if run.sequence.num_generated > 1:
+                    self.stats.tpot.add((now - run.first_token_s) / (run.sequence.num_generated - 1))
                 output = self._finish(group, run, reason)
                 if output is not None:
                     outputs.append(output)

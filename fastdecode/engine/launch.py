@@ -16,6 +16,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.model_spec import ModelSpec
 from fastdecode.core.spec import KVSpec
+from fastdecode.core.trace import Trace
 from fastdecode.engine.attend import AttentionPlan
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.fleet import Fleet
@@ -106,13 +107,16 @@ class RunningEngine:
     Args:
         config: what the user chose.
         progress: told what is being done, one line at a time.
+        trace: told what every step did.
 
     Raises:
         ConfigError, ModelError: an option or the model directory is bad.
         WorkerError: an R-worker failed to start, or refused to serve.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[str], None] | None = None, trace: Trace | None = None
+    ) -> None:
         tell = progress or logger.info
         started = time.perf_counter()
         self.spec = load_spec(config.model)
@@ -140,9 +144,13 @@ class RunningEngine:
         )
         s_worker = SWorker(self.spec, model, resolved.device)
         attention = AttentionPlan(self.spec.attention, _torch_dtype(resolved.kv_dtype), self._fleet)
-        pipeline = Pipeline(s_worker, attention, resolved.num_lanes)
-        self.engine = Engine(s_worker, pipeline, self._fleet, scheduler, self.codec, self.spec.eos_token_ids)
+        pipeline = Pipeline(s_worker, attention, resolved.num_lanes, trace)
+        self.engine = Engine(s_worker, pipeline, self._fleet, scheduler, self.codec, self.spec.eos_token_ids, trace)
         self.load_s = time.perf_counter() - started
+
+    @property
+    def num_live_r_workers(self) -> int:
+        return len(self._fleet) - len(self._fleet.lost)
 
     def close(self) -> None:
         """Stop the R-workers. Safe to call twice."""

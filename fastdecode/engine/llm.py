@@ -12,9 +12,11 @@ from fastdecode.core.config import EngineConfig
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, WorkerError
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
-from fastdecode.engine.engine import EngineStats
+from fastdecode.core.trace import Trace
 from fastdecode.engine.launch import RunningEngine
 from fastdecode.engine.progress import Progress
+from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.text import TextCodec
 from sworker.sampler import validate_for_vocab
 
 Prompt: TypeAlias = "str | Sequence[int]"
@@ -40,17 +42,25 @@ class LLM:
         model: a Hugging Face model directory.
         options: the fields of ``EngineConfig``: dtype, kv_dtype, r_workers, device, …
         progress: told what start-up is doing, one line at a time.
+        trace: told what every step does, from then on.
 
     Raises:
         ConfigError, ModelError, WorkerError: as their docstrings say.
     """
 
-    def __init__(self, model: str, *, progress: Callable[[str], None] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        progress: Callable[[str], None] | None = None,
+        trace: Trace | None = None,
+        **options: Any,
+    ) -> None:
         try:
             config = EngineConfig(model=model, **options)
         except TypeError as error:
             raise ConfigError(f"LLM got an option it doesn't know: {error}") from None
-        self._running = RunningEngine(config, progress)
+        self._running = RunningEngine(config, progress, trace)
         self.config = config
 
     def __enter__(self) -> LLM:
@@ -68,6 +78,16 @@ class LLM:
     @property
     def stats(self) -> EngineStats:
         return self._running.engine.stats
+
+    @property
+    def codec(self) -> TextCodec:
+        """Between text and the model's token ids."""
+        return self._running.codec
+
+    @property
+    def num_live_r_workers(self) -> int:
+        """R-workers that haven't been lost."""
+        return self._running.num_live_r_workers
 
     @property
     def dtype(self) -> DType:
@@ -133,12 +153,22 @@ class LLM:
             raise lost
         return [outputs[str(i)] for i in range(len(batch))]
 
-    def stream(self, requests: Iterable[PromptRequest]) -> Iterator[RequestOutput]:
+    def cancel_waiting(self) -> list[str]:
+        """Of the requests that ``stream`` has taken, forget those of which nothing has run. Returns their ids."""
+        return self._running.engine.cancel_waiting()
+
+    def stream(
+        self, requests: Iterable[PromptRequest], on_step: Callable[[], None] = lambda: None
+    ) -> Iterator[RequestOutput]:
         """Run requests as they come from an iterable; yield each output as soon as it is complete.
 
         Only so many requests are taken ahead as keep the batch full, so memory stays flat however many there are.
         Request ids must be unique among those unfinished. If an R-worker is lost, every request that was taken is
         yielded with that error, and the stream ends.
+
+        Args:
+            requests: asked for the next one when there is room for it.
+            on_step: called after every step, when its outputs have been yielded. What it raises ends the stream.
         """
         engine = self._running.engine
         most = QUEUE_AHEAD * self.config.max_num_sequences
@@ -159,6 +189,7 @@ class LLM:
                         outputs = engine.abandon(error)
                         drained = True
                     yield from outputs
+                    on_step()
         finally:
             # The caller went away, or was interrupted: leave no request behind in the engine.
             engine.cancel_all()

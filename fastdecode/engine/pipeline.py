@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.sequence import Sequence
+from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.attend import AttentionPlan, RemoteStep
 from fastdecode.engine.layout import StepBatch
 from fastdecode.wire.messages import Accepted, AttendResult, FromRWorker, Refused
@@ -43,6 +44,11 @@ class LaneStep:
     started_s: float = field(default_factory=time.perf_counter)
 
     @property
+    def step(self) -> int:
+        """The step's number; unique among all lanes."""
+        return self.batch.spans[0].begin.step
+
+    @property
     def r_compute_s(self) -> float:
         """The busiest R-worker's compute for this step."""
         return max(self.remote.r_compute_s.values(), default=0.0)
@@ -51,7 +57,8 @@ class LaneStep:
 class Pipeline:
     """Runs lanes' steps side by side. One thread drives it."""
 
-    def __init__(self, s_worker: SWorker, attention: AttentionPlan, num_lanes: int) -> None:
+    def __init__(self, s_worker: SWorker, attention: AttentionPlan, num_lanes: int, trace: Trace | None = None) -> None:
+        self._trace = trace or NoTrace()
         self._s_worker = s_worker
         self._attention = attention
         self._lanes: list[LaneStep | None] = [None] * num_lanes
@@ -76,7 +83,7 @@ class Pipeline:
         step = LaneStep(lane, batch, logit_rows, remote, self._s_worker.begin(batch.token_ids, batch.positions))
         self._lanes[lane] = step
         self._scatter(step)
-        step.s_compute_s += time.perf_counter() - started
+        self._count_s_part(step, 0, started)
 
     def run(self) -> LaneStep:
         """Go on until some lane has finished its step."""
@@ -104,9 +111,15 @@ class Pipeline:
         started = time.perf_counter()
         if step.forward.advance(step.remote.take()):
             self._scatter(step)
+            self._count_s_part(step, step.forward.layer, started)
         else:
             step.logits = step.forward.logits(step.logit_rows)
-        step.s_compute_s += time.perf_counter() - started
+            self._count_s_part(step, None, started)
+
+    def _count_s_part(self, step: LaneStep, layer: int | None, started: float) -> None:
+        now = time.perf_counter()
+        step.s_compute_s += now - started
+        self._trace.s_part(step.lane, step.step, layer, started, now)
 
     def _scatter(self, step: LaneStep) -> None:
         forward = step.forward
@@ -122,7 +135,9 @@ class Pipeline:
     def _receive(self) -> None:
         started = time.perf_counter()
         received = self._attention.fleet.receive()
-        self.wait_s += time.perf_counter() - started
+        now = time.perf_counter()
+        self.wait_s += now - started
+        self._trace.waited(started, now)
         if received is None:
             return
         worker, message = received
@@ -139,6 +154,8 @@ class Pipeline:
                     f"R-worker {self._attention.fleet.peer(worker)} answered for lane {message.lane}, which is idle"
                 )
             step.remote.deliver(worker, message)
+            sent, now = step.remote.sent_s[message.layer], time.perf_counter()
+            self._trace.attended(worker, step.lane, message.step, message.layer, sent, now, message.compute_s)
         elif isinstance(message, (Accepted, Refused)):
             self._openings[message.sequence_id] = message
         else:

@@ -1,0 +1,55 @@
+"""What an engine has done since it started, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastdecode.engine.latency import LatencyHistogram
+
+
+@dataclass
+class EngineStats:
+    """Totals since the engine started. Wall time while any lane runs part of a prompt counts as prefill, the rest as
+    decode."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens run; those of a shared prompt count once, its last token once a sequence."""
+    num_output_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    wait_s: float = 0.0
+    """The S-worker had nothing to do but wait for R-workers."""
+    r_compute_s: float = 0.0
+    """The busiest R-worker's compute of every step, summed."""
+    r_busy_s: float = 0.0
+    """Every R-worker's compute, summed."""
+    load_sum: int = 0
+    """The load W, cached tokens of all running sequences, summed over the ends of all steps."""
+    load_peak: int = 0
+    ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
+    """From a request's submission to the first token, of every sequence that has one."""
+    tpot: LatencyHistogram = field(default_factory=LatencyHistogram)
+    """(end to end - TTFT) / (n - 1) of every sequence that ended with n > 1 tokens."""
+    num_recomputed: int = 0
+    """Sequences that were started again after their R-worker was lost."""
+    num_suspended: int = 0
+    """Sequences whose blocks were taken back for others, to be recomputed later."""
+
+    @property
+    def step_s(self) -> float:
+        return self.prefill_s + self.decode_s
+
+    @property
+    def s_compute_s(self) -> float:
+        """Time that wasn't spent waiting for R-workers."""
+        return self.step_s - self.wait_s
+
+    @property
+    def load_mean(self) -> float:
+        return self.load_sum / max(self.num_steps, 1)
+
+    def count_load(self, load: int) -> None:
+        """A step is over, with these tokens cached."""
+        self.load_sum += load
+        self.load_peak = max(self.load_peak, load)

@@ -1,0 +1,166 @@
+"""Step events as a Chrome trace: open the file in https://ui.perfetto.dev or chrome://tracing.
+
+The file is a JSON array of events, one a line, written as they happen. The format lets the closing bracket be missing,
+so the file of a run that was killed is as good as any. Rows:
+
+* **S-worker**: a row a lane with its S-steps (``S 3`` runs up to the attention of layer 3), ``logits`` and ``sample``;
+  a row with what it waited.
+* **R-workers**: a row each, with the attention it computed (``L3``).
+* counters: sequences running and waiting, cached tokens (W).
+
+An R-worker tells how long it computed, not when. It computes in the order of arrival, so a span is drawn where it can
+have begun first: when its q, k, v were sent, or when the worker's span before ended. Over a network it was later than
+that by the time of the transfer. ``round_trip_us`` is from sending to the answer's being read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TypeAlias
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.trace import NoTrace, Trace
+
+logger = logging.getLogger(__name__)
+
+# What viewers can still open. The trace stops there; the run goes on.
+MAX_TRACE_BYTES = 1 << 30
+
+S_WORKER = 1
+R_WORKERS = 2
+WAIT_ROW = 0
+FIRST_LANE_ROW = 1
+
+_Event: TypeAlias = dict[str, object]
+
+
+class ChromeTrace:
+    """Writes events to a file. If writing fails, it says so once, and the run goes on without a trace.
+
+    Args:
+        out: where to; this object buffers little and leaves the rest to the file.
+        start_s: time zero, on ``time.perf_counter``.
+        max_bytes: stop after so many.
+    """
+
+    def __init__(self, out: IO[bytes], start_s: float, max_bytes: int = MAX_TRACE_BYTES) -> None:
+        self._out: IO[bytes] | None = out
+        self._start_s = start_s
+        self._room = max_bytes
+        self._rows: set[tuple[int, int]] = set()
+        self._free_s: dict[int, float] = {}
+        """When each R-worker's last span ended."""
+        self._write(b"[\n")
+        self._name("process_name", S_WORKER, 0, "S-worker")
+        self._name("process_name", R_WORKERS, 0, "R-workers")
+
+    def s_part(self, lane: int, step: int, layer: int | None, start_s: float, end_s: float) -> None:
+        name = "logits" if layer is None else f"S {layer}"
+        self._lane_span(name, lane, start_s, end_s, {"step": step})
+
+    def sampled(self, lane: int, step: int, num_tokens: int, start_s: float, end_s: float) -> None:
+        self._lane_span("sample", lane, start_s, end_s, {"step": step, "tokens": num_tokens})
+
+    def waited(self, start_s: float, end_s: float) -> None:
+        self._ensure_row(S_WORKER, WAIT_ROW, "wait for R-workers")
+        self._span("wait", S_WORKER, WAIT_ROW, start_s, end_s, {})
+
+    def attended(
+        self, worker: int, lane: int, step: int, layer: int, sent_s: float, arrived_s: float, compute_s: float
+    ) -> None:
+        self._ensure_row(R_WORKERS, worker, f"R-worker {worker}")
+        start_s = max(sent_s, self._free_s.get(worker, sent_s))
+        end_s = self._free_s[worker] = start_s + compute_s
+        args: _Event = {"step": step, "lane": lane, "round_trip_us": _microseconds(arrived_s - sent_s)}
+        self._span(f"L{layer}", R_WORKERS, worker, start_s, end_s, args)
+
+    def load(self, at_s: float, num_running: int, num_waiting: int, num_cached_tokens: int) -> None:
+        self._counter("sequences", at_s, {"running": num_running, "waiting": num_waiting})
+        self._counter("cached tokens W", at_s, {"W": num_cached_tokens})
+
+    def close(self) -> None:
+        """End the array. The file belongs to the caller."""
+        if self._out is not None:
+            # Every event ends in a comma; this one stands where JSON wants a last one without.
+            self._room = max(self._room, 1 << 10)
+            self._write(_line({"ph": "i", "name": "end", "s": "g", "pid": S_WORKER, "tid": 0, "ts": self._now()})[:-2])
+            self._write(b"\n]\n")
+            self._out = None
+
+    def _now(self) -> float:
+        return _microseconds(time.perf_counter() - self._start_s)
+
+    def _lane_span(self, name: str, lane: int, start_s: float, end_s: float, args: _Event) -> None:
+        row = FIRST_LANE_ROW + lane
+        self._ensure_row(S_WORKER, row, f"lane {lane}")
+        self._span(name, S_WORKER, row, start_s, end_s, args)
+
+    def _span(self, name: str, process: int, row: int, start_s: float, end_s: float, args: _Event) -> None:
+        start = _microseconds(start_s - self._start_s)
+        event: _Event = {"ph": "X", "name": name, "pid": process, "tid": row, "ts": start}
+        self._event({**event, "dur": _microseconds(end_s - start_s), "args": args})
+
+    def _counter(self, name: str, at_s: float, values: _Event) -> None:
+        at = _microseconds(at_s - self._start_s)
+        self._event({"ph": "C", "name": name, "pid": S_WORKER, "ts": at, "args": values})
+
+    def _ensure_row(self, process: int, row: int, name: str) -> None:
+        if (process, row) not in self._rows:
+            self._rows.add((process, row))
+            self._name("thread_name", process, row, name)
+
+    def _name(self, what: str, process: int, row: int, name: str) -> None:
+        self._event({"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}})
+
+    def _event(self, event: _Event) -> None:
+        self._write(_line(event))
+
+    def _write(self, data: bytes) -> None:
+        if self._out is None:
+            return
+        if len(data) > self._room:
+            logger.warning("the trace has reached its greatest size; the rest of the run isn't in it")
+            self.close()
+            return
+        self._room -= len(data)
+        try:
+            self._out.write(data)
+        except OSError as error:
+            logger.warning("the trace ends here, its file can't be written: %s", error.strerror)
+            self._out = None
+
+
+@contextlib.contextmanager
+def open_trace(path: Path | None) -> Iterator[Trace]:
+    """A trace into a file, replaced if it exists; no path is no trace.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    if path is None:
+        yield NoTrace()
+        return
+    try:
+        out = path.open("wb", buffering=1 << 16)
+    except OSError as error:
+        raise ConfigError(f"can't write the trace file {path}: {error.strerror}") from None
+    trace = ChromeTrace(out, time.perf_counter())
+    try:
+        yield trace
+    finally:
+        trace.close()
+        with contextlib.suppress(OSError):
+            out.close()
+
+
+def _line(event: _Event) -> bytes:
+    return json.dumps(event, separators=(",", ":")).encode() + b",\n"
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
