@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from cost_model.fit import fit_curve, fit_decode
+from cost_model.fit import Curve, fit_curve, fit_decode
 from cost_model.hardware import Cpu, Gpu, Nic
 from cost_model.workload import TokenCosts
 from fastdecode.core.errors import ConfigError
@@ -136,21 +136,29 @@ class SPart:
                 f"--dtype {profile.dtype}, or calibrate again",
                 code="profile_mismatch",
             )
-        layer, head, prompt = fit_curve(profile.layer), fit_curve(profile.head), fit_curve(profile.prefill)
+        layer, prompt = fit_curve(profile.layer), fit_curve(profile.prefill)
+        head, host = fit_curve(profile.head), fit_curve(profile.host)
         return cls(
             name=profile.machine.device,
             provenance=Provenance.MEASURED,
             source=f"T(B) over {len(profile.layer)} batch sizes, {layer.form} fit, error {layer.relative_error:.1%}",
             num_layers=costs.num_layers,
             layer_s=layer,
-            head_s=head,
+            head_s=lambda batch: head(batch) + host(batch),
             prompt_s=prompt,
             usable_memory_bytes=profile.device_memory_bytes * MEASURED_MEMORY_USABLE,
             kv_read_bytes_per_s=costs.layer_weight_bytes / layer(1),
             host_link_bytes_per_s=None,
             power_w=None,
-            relative_error=max(layer.relative_error, head.relative_error),
+            relative_error=_step_error(costs.num_layers, layer, head, host),
         )
+
+
+def _step_error(num_layers: int, layer: Curve, head: Curve, host: Curve) -> float:
+    """Of a whole step: each part's error, weighted with its time where the curves end."""
+    size = layer.sizes[-1]
+    parts = [(num_layers * layer(size), layer), (head(size), head), (host(size), host)]
+    return sum(seconds * curve.relative_error for seconds, curve in parts) / sum(seconds for seconds, _ in parts)
 
 
 @dataclass(frozen=True)
@@ -205,7 +213,7 @@ class RPart:
 
     @classmethod
     def from_profile(cls, profile: RProfile, costs: TokenCosts) -> RPart:
-        """A line through what was measured. The measured host counts as one socket.
+        """A line through what was measured. An R-worker of the measured host counts as one socket.
 
         Raises:
             ConfigError: the profile is of another head shape or KV dtype.
@@ -231,14 +239,15 @@ class RPart:
         return cls(
             name=profile.machine.cpu,
             provenance=Provenance.MEASURED,
-            source=f"{len(profile.decode)} points, {profile.num_threads} threads, fit error {fit.relative_error:.1%}",
+            source=f"{len(profile.decode)} points, {profile.num_workers} x {profile.num_threads} threads, fit error "
+            f"{fit.relative_error:.1%}",
             call_s=fit.call_s,
             sequence_s=fit.sequence_s,
             token_s=fit.token_s,
             read_token_s=min(read_token_s, fit.token_s) if fit.token_s > 0 else read_token_s,
             capacity_bytes=profile.memory_bytes,
             memory_bytes=profile.machine.memory_bytes,
-            sockets_per_host=1,
+            sockets_per_host=profile.num_workers,
             power_w=None,
             relative_error=fit.relative_error,
         )
@@ -265,6 +274,12 @@ class Link:
     @property
     def trip_s(self) -> float:
         return self.pace * self.round_trip_s
+
+    @classmethod
+    def within_process(cls) -> Link:
+        """R-workers are threads of the S-worker's process: what messages cost is in its profile's ``host`` times."""
+        source = "R-workers are threads of the S-worker's process"
+        return cls("in one process", Provenance.GIVEN, source, float("inf"), 0.0, 0.0)
 
     @classmethod
     def from_nic(cls, nic: Nic) -> Link:

@@ -121,13 +121,16 @@ class SProfile:
     """Seconds of one layer over tokens in the batch: T(B)."""
     head: tuple[Point, ...]
     """Seconds a step spends outside the layers (embedding, final norm, logits, sampling) over tokens in the batch."""
+    host: tuple[Point, ...]
+    """Seconds of a step that are neither the S-part's nor an R-worker's (scheduling, messages, copies between host and
+    device, text) over tokens in the batch, measured with R-workers in the same process."""
     prefill: tuple[Point, ...]
     """Seconds of all layers of one prompt over its tokens, its own attention included."""
 
 
 @dataclass(frozen=True)
 class RProfile:
-    """The R-part of one head shape on one R-worker."""
+    """The R-part of one head shape on one host."""
 
     machine: Machine
     num_q_heads: int
@@ -135,12 +138,16 @@ class RProfile:
     head_dim: int
     kv_dtype: str
     block_size: int
+    num_workers: int
+    """R-workers of the host, which ran at the same time: they share its memory's bandwidth."""
     num_threads: int
+    """Of each R-worker."""
     memory_bytes: int
-    """That the KV cache may take."""
+    """That the KV cache of each R-worker may take."""
     decode: tuple[DecodePoint, ...]
+    """Of the slowest R-worker, each with so many sequences."""
     read_bytes_per_s: tuple[float, ...]
-    """The read bandwidth of the same threads, measured between the decode points: the ceiling."""
+    """What one R-worker's threads can read while the others read too: the ceiling for ``decode``."""
 
     @property
     def kv_token_layer_bytes(self) -> float:

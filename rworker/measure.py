@@ -1,0 +1,258 @@
+"""Measures the R-part on this host: decode steps over sequences and contexts, and the read bandwidth beside them.
+
+What is timed is what an R-worker does between a message and its answer: the real state machine and executor, driven
+without a transport. Several R-workers run at once, as they will, since they share the host's memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import WorkerError
+from fastdecode.core.measurement import DecodePoint, Timing
+from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.wire.messages import (
+    PROTOCOL_VERSION,
+    Activations,
+    Attend,
+    BeginStep,
+    Failed,
+    Hello,
+    OpenSequence,
+    ToRWorker,
+)
+from rworker.attention import AttentionExecutor
+from rworker.instructions import Compute, CopyBlocks, Prepare, Send
+from rworker.state import RWorkerState
+
+T = TypeVar("T")
+
+WARM_UP_STEPS = 2
+# Random K and V are drawn for so many tokens and repeated: what they hold doesn't matter, but that they aren't zeros.
+DRAWN_TOKENS = 256
+APPEND_TOKENS = 8192
+READ_CHUNKS = 64
+
+
+@dataclass(frozen=True)
+class Host:
+    """How this host's R-workers are laid out."""
+
+    num_workers: int
+    num_threads: int
+    """Of each."""
+
+
+def measure_decode(
+    host: Host,
+    kv: KVSpec,
+    attention: Sequence[AttentionSpec],
+    activation_dtype: DType,
+    sizes: Sequence[tuple[int, int]],
+    *,
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[DecodePoint, ...]:
+    """Time one layer's append-then-attend of decode steps.
+
+    Args:
+        kv: the cache; all of its layers are filled and stepped through, so that each layer's K and V come from memory.
+        attention: one a layer.
+        sizes: (sequences on each R-worker, context tokens of each).
+        repeats: steps a size, after ``WARM_UP_STEPS``.
+
+    Raises:
+        CapacityError: the cache doesn't fit into this host's memory.
+        WorkerError: an R-worker failed.
+    """
+    points = []
+    for num_sequences, context_tokens in sizes:
+        num_steps = WARM_UP_STEPS + repeats
+        num_reserved = context_tokens + num_steps
+        blocks = num_sequences * kv.num_blocks_for(num_reserved)
+        workers = [_Worker(i, host, kv, attention, activation_dtype, blocks, clock) for i in range(host.num_workers)]
+        for worker in workers:
+            worker.fill(num_sequences, context_tokens - 1, num_reserved)
+        steps = []
+        for _ in range(num_steps):
+            seconds = _at_once([worker.step for worker in workers])
+            steps.append(max(seconds) / kv.num_layers)
+        points.append(DecodePoint(num_sequences, context_tokens, Timing(tuple(steps[WARM_UP_STEPS:]))))
+    return tuple(points)
+
+
+def measure_read_bandwidth(
+    host: Host, *, num_bytes: int, repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, ...]:
+    """What one R-worker can read while the others read too, in bytes/s, once a repeat.
+
+    Every thread folds a memory area of its own, far larger than the caches, into one word (NumPy's OR reduction, which
+    runs at the memory's speed and releases the GIL).
+
+    Args:
+        num_bytes: read by each thread in each repeat.
+    """
+    num_threads = host.num_workers * host.num_threads
+    areas = [_huge_pages(num_bytes) for _ in range(num_threads)]
+
+    def read(area: NDArray[np.uint64]) -> Callable[[], None]:
+        def fold() -> None:
+            for chunk in area:
+                np.bitwise_or.reduce(chunk)
+
+        return fold
+
+    rates = []
+    for _ in range(repeats):
+        started = clock()
+        _at_once([read(area) for area in areas])
+        rates.append(num_bytes * host.num_threads / (clock() - started))
+    return tuple(rates)
+
+
+def decode_sizes(
+    kv: KVSpec, max_kv_bytes: int, sequences: Sequence[int], contexts: Sequence[int]
+) -> list[tuple[int, int]]:
+    """All pairs whose KV cache fits into ``max_kv_bytes`` on one R-worker."""
+    most_tokens = max_kv_bytes // kv.token_bytes
+    return [(n, context) for n in sequences for context in contexts if n * (context + kv.block_size) <= most_tokens]
+
+
+class _Worker:
+    """One R-worker without a transport."""
+
+    def __init__(
+        self,
+        index: int,
+        host: Host,
+        kv: KVSpec,
+        attention: Sequence[AttentionSpec],
+        activation_dtype: DType,
+        num_blocks: int,
+        clock: Callable[[], float],
+    ) -> None:
+        # The layout may pad a block, so leave room.
+        kv_bytes = int(1.1 * (num_blocks + 1) * kv.block_bytes) + (1 << 20)
+        self._state = RWorkerState(f"measured-{index}", kv_bytes=kv_bytes, num_threads=host.num_threads)
+        self._executor = AttentionExecutor(num_threads=host.num_threads, clock=clock)
+        self._kv, self._spec = kv, attention[0]
+        self._drawn = _random_rows(DRAWN_TOKENS, self._spec, activation_dtype, seed=index)
+        self._lengths: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._num_steps = 0
+        self._obey(Hello(PROTOCOL_VERSION, "measured", kv, tuple(attention), activation_dtype))
+
+    def fill(self, num_sequences: int, num_tokens: int, num_reserved: int) -> None:
+        """Open sequences and append so many tokens to each, ``APPEND_TOKENS`` at a time in all."""
+        self._lengths = np.zeros(num_sequences, np.int32)
+        for sequence in range(num_sequences):
+            self._obey(OpenSequence(sequence, num_reserved))
+        share = max(1, APPEND_TOKENS // num_sequences)
+        for first in range(0, num_tokens, share):
+            self._step(min(share, num_tokens - first), num_queries=0)
+
+    def step(self) -> float:
+        """One decode step through all layers: the seconds that the executor took."""
+        return self._step(1, num_queries=1)
+
+    def _step(self, num_new: int, num_queries: int) -> float:
+        count = len(self._lengths)
+        new = np.full(count, num_new, np.int32)
+        begin = BeginStep(
+            step=self._num_steps,
+            lane=0,
+            sequence_ids=np.arange(count, dtype=np.int64),
+            num_past=self._lengths.copy(),
+            num_new=new,
+            num_queries=np.full(count, num_queries, np.int32),
+            num_visible=self._lengths + new,
+        )
+        self._obey(begin)
+        rows = np.arange(count * num_new) % DRAWN_TOKENS
+        q_rows = np.arange(count * num_queries) % DRAWN_TOKENS
+        q, k, v = self._drawn[0][q_rows], self._drawn[1][rows], self._drawn[2][rows]
+        seconds = sum(self._obey(Attend(self._num_steps, 0, layer, q, k, v)) for layer in range(self._kv.num_layers))
+        self._lengths += num_new
+        self._num_steps += 1
+        return seconds
+
+    def _obey(self, message: ToRWorker) -> float:
+        """Hand the state a message and carry out what it says. The seconds of the kernels."""
+        seconds = 0.0
+        for instruction in self._state.handle(message):
+            match instruction:
+                case Compute():
+                    seconds += self._executor.compute(instruction).compute_s
+                case Prepare():
+                    self._executor.prepare(instruction)
+                case CopyBlocks():
+                    self._executor.copy_blocks(instruction)
+                case Send(Failed() as failed):
+                    raise WorkerError(f"R-worker {failed.worker}: {failed.message}", code=failed.code)
+                case _:
+                    pass
+        return seconds
+
+
+def _random_rows(num_rows: int, spec: AttentionSpec, dtype: DType, seed: int) -> tuple[Activations, ...]:
+    """q [T, Hq, D], k and v [T, Hkv, D] in the activation dtype."""
+    rng = np.random.default_rng(seed)
+    heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
+    return tuple(_carried(rng.standard_normal((num_rows, h, spec.head_dim), np.float32), dtype) for h in heads)
+
+
+def _carried(x: NDArray[np.float32], dtype: DType) -> Activations:
+    """float32 values as they travel: themselves, or the bits of 16-bit floats."""
+    if dtype is DType.FLOAT16:
+        return x.astype(np.float16).view(np.uint16)
+    if dtype is DType.BFLOAT16:
+        return (x.view(np.uint32) >> 16).astype(np.uint16)
+    return x
+
+
+def _huge_pages(num_bytes: int) -> NDArray[np.uint64]:
+    """Memory that has been written, in huge pages where the system gives them. [READ_CHUNKS, words]"""
+    words = max(1, num_bytes // 8 // READ_CHUNKS)
+    memory = mmap.mmap(-1, READ_CHUNKS * words * 8)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    area = np.frombuffer(memory, np.uint64).reshape(READ_CHUNKS, words)
+    area[...] = np.arange(words, dtype=np.uint64)
+    return area
+
+
+def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Run calls at the same time, each in a thread of its own; a single one here.
+
+    Raises:
+        Exception: the first that any of them raised.
+    """
+    if len(calls) == 1:
+        return [calls[0]()]
+    results: dict[int, T] = {}
+    errors: list[Exception] = []
+    barrier = threading.Barrier(len(calls))
+
+    def run(index: int, call: Callable[[], T]) -> None:
+        barrier.wait()
+        try:
+            results[index] = call()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[index] for index in range(len(calls))]
