@@ -126,6 +126,25 @@ class KVStore:
         self._num_promised += num_blocks
         self._add_row(sequence_id, num_reserved_tokens, num_blocks)
 
+    def extend(self, sequence_id: int, num_reserved_tokens: int) -> None:
+        """Enlarge an open sequence's reservation to ``num_reserved_tokens`` tokens.
+
+        Raises:
+            ProtocolError: it is not open, or has more than that reserved.
+            CapacityError: no room for the rest (code ``exceeds_capacity``: nor in an empty store).
+        """
+        row = self._row(sequence_id)
+        if num_reserved_tokens < self._reserved[row]:
+            raise ProtocolError(
+                f"sequence {sequence_id} has {self._reserved[row]} tokens reserved, more than {num_reserved_tokens}"
+            )
+        num_blocks = self._blocks_for(num_reserved_tokens)
+        num_needed = num_blocks - self._blocks_for(int(self._reserved[row]))
+        self._check_room(sequence_id, num_reserved_tokens, num_blocks, num_needed)
+        self._num_promised += num_needed
+        self._reserved[row] = num_reserved_tokens
+        self._widen(num_blocks)
+
     def fork(self, parent_id: int, sequence_id: int, num_shared_tokens: int, num_reserved_tokens: int) -> None:
         """A new sequence whose first ``num_shared_tokens`` tokens are the parent's; it may grow to
         ``num_reserved_tokens`` tokens, those included.
@@ -315,11 +334,10 @@ class KVStore:
             )
 
     def _add_row(self, sequence_id: int, num_reserved_tokens: int, num_blocks: int) -> int:
-        num_rows, width = self._tables.shape
-        if not self._free_rows or num_blocks > width:
-            more_rows = 0 if self._free_rows else max(_FIRST_ROWS, num_rows)
-            while width < num_blocks:
-                width *= 2
+        self._widen(num_blocks)
+        if not self._free_rows:
+            num_rows, width = self._tables.shape
+            more_rows = max(_FIRST_ROWS, num_rows)
             self._grow(num_rows + more_rows, width)
             self._free_rows.extend(range(num_rows + more_rows - 1, num_rows - 1, -1))
         row = self._free_rows.pop()
@@ -327,6 +345,14 @@ class KVStore:
         self._lengths[row] = self._widths[row] = 0
         self._reserved[row] = num_reserved_tokens
         return row
+
+    def _widen(self, num_blocks: int) -> None:
+        """See to it that a table has room for so many blocks."""
+        num_rows, width = self._tables.shape
+        while width < num_blocks:
+            width *= 2
+        if width > self._tables.shape[1]:
+            self._grow(num_rows, width)
 
     def _grow(self, num_rows: int, width: int) -> None:
         more_rows, more_width = num_rows - self._tables.shape[0], width - self._tables.shape[1]

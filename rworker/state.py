@@ -25,6 +25,7 @@ from fastdecode.wire.messages import (
     Attend,
     BeginStep,
     CloseSequence,
+    ExtendSequence,
     Failed,
     ForkSequence,
     Hello,
@@ -117,8 +118,8 @@ class RWorkerState:
                 return (self._attend(message),)
             case BeginStep():
                 return self._begin_step(message)
-            case OpenSequence() | ForkSequence():
-                return (Send(self._start(message)),)
+            case OpenSequence() | ForkSequence() | ExtendSequence():
+                return (Send(self._reserve(message)),)
             case CloseSequence():
                 self._close(message)
                 return ()
@@ -153,19 +154,21 @@ class RWorkerState:
             Send(Welcome(self.name, num_blocks, kv.block_size, self._num_threads)),
         )
 
-    def _start(self, message: OpenSequence | ForkSequence) -> Accepted | Refused:
+    def _reserve(self, message: OpenSequence | ForkSequence | ExtendSequence) -> Accepted | Refused:
         store = self._greeted().store
-        new = _integer("sequence_id", message.sequence_id, 0, MAX_ID)
+        sequence = _integer("sequence_id", message.sequence_id, 0, MAX_ID)
         num_reserved = _integer("num_reserved_tokens", message.num_reserved_tokens, 1, MAX_SEQUENCE_TOKENS)
         try:
             if isinstance(message, OpenSequence):
-                store.open(new, num_reserved)
+                store.open(sequence, num_reserved)
+            elif isinstance(message, ExtendSequence):
+                store.extend(sequence, num_reserved)
             else:
                 self._check_settled(message)
-                store.fork(message.parent_id, new, message.num_shared_tokens, num_reserved)
+                store.fork(message.parent_id, sequence, message.num_shared_tokens, num_reserved)
         except CapacityError as error:
-            return Refused(new, error.code, error.message)
-        return Accepted(new)
+            return Refused(sequence, error.code, error.message)
+        return Accepted(sequence)
 
     def _check_settled(self, message: ForkSequence) -> None:
         """The shared tokens' K and V are there in every layer."""

@@ -27,7 +27,7 @@ from fastdecode.engine.pipeline import LaneStep, Pipeline
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.text import SequenceText, TextCodec
 from fastdecode.schedule.scheduler import Chunk, Scheduler, Start, StepPlan
-from fastdecode.wire.messages import CloseSequence, ForkSequence, OpenSequence, Refused
+from fastdecode.wire.messages import CloseSequence, ExtendSequence, ForkSequence, OpenSequence, Refused
 from sworker.sampler import SampledToken, SamplingState
 from sworker.worker import SWorker
 
@@ -195,7 +195,7 @@ class Engine:
 
     def _launch(self, lane: int, plan: StepPlan) -> list[RequestOutput]:
         """Start a lane's step. Returns the requests whose sequences were refused by their R-worker."""
-        refused = self._start(plan.starts)
+        refused = self._make_room(plan)
         chunks = [c for c in plan.chunks if c.sequence.sequence_id in self._runs]
         if chunks:
             batch = StepBatch.build(chunks, step=self._num_launched, lane=lane)
@@ -204,25 +204,27 @@ class Engine:
             self._pipeline.launch(lane, batch, batch.last_rows[ready])
         return refused
 
-    def _start(self, starts: tuple[Start, ...]) -> list[RequestOutput]:
-        """Open the sequences on their R-workers. Returns the requests that were refused."""
-        for start in starts:
-            sequence = start.sequence
-            reserve = sequence.max_cached_tokens
-            message: OpenSequence | ForkSequence
-            if start.parent is None:
-                message = OpenSequence(sequence.sequence_id, reserve)
-            else:
-                message = ForkSequence(start.parent.sequence_id, sequence.sequence_id, start.num_shared_tokens, reserve)
-            self._fleet.send(start.worker, message)
-        answers = self._pipeline.await_openings({start.sequence.sequence_id: start.sequence for start in starts})
+    def _make_room(self, plan: StepPlan) -> list[RequestOutput]:
+        """Free, enlarge and open what the plan says on the R-workers. Returns the requests that were refused."""
+        for suspend in plan.suspends:
+            self._fleet.send(suspend.worker, CloseSequence(suspend.sequence.sequence_id))
+            self._runs[suspend.sequence.sequence_id].is_open = False
+            self.stats.num_suspended += 1
+        for extend in plan.extends:
+            assert extend.sequence.worker is not None
+            message = ExtendSequence(extend.sequence.sequence_id, extend.num_reserved_tokens)
+            self._fleet.send(extend.sequence.worker, message)
+        for start in plan.starts:
+            self._fleet.send(start.worker, _opening(start))
+        sequences = [*(extend.sequence for extend in plan.extends), *(start.sequence for start in plan.starts)]
+        answers = self._pipeline.await_openings({sequence.sequence_id: sequence for sequence in sequences})
         refusals: list[tuple[str, Refused]] = []
-        for start in starts:
-            answer = answers.get(start.sequence.sequence_id)
+        for sequence in sequences:
+            answer = answers.get(sequence.sequence_id)
             if isinstance(answer, Refused):
-                refusals.append((start.sequence.request.request_id, answer))
+                refusals.append((sequence.request.request_id, answer))
             else:  # accepted, or its R-worker was lost: then its rows go nowhere, and it is requeued after the step
-                self._runs[start.sequence.sequence_id].is_open = True
+                self._runs[sequence.sequence_id].is_open = True
         # Only now, when every answer is in, is it known which sequences have to be closed again.
         return [
             self._fail(self._groups[request_id], CapacityError(refused.message, code=refused.code))
@@ -379,3 +381,11 @@ class Engine:
 
 def _failed(group: _Group, error: FastDecodeError) -> RequestOutput:
     return RequestOutput(group.request.request_id, group.prompt, group.request.prompt_token_ids, error=error)
+
+
+def _opening(start: Start) -> OpenSequence | ForkSequence:
+    sequence_id = start.sequence.sequence_id
+    reserve = start.sequence.max_cached_tokens if start.num_reserved_tokens is None else start.num_reserved_tokens
+    if start.parent is None:
+        return OpenSequence(sequence_id, reserve)
+    return ForkSequence(start.parent.sequence_id, sequence_id, start.num_shared_tokens, reserve)

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.wire.messages import (
     Attend,
+    ExtendSequence,
     Failed,
     ForkSequence,
     FromRWorker,
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 RHub: TypeAlias = Hub[ToRWorker, FromRWorker]
 
-_ANSWERED = (Hello, OpenSequence, ForkSequence, Attend)
+_ANSWERED = (Hello, OpenSequence, ForkSequence, ExtendSequence, Attend)
 
 
 class Fleet:

@@ -7,6 +7,7 @@ message             direction    meaning, and the answer
 ``OpenSequence``    S → R        reserve room for a new sequence → ``Accepted`` or ``Refused``
 ``ForkSequence``    S → R        a new sequence that starts with a prefix of its parent's cached tokens (blocks are
                                  shared, copied on write) → ``Accepted`` or ``Refused``
+``ExtendSequence``  S → R        enlarge an open sequence's room → ``Accepted`` or ``Refused``
 ``CloseSequence``   S → R        free a sequence's blocks; no answer
 ``BeginStep``       S → R        which sequences step, how many tokens each appends and attends; travels once a
                                  step and lane, not once a layer; no answer
@@ -91,6 +92,13 @@ class ForkSequence:
 
 
 @dataclass(frozen=True)
+class ExtendSequence:
+    sequence_id: int
+    num_reserved_tokens: int
+    """In all; not fewer than before."""
+
+
+@dataclass(frozen=True)
 class CloseSequence:
     sequence_id: int
 
@@ -166,7 +174,9 @@ class Failed:
     message: str
 
 
-ToRWorker: TypeAlias = Hello | OpenSequence | ForkSequence | CloseSequence | BeginStep | Attend | Shutdown
+ToRWorker: TypeAlias = (
+    Hello | OpenSequence | ForkSequence | ExtendSequence | CloseSequence | BeginStep | Attend | Shutdown
+)
 FromRWorker: TypeAlias = Welcome | Accepted | Refused | AttendResult | Failed
 Message: TypeAlias = ToRWorker | FromRWorker
 
@@ -178,6 +188,7 @@ OPCODES: Mapping[type[Message], int] = {
     BeginStep: 5,
     Attend: 6,
     Shutdown: 7,
+    ExtendSequence: 8,
     Welcome: 65,
     Accepted: 66,
     Refused: 67,

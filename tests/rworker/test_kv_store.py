@@ -129,6 +129,19 @@ class KVStoreMachine(RuleBasedStateMachine):
             self.tokens[sequence] = self.tokens[sequence] + tokens
 
     @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), more=st.integers(0, 9))
+    def extend(self, data: st.DataObject, more: int) -> None:
+        sequence = data.draw(st.sampled_from(list(self.tokens)), "sequence")
+        enlarged = self.reserved[sequence] + more
+        try:
+            self.store.extend(sequence, enlarged)
+        except CapacityError:
+            refuses_unchanged(self.store, CapacityError, lambda: self.store.extend(sequence, enlarged))
+            return
+        self.reserved[sequence] = enlarged
+        refuses_unchanged(self.store, ProtocolError, lambda: self.store.extend(sequence, enlarged - 1))
+
+    @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def outgrow(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(list(self.tokens)), "sequence")

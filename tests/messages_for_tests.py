@@ -1,0 +1,92 @@
+"""Messages to send in tests, and whether two messages are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.wire.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Attend,
+    AttendResult,
+    BeginStep,
+    CloseSequence,
+    ExtendSequence,
+    Failed,
+    ForkSequence,
+    FromRWorker,
+    Hello,
+    OpenSequence,
+    Refused,
+    Shutdown,
+    ToRWorker,
+    Welcome,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal to the bit, arrays included."""
+    if isinstance(one, np.ndarray):
+        return (
+            isinstance(other, np.ndarray)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
+    if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        return type(one) is type(other) and all(same(getattr(one, n), getattr(other, n)) for n in names)
+    return type(one) is type(other) and bool(one == other)
+
+
+def attend(num_tokens: int, *, step: int = 0, num_queries: int | None = None, dtype: Any = np.uint16) -> Attend:
+    """1 KiB of q and 512 bytes of k and v a token (in uint16), filled with what tells steps apart."""
+    queries = num_tokens if num_queries is None else num_queries
+    q = np.arange(queries * 512, dtype=np.int64).reshape(queries, 8, 64) + step
+    k = np.arange(num_tokens * 256, dtype=np.int64).reshape(num_tokens, 4, 64) + 7 * step
+    return Attend(step, 0, step % 5, q.astype(dtype), k.astype(dtype), (k + 1).astype(dtype))
+
+
+def answer(message: Attend, *, want_lse: bool = False) -> AttendResult:
+    lse = np.full(message.q.shape[:2], message.step, np.float32) if want_lse else None
+    return AttendResult(message.step, message.lane, message.layer, message.q + 1, lse, 0.25)
+
+
+def to_r_worker() -> list[ToRWorker]:
+    """One of each, and attends of all sizes."""
+    kv = KVSpec(2, 4, 64, DType.BFLOAT16)
+    layers = (AttentionSpec(8, 4, 64, 0.125, alibi_slopes=(0.5,) * 8), AttentionSpec(8, 4, 64, 0.1, sliding_window=9))
+    counts = [np.arange(5, dtype=np.int32) + i for i in range(4)]
+    return [
+        Hello(PROTOCOL_VERSION, "a hash", kv, layers, DType.FLOAT16),
+        OpenSequence(1, 100),
+        ForkSequence(1, 2, 10, 100),
+        ExtendSequence(2, 200),
+        BeginStep(3, 1, np.arange(5), *counts, True),
+        attend(1),
+        attend(20, step=1, dtype=np.float32),
+        attend(40, step=2),  # in one piece, and the first sizes that aren't
+        attend(60, step=3),
+        attend(500, step=4),
+        attend(30, step=5, num_queries=0),
+        attend(300, step=6, num_queries=0),
+        CloseSequence(1),
+        Shutdown(),
+    ]
+
+
+def from_r_worker() -> list[FromRWorker]:
+    return [
+        Welcome("a worker", 100, 32, 4),
+        Accepted(1),
+        Refused(2, "out_of_capacity", "no room: é"),
+        answer(attend(2)),
+        answer(attend(600, step=1), want_lse=True),
+        answer(attend(9, step=2, num_queries=0)),
+        Failed("a worker", "internal_error", "it " * 3000),
+    ]
