@@ -84,6 +84,7 @@ def _add_generate(commands: Any) -> None:
         help="completions, JSON Lines; replaced if it exists",
     )
     files.add_argument("--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON")
+    files.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events")
     files.add_argument("--show", action="store_true", help="also print the completions")
     add_engine_options(parser)
     add_sampling_options(parser)
@@ -97,15 +98,21 @@ def _generate(args: argparse.Namespace) -> int:
         from fastdecode.engine.llm import LLM
         from fastdecode.engine.progress import Progress
         from fastdecode.engine.summary import render, summarise
+        from fastdecode.engine.trace import open_trace
     except ModuleNotFoundError as error:
         if error.name in ("torch", "safetensors", "tokenizers"):
             raise MissingExtraError(str(error.name), "sworker", "fastdecode generate (an S-worker)") from None
         raise
     batch.check_paths(args.input, args.output)
-    if args.summary is not None:
-        batch.check_writable(args.summary, "summary")
+    for path, what in ((args.summary, "summary"), (args.trace, "trace")):
+        if path is not None:
+            batch.check_writable(path, what)
     num_requests = batch.count_lines(args.input)
-    with LLM(args.model, progress=tell, **engine_options(args)) as llm, Progress(total=num_requests) as bar:
+    with (
+        open_trace(args.trace) as trace,
+        LLM(args.model, progress=tell, trace=trace, **engine_options(args)) as llm,
+        Progress(total=num_requests) as bar,
+    ):
 
         def on_output(prompt: str | None, line: dict[str, Any]) -> None:
             bar.done(llm.stats.num_output_tokens, failed="error" in line)
@@ -113,7 +120,7 @@ def _generate(args: argparse.Namespace) -> int:
                 bar.print(_shown(prompt, line))
 
         result = batch.run_batch(llm, args.input, args.output, defaults, on_output)
-        summary = summarise(llm, result)
+        summary = summarise(llm, num_requests=result.num_requests, num_failed=result.num_failed)
     if args.summary is not None:
         batch.write_json(args.summary, summary)
     print(render(summary), file=sys.stderr)

@@ -85,6 +85,11 @@ class LLM:
         return self._running.codec
 
     @property
+    def num_r_workers(self) -> int:
+        """R-workers that it began with."""
+        return len(self._running.welcomes)
+
+    @property
     def num_live_r_workers(self) -> int:
         """R-workers that haven't been lost."""
         return self._running.num_live_r_workers

@@ -6,17 +6,23 @@ import resource
 import sys
 from typing import Any
 
-from fastdecode.engine.batch import BatchResult
+from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.engine.llm import LLM
 
+PERCENTILES = (50, 90, 99)
 
-def summarise(llm: LLM, result: BatchResult) -> dict[str, Any]:
-    """Timings in seconds, measured inside this process; see ``render`` for how to read them."""
+
+def summarise(llm: LLM, *, num_requests: int, num_failed: int) -> dict[str, Any]:
+    """Timings in seconds, measured inside this process; see ``render`` for how to read them.
+
+    ``s_idle`` and ``r_idle`` are the bubbles: the parts of the time in which the S-worker waited for R-workers, and in
+    which an R-worker, on average, computed nothing.
+    """
     stats = llm.stats
     step_s = max(stats.step_s, 1e-12)
     return {
-        "requests": result.num_requests,
-        "failed": result.num_failed,
+        "requests": num_requests,
+        "failed": num_failed,
         "load_s": llm.load_s,
         "prefill_s": stats.prefill_s,
         "decode_s": stats.decode_s,
@@ -28,6 +34,12 @@ def summarise(llm: LLM, result: BatchResult) -> dict[str, Any]:
         "s_share": stats.s_compute_s / step_s,
         "wait_share": stats.wait_s / step_s,
         "r_share": stats.r_compute_s / step_s,
+        "s_idle": stats.wait_s / step_s,
+        "r_idle": max(0.0, 1 - stats.r_busy_s / (step_s * llm.num_r_workers)),
+        "load_mean_tokens": stats.load_mean,
+        "load_peak_tokens": stats.load_peak,
+        "ttft_s": _percentiles(stats.ttft),
+        "tpot_s": _percentiles(stats.tpot),
         "peak_rss_bytes": peak_rss_bytes(),
         "model": llm.config.model,
         "dtype": llm.dtype.value,
@@ -35,6 +47,10 @@ def summarise(llm: LLM, result: BatchResult) -> dict[str, Any]:
         "r_workers": llm.config.r_workers,
         "r_threads": llm.r_threads,
     }
+
+
+def _percentiles(latency: LatencyHistogram) -> dict[str, float | None]:
+    return {f"p{percent}": latency.percentile(percent) for percent in PERCENTILES}
 
 
 def peak_rss_bytes() -> int:
@@ -54,6 +70,13 @@ def render(summary: dict[str, Any]) -> str:
             f"load {s['load_s']:.2f} s, prefill {s['prefill_s']:.2f} s, decode {s['decode_s']:.2f} s; "
             f"peak memory {s['peak_rss_bytes'] / 1e9:.2f} GB",
             f"of each step on average: S-part {s['s_share']:.0%}, waiting for R-workers {s['wait_share']:.0%} "
-            f"(the busiest of {s['r_workers']} R-workers computed {s['r_share']:.0%} of the time)",
+            f"(the busiest of {s['r_workers']} R-workers computed {s['r_share']:.0%} of the time; "
+            f"on average they idled {s['r_idle']:.0%})",
+            f"load W {s['load_mean_tokens']:.0f} cached tokens on average, {s['load_peak_tokens']} at its peak; "
+            f"TTFT {_shown(s['ttft_s'])}, TPOT {_shown(s['tpot_s'])}",
         ]
     )
+
+
+def _shown(percentiles: dict[str, float | None]) -> str:
+    return "/".join("-" if p is None else f"{p * 1e3:.3g}" for p in percentiles.values()) + " ms (p50/p90/p99)"
