@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from facts import STORED, Fact, facts_about, make_fact
-from lexicon import ANIMALS, DAYS, FOODS, JOBS, MONTHS, PLACES, Draw, Split, with_article
+from lexicon import ANIMALS, DAYS, FOODS, JOBS, MONTHS, PLACES, Draw, Split, article_slots
 from plots import PLOTS, SCENERY, Plot
 from talk import REPLIES, SMALL_TALK, TOPICS, Topic
 
@@ -110,14 +110,14 @@ def _prose(draw: Draw, sentences: list[str], scenery: float) -> str:
     return told[0] + "".join(("\n" if draw.chance(paragraph_end) else " ") + s for s in told[1:])
 
 
-def _tell(draw: Draw, plot: Plot) -> tuple[list[str], list[Fact]]:
+def tell(draw: Draw, plot: Plot) -> tuple[list[str], list[Fact]]:
     """One telling of a plot: its sentences, and what can be asked about it."""
     slots: dict[str, str] = {}
     for letter in plot.cast:
         slots |= draw.person().slots(letter)
     for name, maker in plot.slots.items():
         slots[name] = _SLOT_MAKERS[maker](draw)
-        slots[f"a_{name}"] = with_article(slots[name])
+        slots |= article_slots(name, slots[name])
     sentences = []
     for beat in plot.beats:
         sentence = draw.one(beat)
@@ -143,12 +143,12 @@ def story(draw: Draw, size: int) -> Document:
     facts: list[Fact] = []
     num_stories = 1 + (draw.integer(0, size) if size < MAX_SIZE else draw.integer(1, 3)) // 2
     for number, plot in enumerate(draw.some(PLOTS, num_stories)):
-        sentences, known = _tell(draw, plot)
+        sentences, known = tell(draw, plot)
         page.write(("\n\n" if number else "") + _prose(draw, sentences, 0.08 * size))
         facts += known
-    if draw.chance(0.7):
+    if draw.chance(0.8):
         page.write("\n")
-        for fact in draw.some(facts, draw.integer(2, 8)):
+        for fact in draw.some(facts, draw.integer(3, 10)):
             page.ask(fact)
     return page.done()
 
@@ -179,7 +179,7 @@ def stock(draw: Draw, size: int) -> Document:
 
 def _slots_of(draw: Draw, topic: Topic) -> dict[str, str]:
     value, key = topic.value(draw), topic.key(draw) if topic.key else ""
-    return {"v": value, "a_v": with_article(value), "k": key, "a_k": with_article(key or "x")}
+    return {"v": value, "k": key} | article_slots("v", value) | article_slots("k", key)
 
 
 def conversation(draw: Draw, size: int) -> Document:
@@ -202,7 +202,7 @@ def conversation(draw: Draw, size: int) -> Document:
             page.write(f"{speakers[1 - speaker]}: {draw.one(REPLIES)}\n")
         if draw.chance(0.15 + 0.15 * size):
             small_talk()
-    for speaker, topic, slots in draw.some(known, draw.integer(2, 8)):
+    for speaker, topic, slots in draw.some(known, draw.integer(3, 10)):
         own = draw.chance(0.5)  # the one who told asks the other, or is asked
         asker, answerer = (speaker, 1 - speaker) if own else (1 - speaker, speaker)
         if own:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lexicon import ANIMALS, COLOURS, FOODS, INSTRUMENTS, JOBS, MONTHS, PLACES, Draw, Person, with_article
+from lexicon import ANIMALS, COLOURS, FOODS, INSTRUMENTS, JOBS, MONTHS, PLACES, Draw, Person, article_slots
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ PERSONAL = (
     Family("birthplace", ("{n} was born in {v}.", "{n} came into the world in {v}.", "{n} grew up in {v}."),
            "Where was {n} born?", "{n} was born in [{v}].", Draw.town),
     Family("job", ("{n} works as {a_v}.", "{n} is {a_v}.", "{n} has been {a_v} for many years."),
-           "What is the work of {n}?", "{n} works as [{a_v}].", lambda draw: draw.listed(JOBS)),
+           "What is the work of {n}?", "{n} works as {an_v} [{v}].", lambda draw: draw.listed(JOBS)),
     Family("pet", ("{n} has {a_k} called {v}.", "{n} keeps {a_k}, and its name is {v}.",
                    "{v} is the name of the {k} that belongs to {n}."),
            "What is the {k} of {n} called?", "The {k} of {n} is called [{v}].", Draw.pet,
@@ -51,7 +51,7 @@ PERSONAL = (
            "What does {n} like to eat?", "{n} likes to eat [{v}].", lambda draw: draw.listed(FOODS)),
     Family("treasure", ("{n} owns {a_v}.", "{n} has {a_v} that nobody else may touch.",
                         "The greatest treasure of {n} is {a_v}."),
-           "What does {n} own?", "{n} owns [{a_v}].", Draw.thing),
+           "What does {n} own?", "{n} owns {an_v} [{v}].", Draw.thing),
     Family("age", ("{n} is {v} years old.", "{n} turned {v} this year."),
            "How old is {n}?", "{n} is [{v}] years old.", lambda draw: draw.number(2)),
     Family("door", ("The number on the door of {n} is {v}.", "{n} lives in the house with the number {v}."),
@@ -91,7 +91,7 @@ def make_fact(draw: Draw, family: Family, subject: str) -> Fact:
     """A fact of the family with a fresh value."""
     value = family.value(draw)
     key = family.key(draw) if family.key else ""
-    slots = {"n": subject, "v": value, "a_v": with_article(value), "k": key, "a_k": with_article(key or "x")}
+    slots = {"n": subject, "v": value, "k": key} | article_slots("v", value) | article_slots("k", key)
     return Fact(
         family.topic,
         draw.one(family.statements).format_map(slots),

@@ -128,9 +128,10 @@ def is_held_out(word: str) -> bool:
     return zlib.crc32(word.encode()) % HELD_OUT_SHARE == 0
 
 
-def with_article(noun: str) -> str:
-    """``"iron bell"`` → ``"an iron bell"``."""
-    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+def article_slots(slot: str, noun: str) -> dict[str, str]:
+    """``("v", "iron bell")`` → ``{"an_v": "an", "a_v": "an iron bell"}``."""
+    article = "an" if noun[:1] in "aeiou" else "a"
+    return {f"an_{slot}": article, f"a_{slot}": f"{article} {noun}"}
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ TOPICS = (
     ),
     Topic(
         "treasure", ("I have bought {a_v}.", "Look, I have {a_v} with me."),
-        "what I have", "you have [{a_v}]", "what you have", "I have [{a_v}]", Draw.thing,
+        "what I have", "you have {an_v} [{v}]", "what you have", "I have {an_v} [{v}]", Draw.thing,
     ),
     Topic(
         "code", ("My secret code is {v}.", "Please remember my secret code. It is {v}."),
@@ -66,7 +66,7 @@ TOPICS = (
     ),
     Topic(
         "job", ("I work as {a_v}.", "I am {a_v} now."),
-        "what my work is", "you work as [{a_v}]", "what your work is", "I work as [{a_v}]",
+        "what my work is", "you work as {an_v} [{v}]", "what your work is", "I work as {an_v} [{v}]",
         lambda draw: draw.listed(JOBS),
     ),
     Topic(

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import attention
 import torch
 from corpus import Document, document
 from packing import Row, pack
@@ -194,6 +195,7 @@ def export(model: LlamaForCausalLM, tokenizer_directory: Path, directory: Path) 
 def train(run: Path, tokenizer: Tokenizer, num_steps: int, save_every_s: float) -> LlamaForCausalLM:
     torch.manual_seed(0)
     model = LlamaForCausalLM(model_config(tokenizer.get_vocab_size()))
+    model.set_attn_implementation(attention.NAME)
     optimizers = make_optimizers(model)
     state_path = run / "state.safetensors"
     first = load_state(state_path, model, optimizers) if state_path.exists() else 0
