@@ -38,6 +38,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--prefill-chunk", int, "most prompt tokens of one sequence in a step; longer prompts take several steps")
     add("--max-step-tokens", int, "most tokens of all sequences in a step")
     add("--lanes", int, "parts of the running batch that take turns on the S-worker; default: 1 on a CPU, 2 on a GPU")
+    add("--schedule", str, "stabilized, fixed-f, greedy or synchronized; auto: stabilized with 2 lanes or more", "MODE")
+    add("--load-limit", int, "most cached tokens over all running sequences; default: from measured step times")
+    add("--target-length", int, "tokens that a sequence reaches, prompt included; needed by fixed intervals")
+    add("--interval", int, "steps between micro-batches, of fixed intervals; default: target length / 16")
+    add("--cold-start", str, "how stabilized fills an empty lane: headroom, ramp, fixed-f, none", "HOW")
+    add("--length-quantile", float, "forecast lengths by this quantile of those seen; default: by max_tokens", "Q")
     add("--worker-timeout-s", float, "wait so long for an R-worker before giving it up", "S")
 
 

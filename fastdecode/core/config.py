@@ -45,6 +45,19 @@ class EngineConfig:
     lanes: int | None = None
     """Parts of the running batch that take turns on the S-worker; None: 2 where S-part and R-part have hardware of
     their own, else 1."""
+    schedule: str = "auto"
+    """stabilized, fixed-f, greedy or synchronized (see ``fastdecode.schedule.modes``); auto: stabilized with two or
+    more lanes, where S-part and R-part overlap, else greedy."""
+    load_limit: int | None = None
+    """Most cached tokens over all running sequences, W_lim; None: what measured step times say."""
+    target_length: int | None = None
+    """Tokens that a sequence typically reaches, prompt included; fixed intervals need it."""
+    interval: int | None = None
+    """Steps between micro-batches, F, of fixed intervals; None: a sixteenth of the target length."""
+    cold_start: str = "headroom"
+    """How stabilized fills an empty lane: headroom, ramp, fixed-f or none."""
+    length_quantile: float | None = None
+    """Forecast lengths by this quantile of those seen; None: every sequence may run to its max_tokens."""
     worker_timeout_s: float = 60.0
     """How long to wait for an R-worker's answer before it is given up."""
 

@@ -27,6 +27,7 @@ from fastdecode.engine.pipeline import LaneStep, Pipeline
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.text import SequenceText, TextCodec
 from fastdecode.schedule.scheduler import Chunk, Scheduler, Start, StepPlan
+from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import CloseSequence, ExtendSequence, ForkSequence, OpenSequence, Refused
 from sworker.sampler import SampledToken, SamplingState
 from sworker.worker import SWorker
@@ -69,6 +70,7 @@ class Engine:
         codec: between text and token ids.
         eos_token_ids: any of them ends a sequence, unless the request ignores EOS.
         trace: told what every step did.
+        times: told how long the parts of every decode step took.
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class Engine:
         codec: TextCodec,
         eos_token_ids: tuple[int, ...],
         trace: Trace | None = None,
+        times: MeasuredTimes | None = None,
     ) -> None:
+        self._times = times
         self._trace = trace or NoTrace()
         self._s_worker = s_worker
         self._pipeline = pipeline
@@ -148,6 +152,7 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.r_compute_s += finished.r_compute_s
         self.stats.r_busy_s += sum(finished.remote.r_compute_s.values())
+        self._measure(finished)
         outputs += self._complete(finished)
         elapsed = time.perf_counter() - started
         self.stats.wait_s += self._pipeline.wait_s - wait_s
@@ -156,6 +161,18 @@ class Engine:
         else:
             self.stats.decode_s += elapsed
         return outputs
+
+    def _measure(self, step: LaneStep) -> None:
+        """Tell the scheduler's clock of a step in which every sequence decoded; prompts would blur it."""
+        batch = step.batch
+        if self._times is None or len(batch.token_ids) != len(batch.chunks):
+            return
+        r_parts = {
+            span.worker: (int(span.begin.num_visible.sum()), step.remote.r_compute_s[span.worker])
+            for span in batch.spans
+            if span.worker not in self._fleet.lost
+        }
+        self._times.observe(len(batch.token_ids), step.s_compute_s, r_parts)
 
     def _count_load(self) -> float:
         """Note the load. Returns the time."""

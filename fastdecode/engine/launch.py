@@ -23,8 +23,8 @@ from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.pipeline import Pipeline
 from fastdecode.engine.text import TextCodec
 from fastdecode.engine.workers import ThreadWorkers, Workers
-from fastdecode.schedule.placement import BlockLedger
-from fastdecode.schedule.scheduler import FirstComeFirstServed
+from fastdecode.schedule.modes import ScheduleOptions, make_scheduler
+from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
 from sworker.weights import load_model, load_spec, model_hash
 from sworker.worker import SWorker
@@ -47,7 +47,7 @@ class ResolvedConfig:
     kv_bytes: int
     """Of each R-worker."""
     max_model_len: int
-    num_lanes: int
+    schedule: ScheduleOptions
 
 
 def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes: int) -> ResolvedConfig:
@@ -77,7 +77,23 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
         kv_bytes=kv_bytes,
         max_model_len=max_model_len,
         # Threads of this process that do both parts would only get into each other's way.
-        num_lanes=config.lanes or (1 if device.type == "cpu" else 2),
+        schedule=_schedule(config, num_lanes=config.lanes or (1 if device.type == "cpu" else 2)),
+    )
+
+
+def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
+    mode = ("stabilized" if num_lanes > 1 else "greedy") if config.schedule == "auto" else config.schedule
+    return ScheduleOptions(
+        mode=mode,  # type: ignore[arg-type]  # checked there, as is cold_start
+        max_num_sequences=config.max_num_sequences,
+        prefill_chunk=config.prefill_chunk,
+        max_step_tokens=config.step_tokens,
+        num_lanes=num_lanes,
+        load_limit=config.load_limit,
+        target_length=config.target_length,
+        interval=config.interval,
+        cold_start=config.cold_start,  # type: ignore[arg-type]
+        length_quantile=config.length_quantile,
     )
 
 
@@ -132,20 +148,18 @@ class RunningEngine:
         self._fleet = Fleet(self._workers.hub, config.worker_timeout_s)
         try:
             self.welcomes = self._fleet.greet(_hello(self.spec, resolved))
+            times = MeasuredTimes()
+            blocks = tuple(welcome.num_blocks for welcome in self.welcomes)
+            scheduler = make_scheduler(resolved.schedule, blocks, config.block_size, times)
         except BaseException:
             self.close()
             raise
-        scheduler = FirstComeFirstServed(
-            BlockLedger(tuple(welcome.num_blocks for welcome in self.welcomes), config.block_size),
-            max_num_sequences=config.max_num_sequences,
-            prefill_chunk=config.prefill_chunk,
-            max_step_tokens=config.step_tokens,
-            num_lanes=resolved.num_lanes,
-        )
         s_worker = SWorker(self.spec, model, resolved.device)
         attention = AttentionPlan(self.spec.attention, _torch_dtype(resolved.kv_dtype), self._fleet)
-        pipeline = Pipeline(s_worker, attention, resolved.num_lanes, trace)
-        self.engine = Engine(s_worker, pipeline, self._fleet, scheduler, self.codec, self.spec.eos_token_ids, trace)
+        pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
+        self.engine = Engine(
+            s_worker, pipeline, self._fleet, scheduler, self.codec, self.spec.eos_token_ids, trace, times
+        )
         self.load_s = time.perf_counter() - started
 
     @property

@@ -214,19 +214,22 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("the prompt is empty: give at least one character", code="empty_prompt")
-            return tuple(self._running.codec.encode(prompt))
+            return self._checked(self._running.codec.encode(prompt), "the tokenizer and the model don't match: ")
         if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Sequence):
             raise RequestError(
                 f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", code="invalid_prompt"
             )
+        return self._checked(prompt)
+
+    def _checked(self, token_ids: Sequence[int], why: str = "") -> tuple[int, ...]:
         vocab_size = self._running.spec.vocab_size
-        for place, token in enumerate(prompt):
+        for place, token in enumerate(token_ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise RequestError(
-                    f"prompt_token_ids[{place}]={token!r} is not a token id of this model (0 to {vocab_size - 1})",
+                    f"{why}prompt_token_ids[{place}]={token!r} is not a token id of this model (0 to {vocab_size - 1})",
                     code="invalid_token_id",
                 )
-        return tuple(int(token) for token in prompt)
+        return tuple(token_ids)
 
     def _request(self, arrived: PromptRequest, token_ids: tuple[int, ...]) -> Request:
         params = arrived.params

@@ -44,6 +44,9 @@ def llms(tiny_checkpoint: Callable[..., Path]) -> list[LLM]:
         LLM(path, r_workers=2, prefill_chunk=16, max_num_sequences=2, max_step_tokens=9, block_size=8, **shared),
         LLM(path, r_workers=2, prefill_chunk=16, lanes=2, **shared),
         LLM(path, r_workers=3, prefill_chunk=5, lanes=4, max_num_sequences=5, **shared),
+        LLM(path, r_workers=2, schedule="stabilized", load_limit=150, length_quantile=0.5, block_size=8, **shared),
+        LLM(path, r_workers=2, schedule="synchronized", **shared),
+        LLM(path, r_workers=1, schedule="fixed-f", target_length=64, interval=4, **shared),
     ]
 
 
@@ -54,7 +57,7 @@ def alone(llms: list[LLM]) -> list[list[tuple[int, ...]]]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(order=st.lists(st.integers(0, 5), min_size=1, max_size=8), which=st.integers(0, 4))
+@given(order=st.lists(st.integers(0, 5), min_size=1, max_size=8), which=st.integers(0, 7))
 def test_tokens_depend_on_the_request_alone(
     llms: list[LLM], alone: list[list[tuple[int, ...]]], order: list[int], which: int
 ) -> None:
