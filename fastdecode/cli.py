@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode import __version__
+from fastdecode.cli_bench import add_bench
+from fastdecode.cli_calibrate import add_calibrate
 from fastdecode.cli_options import (
     EXIT_INTERRUPTED,
     EXIT_SOME_FAILED,
@@ -61,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     add_run_batch(commands)
     add_size(commands)
+    add_calibrate(commands)
+    add_bench(commands)
     return parser
 
 

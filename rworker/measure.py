@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import WorkerError
-from fastdecode.core.measurement import DecodePoint, Timing
+from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.machine import this_machine
+from fastdecode.core.measurement import DecodePoint, RProfile, Timing
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
@@ -50,6 +51,64 @@ class Host:
     num_workers: int
     num_threads: int
     """Of each."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure."""
+
+    sequences: tuple[int, ...] = (1, 4, 16, 64)
+    """On each R-worker."""
+    contexts: tuple[int, ...] = (64, 256, 1024, 4096)
+    """Cached tokens of each."""
+    repeats: int = 9
+    max_kv_bytes: int = 2 << 30
+    """Pairs of the above that need more than this on one R-worker are left out."""
+    read_bytes: int = 1 << 29
+    """Read by each thread in one repeat of the ceiling's measurement."""
+
+
+def measure_r_part(
+    host: Host,
+    kv: KVSpec,
+    attention: Sequence[AttentionSpec],
+    activation_dtype: DType,
+    memory_bytes: int,
+    effort: Effort,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> RProfile:
+    """Measure this host's R-workers, the read ceiling before and after the decode points.
+
+    Args:
+        memory_bytes: that the KV cache of each R-worker will take in earnest.
+
+    Raises:
+        ConfigError: not even the smallest size fits into ``effort.max_kv_bytes``.
+        CapacityError, WorkerError: as ``measure_decode``.
+    """
+    sizes = decode_sizes(kv, effort.max_kv_bytes, effort.sequences, effort.contexts)
+    if len(sizes) < 3:
+        raise ConfigError(
+            f"only {len(sizes)} sizes fit into {effort.max_kv_bytes} bytes of KV cache, of {kv.token_bytes} bytes a "
+            "token; 3 are needed: allow more memory, or measure fewer sequences and shorter contexts"
+        )
+    before = measure_read_bandwidth(host, num_bytes=effort.read_bytes, repeats=3, clock=clock)
+    decode = measure_decode(host, kv, attention, activation_dtype, sizes, repeats=effort.repeats, clock=clock)
+    after = measure_read_bandwidth(host, num_bytes=effort.read_bytes, repeats=3, clock=clock)
+    return RProfile(
+        machine=this_machine("cpu", ("numpy", "numba", "fastdecode")),
+        num_q_heads=attention[0].num_q_heads,
+        num_kv_heads=kv.num_kv_heads,
+        head_dim=kv.head_dim,
+        kv_dtype=kv.dtype.value,
+        block_size=kv.block_size,
+        num_workers=host.num_workers,
+        num_threads=host.num_threads,
+        memory_bytes=memory_bytes,
+        decode=decode,
+        read_bytes_per_s=(*before, *after),
+    )
 
 
 def measure_decode(

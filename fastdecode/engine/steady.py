@@ -51,7 +51,7 @@ def time_steady_steps(
     Raises:
         CapacityError: the R-workers don't hold the whole batch at once.
     """
-    engine, num_lanes = running.engine, running.resolved.num_lanes
+    engine, num_lanes = running.engine, running.resolved.schedule.num_lanes
     assert engine.num_unfinished == 0, "the engine is busy"
     prompt_len = max(1, context_tokens - WARM_UP_STEPS - num_steps // 2)
     _submit(running, batch, prompt_len, num_steps, seed)

@@ -1,0 +1,125 @@
+"""A steady batch, predicted: what ``fastdecode bench`` compares with the engine, quantity by quantity."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cost_model.closed_forms import at_most
+from cost_model.predict import System
+from cost_model.workload import Workload
+from fastdecode.core.errors import ConfigError
+
+MAX_PLAN_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class SteadyBatch:
+    """So many sequences, all with the same context, none starting or ending."""
+
+    batch: int
+    lanes: int
+    r_workers: int
+    context_tokens: int
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One line of the comparison."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def relative_error(self) -> float:
+        return self.predicted / self.measured - 1.0
+
+    def within(self, tolerance: float) -> bool:
+        return at_most(abs(self.relative_error), tolerance)
+
+
+def predict_steady(system: System, steady: SteadyBatch) -> dict[str, float]:
+    """Seconds of a step, tokens/s, and the S-part's and the busiest R-worker's seconds within a step."""
+    # Outputs that are spread evenly over 1 .. 2C-1 tokens have the mean context C; without prompts nothing starts.
+    workload = Workload(0, max(1, 2 * steady.context_tokens - 1))
+    at_context = replace(system, workload=workload)
+    lane_batch = -(-steady.batch // steady.lanes)
+    step = at_context.predict(lane_batch, steady.lanes, steady.r_workers)
+    lane, layers = at_context.lane(lane_batch, steady.r_workers), system.costs.num_layers
+    return {
+        "step_s": step.step_s,
+        "tokens_per_s": steady.batch / step.step_s,
+        "s_part_s": steady.lanes * layers * lane.s_s,
+        "r_part_s": steady.lanes * layers * lane.r_s,
+    }
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """What a plan.json says about its batch."""
+
+    model: str
+    dtype: str
+    kv_dtype: str
+    steady: SteadyBatch
+
+
+def read_plan(path: Path) -> PlannedBatch:
+    """The batch of a plan that ``fastdecode size --json`` or ``--emit`` wrote.
+
+    Raises:
+        ConfigError: the file is missing, isn't such a plan, or has none because the question was infeasible.
+    """
+    try:
+        if path.stat().st_size > MAX_PLAN_BYTES:
+            raise ConfigError(f"--plan {path} is larger than {MAX_PLAN_BYTES >> 20} MiB: that is no plan")
+        tree = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--plan {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"--plan {path} isn't JSON: {error}") from None
+    if not isinstance(tree, dict) or (tree.get("format"), tree.get("version")) != ("fastdecode.plan", 1):
+        raise ConfigError(f"--plan {path} isn't a plan of this release: write it with fastdecode size --json")
+    plan, question = tree.get("plan"), tree.get("question")
+    if not isinstance(plan, dict) or not isinstance(question, dict):
+        raise ConfigError(f"--plan {path} holds no plan: what it asks is infeasible")
+    numbers = {
+        name: _count(path, where, name)
+        for where, names in ((plan, ("batch", "lanes", "sockets")), (question, ("prompt_tokens", "output_tokens")))
+        for name in names
+    }
+    interval = _count(path, question, "start_interval_steps")
+    workload = Workload(numbers["prompt_tokens"], numbers["output_tokens"], interval)
+    model, dtype, kv_dtype = (question.get(name) for name in ("model", "dtype", "kv_dtype"))
+    if not (isinstance(model, str) and isinstance(dtype, str) and isinstance(kv_dtype, str)):
+        raise ConfigError(f"--plan {path}: model, dtype and kv_dtype must be strings")
+    context = round(workload.mean_context_tokens)
+    steady = SteadyBatch(numbers["batch"], numbers["lanes"], numbers["sockets"], context)
+    return PlannedBatch(model, dtype, kv_dtype, steady)
+
+
+def _count(path: Path, where: dict[str, Any], name: str) -> int:
+    value = where.get(name)
+    low = 0 if name == "prompt_tokens" else 1
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 1 << 30:
+        raise ConfigError(f"--plan {path}: {name} is {value!r}; it must be a whole number from {low}")
+    return value
+
+
+def scale_down(planned: SteadyBatch, *, cores: int, kv_tokens: int, max_batch: int, one_lane: bool) -> SteadyBatch:
+    """The plan's twin on a smaller machine: no more R-workers than cores, a batch that fits, contexts kept if they can.
+
+    Args:
+        cores: of the machine, shared by the R-workers.
+        kv_tokens: cached tokens that all R-workers together may hold.
+        max_batch: sequences that are still worth running here.
+        one_lane: S-part and R-part share the cores, so that nothing can overlap.
+    """
+    r_workers = min(planned.r_workers, cores)
+    context = max(16, min(planned.context_tokens, kv_tokens // 2))
+    batch = max(r_workers, min(planned.batch, max_batch, kv_tokens // (2 * context)))
+    lanes = 1 if one_lane else min(planned.lanes, batch)
+    return SteadyBatch(batch, lanes, r_workers, context)
