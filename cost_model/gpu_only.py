@@ -16,7 +16,7 @@ class GpuOnly:
     tpot_s: float
     tokens_per_s: float
     limit: str
-    """What keeps the batch from growing: memory or latency."""
+    """What keeps the batch from growing: memory, latency, or that nothing larger was measured."""
     kv_room_bytes: float
     """GPU memory left beside weights and activations."""
 
@@ -43,20 +43,23 @@ def best_gpu_only(system: System, step_limit_s: float) -> GpuOnly | None:
     def fast(batch: int) -> bool:
         return at_most(gpu_only_step_s(system, batch), step_limit_s)
 
-    if not (fits(1) and fast(1)):
+    def holds(batch: int) -> bool:
+        return fits(batch) and fast(batch) and (system.s.max_batch is None or batch <= system.s.max_batch)
+
+    if not holds(1):
         return None
     low, high = 1, 2
-    while fits(high) and fast(high):
+    while holds(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) and fast(middle) else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     step_s = gpu_only_step_s(system, low)
     used = system.costs.weight_bytes + low * system.costs.peak_activation_bytes
     return GpuOnly(
         batch=low,
         tpot_s=step_s,
         tokens_per_s=low / step_s,
-        limit="memory" if not fits(low + 1) else "latency",
+        limit="memory" if not fits(low + 1) else "latency" if not fast(low + 1) else "what was measured",
         kv_room_bytes=system.s.usable_memory_bytes - used,
     )

@@ -11,6 +11,7 @@ from cost_model.hardware import Gpu
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.quantities import counted, rate_text
 from cost_model.question import MAX_BATCH, Goal, Setup, split_counts
+from fastdecode.core.errors import ConfigError
 
 # A lane more must save this part of the sockets.
 LANE_SAVING = 0.20
@@ -63,7 +64,7 @@ class Plan:
 
 def find_plans(system: System, goal: Goal, promises: Promises, constraints_of: ConstraintsOf) -> Iterator[Plan]:
     """The best plan of every batch that has any, by rising batch."""
-    for lane_batches in _batches(goal):
+    for lane_batches in _batches(goal, system.s.max_batch):
         chosen: Plan | None = None
         for lanes, lane_batch in lane_batches:
             plan = plan_of(system, goal, lane_batch, lanes, constraints_of(system, lane_batch, lanes, promises))
@@ -75,17 +76,29 @@ def find_plans(system: System, goal: Goal, promises: Promises, constraints_of: C
             yield chosen
 
 
-def _batches(goal: Goal) -> Iterator[list[tuple[int, int]]]:
-    """(lanes, lane batch) candidates: those of one yield compete as to lanes, the yields compete as to batch."""
+def _batches(goal: Goal, max_batch: int | None) -> Iterator[list[tuple[int, int]]]:
+    """(lanes, lane batch) candidates: those of one yield compete as to lanes, the yields compete as to batch.
+
+    Raises:
+        ConfigError: the batch that was asked for is beyond what was measured.
+    """
     lanes = range(1, MAX_LANES + 1) if goal.lanes is None else (goal.lanes,)
     if goal.batch is not None:
-        yield [(k, -(-goal.batch // k)) for k in lanes if k <= goal.batch]
+        candidates = [(k, -(-goal.batch // k)) for k in lanes if k <= goal.batch]
+        within = [(k, batch) for k, batch in candidates if max_batch is None or batch <= max_batch]
+        if not within:
+            raise ConfigError(
+                f"--batch {goal.batch}: the S-part was measured up to {max_batch} tokens in a lane; calibrate with "
+                "larger batches"
+            )
+        yield within
         return
     # 1, 2, 3, 4, 6, 8, 12, …: with every batch, twice that batch.
     exponent = 0
-    while 1 << exponent <= MAX_BATCH:
+    while 1 << exponent <= (max_batch or MAX_BATCH):
         for lane_batch in (1 << exponent, 3 << exponent - 1) if exponent else (1,):
-            yield [(k, lane_batch) for k in lanes]
+            if max_batch is None or lane_batch <= max_batch:
+                yield [(k, lane_batch) for k in lanes]
         exponent += 1
 
 
@@ -139,7 +152,7 @@ def diagnose(
 ) -> tuple[tuple[Constraint, ...], str]:
     """What stands in the way: the candidate that breaks the fewest constraints, and which these are."""
     best: tuple[Constraint, ...] | None = None
-    for candidates in _batches(goal):
+    for candidates in _batches(goal, system.s.max_batch):
         for lanes, lane_batch in candidates:
             if lanes == 1 and goal.lanes is None:
                 continue

@@ -97,7 +97,9 @@ def size(setup: Setup, goal: Goal, hardware: Hardware | None = None, prices: Pri
     """
     system = setup.system()
     promises = Promises(system.step_limit_s(goal.latency_s, goal.tpot_s), goal.headroom)
-    plans = list(find_plans(system, goal, promises, gpu_busy_constraints))
+    # A single lane can't overlap with itself: who asks for one doesn't ask for a busy GPU.
+    wanted = best_effort_constraints if goal.lanes == 1 else gpu_busy_constraints
+    plans = list(find_plans(system, goal, promises, wanted))
     feasible = bool(plans)
     if not feasible:
         plans = list(find_plans(system, goal, promises, best_effort_constraints))

@@ -57,6 +57,8 @@ class SPart:
     """PCIe, one direction; None if it is part of what was measured."""
     power_w: float | None
     relative_error: float
+    max_batch: int | None = None
+    """The largest that was measured: beyond it nothing is known. None: a formula, which has no end."""
     pace: float = 1.0
     """Multiplies every time, to ask what if it is slower or faster than thought."""
 
@@ -151,6 +153,7 @@ class SPart:
             host_link_bytes_per_s=None,
             power_w=None,
             relative_error=_step_error(costs.num_layers, layer, head, host),
+            max_batch=max(point.size for point in profile.layer),
         )
 
 

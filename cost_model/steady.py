@@ -119,7 +119,7 @@ def scale_down(planned: SteadyBatch, *, cores: int, kv_tokens: int, max_batch: i
         one_lane: S-part and R-part share the cores, so that nothing can overlap.
     """
     r_workers = min(planned.r_workers, cores)
-    context = max(16, min(planned.context_tokens, kv_tokens // 2))
+    context = max(16, min(planned.context_tokens, kv_tokens // (2 * r_workers)))
     batch = max(r_workers, min(planned.batch, max_batch, kv_tokens // (2 * context)))
     lanes = 1 if one_lane else min(planned.lanes, batch)
     return SteadyBatch(batch, lanes, r_workers, context)

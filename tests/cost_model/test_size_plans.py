@@ -106,11 +106,11 @@ def test_a_network_too_slow_for_a_busy_gpu() -> None:
     assert sizing.plan.expected.s_utilisation < 0.5
 
 
-def test_one_lane_never_keeps_the_gpu_busy() -> None:
-    sizing = size(ask(), Goal(lanes=1))
-    assert not sizing.feasible
-    assert [row.name for row in sizing.in_the_way] == ["round trips"]
-    assert sizing.plan is not None and sizing.plan.lanes == 1
+def test_one_lane_is_balanced_but_never_busy() -> None:
+    one, two = size(ask(), Goal(lanes=1, batch=256)).plan, size(ask(), Goal(lanes=2, batch=512)).plan
+    assert one is not None and two is not None
+    assert one.expected.s_utilisation < 0.6 < 0.95 < two.expected.s_utilisation
+    assert one.expected.limit == "round trip"
 
 
 def test_a_lane_more_must_earn_its_place() -> None:

@@ -24,12 +24,13 @@ from fastdecode.core.measurement import (
     SProfile,
     Timing,
 )
+from fastdecode.schedule.times import load_limits
 
 HARDWARE = Hardware.load()
 SPEC = model_named("Llama-3 8B")
 COSTS = TokenCosts(SPEC, DType.BFLOAT16, "bfloat16")
 MACHINE = Machine("Some CPU", 64, 512 << 30, "Some GPU", {})
-CALL_S, TOKEN_S = 2e-5, 2e-8
+CALL_S, TOKEN_S, HOST_S = 2e-5, 2e-8, 5e-4
 
 
 def t_of_b(batch: int) -> float:
@@ -40,7 +41,8 @@ def s_profile() -> SProfile:
     layer = tuple(Point(b, Timing((t_of_b(b),) * 3)) for b in (1, 8, 64, 128, 256, 512, 1024))
     head = tuple(Point(b, Timing((1e-3 + 1e-6 * b,))) for b in (1, 64, 1024))
     prompt = tuple(Point(n, Timing((1e-4 * n,))) for n in (16, 256, 2048))
-    return SProfile(MACHINE, "Llama-3 8B", ModelShape.of(SPEC), "bfloat16", 80 << 30, layer, head, prompt)
+    host = tuple(Point(b, Timing((HOST_S,))) for b in (1, 64, 1024))
+    return SProfile(MACHINE, "Llama-3 8B", ModelShape.of(SPEC), "bfloat16", 80 << 30, layer, head, host, prompt)
 
 
 def r_profile(**change: object) -> RProfile:
@@ -49,7 +51,7 @@ def r_profile(**change: object) -> RProfile:
         for n in (1, 32, 256)
         for context in (64, 1024)
     )
-    profile = RProfile(MACHINE, 32, 8, 128, "bfloat16", 32, 64, 400 << 30, points, (2.5e11, 2.5e11))
+    profile = RProfile(MACHINE, 32, 8, 128, "bfloat16", 32, 2, 64, 400 << 30, points, (2.5e11, 2.5e11))
     return replace(profile, **change)  # type: ignore[arg-type]
 
 
@@ -96,10 +98,30 @@ def test_profiles_replace_datasheets() -> None:
     assert {system.s.provenance, system.r.provenance, system.link.provenance} == {Provenance.MEASURED}
     for batch in (1, 100, 400, 2000):
         assert system.s.layer_s(batch) == pytest.approx(t_of_b(batch), rel=1e-3)
+        assert system.s.head_s(batch) == pytest.approx(HOST_S + 1e-3 + 1e-6 * batch, rel=1e-2)
+    assert system.r.sockets_per_host == 2
     assert system.r.r_s(10, 5000) == pytest.approx(CALL_S + 5000 * TOKEN_S, rel=1e-6)
     assert system.r.read_token_s == pytest.approx(COSTS.kv_layer_bytes / 2.5e11)
     assert system.link.bytes_per_s == pytest.approx(5e9, rel=0.01)
     assert system.link.trip_s == pytest.approx(2.1e-5)
+
+
+def test_plans_end_where_measuring_ended() -> None:
+    assert measured().system().s.max_batch == 1024
+    sizing = size(replace(measured(), nic=HARDWARE.nic("NDR")), Goal(min_gain=0.001))
+    assert sizing.plan is not None and sizing.plan.lane_batch == 1024
+    assert sizing.gpu_only is not None and sizing.gpu_only.batch <= 1024
+    with pytest.raises(ConfigError, match="measured up to 1024"):
+        size(measured(), Goal(batch=1 << 20))
+
+
+def test_the_scheduler_may_ask_the_same_predictor() -> None:
+    """W_lim: the most cached tokens that the R-workers attend to within the S-part."""
+    system = measured().system()
+    times = system.step_times(lane_batch=256, sockets=4)
+    limits = load_limits(times, 256, (10**9,) * 4)
+    assert sum(limits) == pytest.approx(system.load_limit_tokens(256, 4), abs=4)
+    assert times.r_part_s(0, limits[0]) <= times.s_part_s(256) < times.r_part_s(0, limits[0] + 1)
 
 
 def test_a_plan_from_profiles() -> None:
