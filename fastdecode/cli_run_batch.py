@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -164,7 +165,8 @@ def _interrupts(stopping: Stopping) -> Iterator[None]:
     """Inside, SIGINT and SIGTERM ask the job to stop instead of ending the process."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        tell(f"\n{COMMAND}: {stopping.ask()}")
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, f"\n{COMMAND}: {stopping.ask()}\n".encode())
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -8,13 +8,16 @@ the middle three when n > 1, ``"logprobs"`` when asked for), or ``{"id", "error"
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import Completion, RequestOutput, SamplingParams
+from fastdecode.engine.line_format import LineError, LineRequest
 from fastdecode.engine.lines import load_object, utf8
 from fastdecode.engine.llm import Prompt, PromptRequest
+from fastdecode.engine.text import TextCodec
 
 SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
 LINE_FIELDS = ("id", "prompt", "prompt_token_ids", *SAMPLING_FIELDS)
@@ -99,3 +102,33 @@ def _completion_fields(completion: Completion) -> dict[str, Any]:
 def error_object(error: FastDecodeError) -> dict[str, str]:
     """An error as output lines show it."""
     return {"code": error.code, "message": str(error)}
+
+
+class SimpleLines:
+    """The lines above as a batch job's format. Every answer also tells the ``line`` that it is for, since answers come
+    in the order in which they finish."""
+
+    name: ClassVar[str] = "simple"
+    id_field: ClassVar[str] = "id"
+    duplicate_code: ClassVar[str] = "duplicate_id"
+
+    def __init__(self, defaults: SamplingParams) -> None:
+        self._defaults = defaults
+
+    def parse(self, raw: bytes, number: int) -> LineRequest:
+        item = parse_line(raw, number, self._defaults)
+        if isinstance(item, BadLine):
+            raise LineError(str(item.error), code=item.error.code, line_id=item.request_id)
+        return LineRequest(item.request_id, (item.prompt,), item.params)
+
+    def answer(
+        self, number: int, request: LineRequest, outputs: Sequence[RequestOutput], codec: TextCodec
+    ) -> dict[str, Any]:
+        (output,) = outputs
+        return {"id": request.line_id, "line": number, **output_fields(output)}
+
+    def refusal(self, number: int, line_id: str | None, error: FastDecodeError) -> dict[str, Any]:
+        return {"id": line_id, "line": number, "error": error_object(error)}
+
+    def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:
+        return int(answer["line"]), "error" in answer

@@ -63,8 +63,14 @@ class TextCodec:
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
-    def encode(self, text: str) -> list[int]:
-        """The prompt's token ids, with the special tokens that the model expects around a text.
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The tokens' texts; None without a tokenizer."""
+        return self._vocabulary
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The prompt's token ids, with the special tokens that the model expects around a text, unless the text spells
+        them out itself.
 
         Raises:
             RequestError: there is no tokenizer (code ``no_tokenizer``), or the text can't be encoded
@@ -85,12 +91,12 @@ class TextCodec:
                 code="invalid_prompt",
             ) from None
         try:
-            ids: list[int] = self._tokenizer.encode(text).ids
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the library raises bare Exception
             raise RequestError(
                 f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids", code="invalid_prompt"
             ) from None
-        return self._prefix + ids
+        return self._prefix + ids if add_special_tokens else ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of all tokens at once, special tokens left out; empty without a tokenizer."""

@@ -1,0 +1,70 @@
+"""The progress line of a batch job: ``lines 1200/50000, 3 failed, 812 tok/s, ETA 0:52:10, R-workers 4/4``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import TextIO
+
+# Between two lines where there is no terminal, and between two looks of the one line where there is.
+LINE_EVERY_S = 10.0
+REFRESH_EVERY_S = 0.5
+
+
+class JobProgress:
+    """Shows how far a job is. Use it in a ``with`` statement.
+
+    Args:
+        stream: a terminal gets one line that changes; anything else gets a line now and then.
+        clock: in seconds.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._on_terminal = stream.isatty()
+        self._every_s = REFRESH_EVERY_S if self._on_terminal else LINE_EVERY_S
+        self._total = self._done_before = self._done = self._num_failed = self._num_tokens = 0
+        self._workers = (0, 0)
+        self._started_s = self._shown_s = clock()
+
+    def __enter__(self) -> JobProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._total:
+            self._show()
+            if self._on_terminal:
+                print(file=self._stream, flush=True)
+
+    def begin(self, total: int, done: int) -> None:
+        """The job has so many lines, and so many were done before."""
+        self._total, self._done_before, self._done = total, done, done
+        self._started_s = self._shown_s = self._clock()
+
+    def update(self, *, done: int, num_failed: int, num_tokens: int, live_workers: int, num_workers: int) -> None:
+        """How it stands now: lines done in all, tokens generated since ``begin``. Call it as often as you like."""
+        self._done, self._num_failed, self._num_tokens = done, num_failed, num_tokens
+        self._workers = (live_workers, num_workers)
+        now = self._clock()
+        if now - self._shown_s >= self._every_s:
+            self._shown_s = now
+            self._show()
+
+    def line(self) -> str:
+        """What is shown."""
+        elapsed_s = max(self._clock() - self._started_s, 1e-9)
+        speed = (self._done - self._done_before) / elapsed_s
+        eta = str(timedelta(seconds=round((self._total - self._done) / speed))) if speed else "-"
+        return (
+            f"lines {self._done}/{self._total}, {self._num_failed} failed, {self._num_tokens / elapsed_s:.0f} tok/s, "
+            f"ETA {eta}, R-workers {self._workers[0]}/{self._workers[1]}"
+        )
+
+    def _show(self) -> None:
+        lead, end = ("\r\x1b[K", "") if self._on_terminal else ("", "\n")
+        print(lead + self.line(), end=end, file=self._stream, flush=True)
