@@ -54,7 +54,7 @@ class ScheduleOptions:
     target_length: int | None = None
     """S: tokens that a sequence typically reaches, prompt included. Only fixed intervals need it."""
     interval: int | None = None
-    """F in steps, for fixed intervals; None: S/16."""
+    """F in steps, for fixed intervals; None: S/16, or S/B if that is longer."""
     cold_start: ColdStartMode = "headroom"
     """How ``stabilized`` fills an empty lane: the way it goes on later, by leaving room for those that are still to
     start; by raising the load limit; at fixed intervals; or at once."""
@@ -100,7 +100,7 @@ class ScheduleOptions:
             CapacityError: the load limit is too low for even one sequence every F steps.
         """
         assert self.target_length is not None
-        interval = self.interval or max(1, self.target_length // _MICRO_BATCHES)
+        interval = self.interval or -(-self.target_length // min(_MICRO_BATCHES, self.lane_size))
         limit = None if self.load_limit is None else self.load_limit // self.num_lanes
         return FixedInterval.of(self.lane_size, self.target_length, interval, limit)
 

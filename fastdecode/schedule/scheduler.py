@@ -28,8 +28,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Suspend:
-    """A running sequence gives its blocks back and waits again, its tokens kept, to be recomputed when it starts anew.
-    By the time the plan is read it has no worker and nothing cached; here is where its blocks still are."""
+    """A running sequence gives its blocks back and waits again, its tokens kept, to be recomputed when it starts anew,
+    which may be in the same plan. The sequence knows nothing any more of where its blocks are; ``worker`` says it."""
 
     sequence: Sequence
     worker: int

@@ -310,3 +310,25 @@ def test_a_ramp_rises_to_the_limit_and_stays() -> None:
     limits = [ramped_limit(1000, age, 50) for age in range(80)]
     assert limits == sorted(limits)
     assert 0 < limits[0] < 1000 == limits[49] == limits[79]
+
+
+@settings(max_examples=500, deadline=None)
+@given(wishes(with_prompts=True), st.integers(0, 150), st.lists(st.integers(0, 12), min_size=80, max_size=80))
+def test_what_fits_under_a_falling_limit(wanted: list[Wish], slack: int, falls: list[int]) -> None:
+    *before, last = wanted
+    limit = max(w.num_sequences * w.target_length for w in wanted) + slack
+    control, brute = LoadControl(limit), BruteForce(limit)
+    for wish in before:
+        start = ask(control, wish, wish.arrival)
+        add(control, wish.at(start))
+        brute.add(wish.at(start))
+    batch = last.at(brute.latest_start)
+    falling = [limit - fallen for fallen in itertools.accumulate(falls)]
+
+    def limit_at(step: int) -> int:
+        return falling[min(step - batch.start, len(falling) - 1)]
+
+    steps = range(batch.start, batch.end + 1)
+    assert control.fits(batch, limit_at) == all(
+        brute.load[step] + batch.load_at(step) <= limit_at(step) for step in steps
+    )

@@ -1,0 +1,422 @@
+"""The scheduler under every policy, over random traffic: lanes that finish in any order, early ends, forks, cancelled
+requests and lost R-workers. Plans are carried out on a real KV store, or on one that only counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastdecode.core.errors import CapacityError
+from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.schedule.continuous import ContinuousScheduler
+from fastdecode.schedule.modes import COLD_STARTS, MODES, ScheduleOptions, make_scheduler
+from fastdecode.schedule.scheduler import StepPlan
+from rworker.kv_store import KVStore
+
+BLOCK_SIZE = 4
+WORKER_BLOCKS = (12, 20)
+MAX_SEQUENCES = 6
+PREFILL_CHUNK = 5
+MAX_STEP_TOKENS = MAX_SEQUENCES + 7
+
+Requests: TypeAlias = "list[tuple[int, tuple[int, ...], int]]"
+"""Prompt tokens, generated tokens of each sequence, max_tokens."""
+
+
+class Store(Protocol):
+    """What an R-worker does with blocks."""
+
+    def open(self, sequence_id: int, num_reserved_tokens: int) -> None: ...
+    def fork(self, parent_id: int, sequence_id: int, num_shared_tokens: int, num_reserved_tokens: int) -> None: ...
+    def extend(self, sequence_id: int, num_reserved_tokens: int) -> None: ...
+    def append(self, sequence_id: int, num_new: int) -> None: ...
+    def close(self, sequence_id: int) -> None: ...
+    def num_cached(self, sequence_id: int) -> int: ...
+
+
+class RealStore:
+    """The R-worker's own, which can't enlarge a reservation."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._store = KVStore(num_blocks, BLOCK_SIZE)
+        self.open, self.fork, self.close = self._store.open, self._store.fork, self._store.close
+
+    def extend(self, sequence_id: int, num_reserved_tokens: int) -> None:
+        raise AssertionError("sequences that reserve all they may need never extend")
+
+    def append(self, sequence_id: int, num_new: int) -> None:
+        self._store.append(np.array([sequence_id]), np.array([num_new], np.int32))
+
+    def num_cached(self, sequence_id: int) -> int:
+        return int(self._store.num_tokens(np.array([sequence_id]))[0])
+
+
+class CountingStore:
+    """Counts blocks, shared ones once for each sequence."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._reserved: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+
+    def open(self, sequence_id: int, num_reserved_tokens: int) -> None:
+        assert sequence_id not in self._cached
+        self._cached[sequence_id] = 0
+        self.extend(sequence_id, num_reserved_tokens)
+
+    def fork(self, parent_id: int, sequence_id: int, num_shared_tokens: int, num_reserved_tokens: int) -> None:
+        assert num_shared_tokens <= self._cached[parent_id]
+        self.open(sequence_id, num_reserved_tokens)
+        self._cached[sequence_id] = num_shared_tokens
+
+    def extend(self, sequence_id: int, num_reserved_tokens: int) -> None:
+        assert num_reserved_tokens > self._reserved.get(sequence_id, 0)
+        self._reserved[sequence_id] = num_reserved_tokens
+        assert sum(-(-tokens // BLOCK_SIZE) for tokens in self._reserved.values()) <= self._num_blocks
+
+    def append(self, sequence_id: int, num_new: int) -> None:
+        self._cached[sequence_id] += num_new
+        assert self._cached[sequence_id] <= self._reserved[sequence_id]
+
+    def close(self, sequence_id: int) -> None:
+        del self._cached[sequence_id], self._reserved[sequence_id]
+
+    def num_cached(self, sequence_id: int) -> int:
+        return self._cached[sequence_id]
+
+
+@dataclass(eq=False)
+class Harness:
+    """Carries out plans as the engine does, and checks each of them."""
+
+    scheduler: ContinuousScheduler
+    stores: list[Store]
+    num_lanes: int
+    lane_limits: list[int] | None = None
+    """W_lim of each R-worker and lane, where lengths are known."""
+    in_flight: dict[int, StepPlan] = field(default_factory=dict)
+    lane_of: dict[int, int] = field(default_factory=dict)
+    live: dict[int, Sequence] = field(default_factory=dict)
+    length_of: dict[int, int] = field(default_factory=dict)
+    """How many tokens a sequence will generate."""
+    lost: set[int] = field(default_factory=set)
+    num_arrived: int = 0
+    num_suspended: int = 0
+    finished: dict[int, list[int]] = field(default_factory=dict)
+
+    def arrive(self, num_prompt_tokens: int, lengths: tuple[int, ...], max_tokens: int) -> bool:
+        """A request of one sequence a length. Returns whether it was taken."""
+        request = Request("r", tuple(range(num_prompt_tokens)), SamplingParams(n=len(lengths)), max_tokens, seed=0)
+        ids = range(self.num_arrived, self.num_arrived + len(lengths))
+        self.num_arrived += len(lengths)
+        sequences = [Sequence.of(sequence_id, request, index) for index, sequence_id in enumerate(ids)]
+        try:
+            self.scheduler.add(sequences)
+        except CapacityError:
+            return False
+        self.live.update(zip(ids, sequences, strict=True))
+        self.length_of.update(zip(ids, lengths, strict=True))
+        return True
+
+    def turn(self, lane: int) -> bool:
+        """Finish the lane's step, or begin one. Returns whether there was anything to do."""
+        if lane in self.in_flight:
+            self._complete(self.in_flight.pop(lane))
+            return True
+        self._recover()
+        plan = self.scheduler.plan(lane)
+        self._begin(lane, plan)
+        if plan.chunks:
+            self.in_flight[lane] = plan
+        return bool(plan.chunks)
+
+    def cancel(self, sequence: Sequence) -> None:
+        worker = sequence.worker
+        self.scheduler.finish(sequence)
+        del self.live[sequence.sequence_id]
+        self.lane_of.pop(sequence.sequence_id, None)
+        if worker is not None and worker not in self.lost:
+            self.stores[worker].close(sequence.sequence_id)
+
+    @property
+    def at_rest(self) -> list[Sequence]:
+        """Live sequences whose step isn't in flight."""
+        flying = {chunk.sequence.sequence_id for plan in self.in_flight.values() for chunk in plan.chunks}
+        return [sequence for sequence_id, sequence in self.live.items() if sequence_id not in flying]
+
+    def lose(self, worker: int) -> None:
+        self.lost.add(worker)
+        for sequence in self.scheduler.lose_worker(worker):
+            self.cancel(sequence)
+
+    def _recover(self) -> None:
+        for sequence in self.at_rest:
+            if sequence.worker in self.lost:
+                del self.lane_of[sequence.sequence_id]
+                try:
+                    self.scheduler.requeue(sequence)
+                except CapacityError:
+                    self.cancel(sequence)
+
+    def _begin(self, lane: int, plan: StepPlan) -> None:
+        for suspend in plan.suspends:
+            sequence_id = suspend.sequence.sequence_id
+            assert self.lane_of.pop(sequence_id) == lane, "only the lane that is at rest may be changed"
+            again = any(start.sequence is suspend.sequence for start in plan.starts)
+            assert again or (suspend.sequence.num_cached == 0 and suspend.sequence.worker is None)
+            self.stores[suspend.worker].close(sequence_id)
+            self.num_suspended += 1
+        for extend in plan.extends:
+            assert extend.sequence.worker is not None
+            self.stores[extend.sequence.worker].extend(extend.sequence.sequence_id, extend.num_reserved_tokens)
+        for start in plan.starts:
+            sequence_id = start.sequence.sequence_id
+            assert start.worker not in self.lost and start.num_reserved_tokens is not None
+            if start.parent is None:
+                self.stores[start.worker].open(sequence_id, start.num_reserved_tokens)
+            else:
+                self.stores[start.worker].fork(
+                    start.parent.sequence_id, sequence_id, start.num_shared_tokens, start.num_reserved_tokens
+                )
+            self.lane_of[sequence_id] = lane
+        waiting = [sequence_id for sequence_id, sequence in self.live.items() if sequence.worker is None]
+        started = [start.sequence.sequence_id for start in plan.starts]
+        assert started == sorted(started) and max(started, default=-1) < min(waiting, default=1 << 60), (
+            "first come first"
+        )
+        self._check_chunks(lane, plan)
+        for chunk in plan.chunks:
+            assert chunk.sequence.worker is not None
+            if chunk.sequence.worker not in self.lost:
+                self.stores[chunk.sequence.worker].append(chunk.sequence.sequence_id, chunk.num_tokens)
+
+    def _check_chunks(self, lane: int, plan: StepPlan) -> None:
+        chunks = {chunk.sequence.sequence_id: chunk for chunk in plan.chunks}
+        assert len(chunks) == len(plan.chunks)
+        assert set(chunks) == {i for i, at in self.lane_of.items() if at == lane}, "everyone gets on in every step"
+        assert sum(chunk.num_tokens for chunk in plan.chunks) <= MAX_STEP_TOKENS
+        assert len(self.lane_of) == self.scheduler.num_running <= MAX_SEQUENCES
+        assert self.scheduler.num_waiting == len(self.live) - len(self.lane_of)
+        loads = [0] * len(self.stores)
+        longest = [0] * len(self.stores)
+        for chunk in plan.chunks:
+            assert 1 <= chunk.num_tokens <= max(1, min(PREFILL_CHUNK, chunk.sequence.num_uncached))
+            assert chunk.sequence.worker is not None
+            loads[chunk.sequence.worker] += chunk.sequence.num_cached + chunk.num_tokens
+            longest[chunk.sequence.worker] += 1
+        if self.lane_limits is not None:
+            for load, num_sequences, limit in zip(loads, longest, self.lane_limits, strict=True):
+                assert load <= limit or num_sequences == 1, "no start above the limit"
+
+    def _complete(self, plan: StepPlan) -> None:
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            if sequence.sequence_id not in self.live or sequence.worker in self.lost:
+                continue
+            sequence.num_cached += chunk.num_tokens
+            assert sequence.worker is not None
+            assert sequence.num_cached == self.stores[sequence.worker].num_cached(sequence.sequence_id)
+            if sequence.num_uncached == 0:
+                # A token depends on the sequence alone, however often it was computed.
+                sequence.token_ids.append(1000 * sequence.sequence_id + sequence.num_generated)
+                if sequence.num_generated == self.length_of[sequence.sequence_id]:
+                    self.finished[sequence.sequence_id] = sequence.token_ids[sequence.num_prompt_tokens :]
+                    self.cancel(sequence)
+
+    def run_out(self) -> None:
+        """Until nothing is left, within as many turns as running one sequence after the other would take."""
+        turns = sum(2 * (len(s.token_ids) + s.request.max_tokens) for s in self.live.values()) + 1
+        for _ in range(turns * 2):
+            if not self.live:
+                return
+            moved = [self.turn(lane) for lane in range(self.num_lanes)]
+            assert any(moved), "somebody can always get on"
+        raise AssertionError("somebody starves")
+
+
+def options(mode: str, num_lanes: int, **more: object) -> ScheduleOptions:
+    given_ = {
+        "mode": mode,
+        "num_lanes": num_lanes,
+        "max_num_sequences": MAX_SEQUENCES,
+        "prefill_chunk": PREFILL_CHUNK,
+        "max_step_tokens": MAX_STEP_TOKENS,
+        "target_length": 24,
+    }
+    return ScheduleOptions(**(given_ | more))  # type: ignore[arg-type]
+
+
+@st.composite
+def traffic(draw: st.DrawFn, *, forks: bool) -> Requests:
+    requests = []
+    for _ in range(draw(st.integers(1, 12))):
+        max_tokens = draw(st.integers(1, 24))
+        n = draw(st.sampled_from((1, 1, 2, 3))) if forks else 1
+        lengths = tuple(draw(st.integers(1, max_tokens)) for _ in range(n))
+        requests.append((draw(st.integers(1, 24)), lengths, max_tokens))
+    return requests
+
+
+def play(data: st.DataObject, harness: Harness, requests: Requests, *, lose: bool) -> None:
+    """Requests come in between turns of random lanes; sequences are cancelled and R-workers lost at random."""
+    expected: dict[int, int] = {}
+    cancelled: set[int] = set()
+    for prompt, lengths, max_tokens in requests:
+        first = harness.num_arrived
+        if harness.arrive(prompt, lengths, max_tokens):
+            expected.update(enumerate(lengths, first))
+        for lane in data.draw(st.lists(st.integers(0, harness.num_lanes - 1), max_size=12)):
+            harness.turn(lane)
+        if harness.at_rest and data.draw(st.integers(0, 7)) == 0:
+            victim = data.draw(st.sampled_from(harness.at_rest))
+            if victim.worker not in harness.lost:
+                cancelled.add(victim.sequence_id)
+                harness.cancel(victim)
+        if lose and not harness.lost and data.draw(st.integers(0, 7)) == 0:
+            before = set(harness.live)
+            harness.lose(0)
+            cancelled |= before - set(harness.live)
+    harness.run_out()
+    assert harness.scheduler.num_running == harness.scheduler.num_waiting == 0
+    for sequence_id, length in expected.items():
+        if sequence_id in harness.finished:
+            assert harness.finished[sequence_id] == [1000 * sequence_id + i for i in range(length)]
+        else:
+            assert sequence_id in cancelled or harness.lost
+
+
+relaxed = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@relaxed
+@given(st.data(), traffic(forks=True), st.sampled_from(MODES), st.integers(1, 3), st.booleans())
+def test_every_policy_serves_everyone_within_the_real_kv_store(
+    data: st.DataObject,
+    requests: Requests,
+    mode: str,
+    num_lanes: int,
+    lose: bool,
+) -> None:
+    scheduler = make_scheduler(options(mode, num_lanes), WORKER_BLOCKS, BLOCK_SIZE)
+    harness = Harness(scheduler, [RealStore(blocks) for blocks in WORKER_BLOCKS], num_lanes)
+    play(data, harness, requests, lose=lose)
+    assert harness.num_suspended == 0
+
+
+@relaxed
+@given(st.data(), traffic(forks=True), st.integers(1, 2), st.sampled_from(COLD_STARTS), st.integers(150, 320))
+def test_the_load_never_exceeds_its_limit_when_lengths_are_bounds(
+    data: st.DataObject,
+    requests: Requests,
+    num_lanes: int,
+    cold_start: str,
+    load_limit: int,
+) -> None:
+    chosen = options("stabilized", num_lanes, load_limit=load_limit, cold_start=cold_start, interval=8)
+    scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE)
+    limits = [control.limit for control in scheduler._lanes[0].admission._controls]  # type: ignore[attr-defined]
+    assert sum(limits) * num_lanes <= load_limit
+    harness = Harness(scheduler, [RealStore(blocks) for blocks in WORKER_BLOCKS], num_lanes, limits)
+    play(data, harness, requests, lose=False)
+
+
+@relaxed
+@given(st.data(), traffic(forks=True), st.sampled_from(MODES), st.integers(1, 3), st.booleans())
+def test_wrong_forecasts_cost_recomputation_and_nothing_else(
+    data: st.DataObject,
+    requests: Requests,
+    mode: str,
+    num_lanes: int,
+    lose: bool,
+) -> None:
+    scheduler = make_scheduler(options(mode, num_lanes, length_quantile=0.1), WORKER_BLOCKS, BLOCK_SIZE)
+    scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
+    harness = Harness(scheduler, [CountingStore(blocks) for blocks in WORKER_BLOCKS], num_lanes)
+    harness.arrive(1, (1,), 1)
+    harness.run_out()  # from now on, everyone is expected to end after one token
+    play(data, harness, requests, lose=lose)
+
+
+def test_the_latest_arrivals_are_suspended_and_resume_where_they_were() -> None:
+    scheduler = make_scheduler(options("greedy", 1, length_quantile=0.1), (6,), BLOCK_SIZE)
+    scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
+    harness = Harness(scheduler, [CountingStore(6)], 1)
+    harness.arrive(1, (1,), 1)
+    harness.run_out()
+    for _ in range(3):
+        harness.arrive(4, (12,), 12)  # 4 blocks each in the end, 1 at first
+    suspended: list[int] = []
+    while harness.live:
+        plan = scheduler.plan(0)
+        for start in plan.starts:
+            resumed = start.sequence.sequence_id in suspended
+            assert start.num_reserved_tokens == (start.sequence.max_cached_tokens if resumed else 4)
+        suspended += [suspend.sequence.sequence_id for suspend in plan.suspends]
+        harness._begin(0, plan)
+        harness._complete(plan)
+    assert suspended[0] == 3 and 1 not in suspended
+    assert [harness.finished[i] for i in (1, 2, 3)] == [[1000 * i + k for k in range(12)] for i in (1, 2, 3)]
+    assert list(harness.finished) == [0, 1, 2, 3]
+
+
+def test_a_sequence_above_a_given_limit_is_refused_by_name() -> None:
+    scheduler = make_scheduler(options("stabilized", 1, load_limit=30), WORKER_BLOCKS, BLOCK_SIZE)
+    harness = Harness(scheduler, [RealStore(blocks) for blocks in WORKER_BLOCKS], 1)
+    with pytest.raises(CapacityError, match=r"grow to 31 cached tokens.*--load-limit") as caught:
+        scheduler.add([Sequence.of(0, Request("r", (1,) * 20, SamplingParams(), 12, seed=0), 0)])
+    assert caught.value.code == "exceeds_load_limit"
+    assert scheduler.num_waiting == 0
+    assert harness.arrive(10, (5,), 5)
+
+
+def test_a_sequence_above_a_measured_limit_runs_alone() -> None:
+    @dataclass(frozen=True)
+    class Slow:
+        def s_part_s(self, num_tokens: int) -> float:
+            return 1.0
+
+        def r_part_s(self, worker: int, load_tokens: int) -> float:
+            return load_tokens / 10
+
+    scheduler = make_scheduler(options("stabilized", 1), (20,), BLOCK_SIZE, Slow())
+    harness = Harness(scheduler, [RealStore(20)], 1, [10])
+    for _ in range(3):
+        harness.arrive(8, (8,), 8)
+    harness.run_out()
+    assert len(harness.finished) == 3
+
+
+def test_what_ends_early_makes_room_at_once() -> None:
+    scheduler = make_scheduler(options("stabilized", 1, load_limit=20, cold_start="none"), (20,), BLOCK_SIZE)
+    harness = Harness(scheduler, [RealStore(20)], 1, [20])
+    harness.arrive(1, (3,), 20)
+    harness.arrive(1, (20,), 20)
+    first, second = harness.live.values()
+    for step in range(3):
+        harness.turn(0)
+        harness.turn(0)
+        assert (second.worker is None) and (first.sequence_id in harness.live) == (step < 2)
+    harness.turn(0)
+    assert second.worker == 0
+
+
+def test_prompts_never_hold_up_decoding() -> None:
+    scheduler = make_scheduler(options("greedy", 1), WORKER_BLOCKS, BLOCK_SIZE)
+    harness = Harness(scheduler, [RealStore(blocks) for blocks in WORKER_BLOCKS], 1)
+    harness.arrive(1, (12,), 12)
+    harness.turn(0)
+    harness.turn(0)
+    for _ in range(3):
+        harness.arrive(20, (2,), 2)
+    for _ in range(5):
+        plan = scheduler.plan(0)
+        assert any(chunk.sequence.sequence_id == 0 and chunk.num_tokens == 1 for chunk in plan.chunks)
+        prompts = [chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens > 1]
+        assert sum(prompts) <= MAX_STEP_TOKENS - MAX_SEQUENCES
+        harness._begin(0, plan)
+        harness._complete(plan)
