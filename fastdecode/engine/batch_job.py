@@ -103,11 +103,14 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
     check_paths(options.input, options.output)
     if not options.input.is_file():
         raise ConfigError(f"{options.input} is no ordinary file: it is read twice, first to check it")
-    template = ChatTemplate.load(Path(config.model), options.chat_template)
-    reader = _reader(options, config, has_template=template is not None) if is_openai(options.input) else None
-    simple = SimpleLines(SamplingParams(**options.sampling))
+    template: ChatTemplate | None = None
+    reader: RequestReader | None = None
+    lines: LineFormat = SimpleLines(SamplingParams(**options.sampling))
+    if is_openai(options.input):
+        template = ChatTemplate.load(Path(config.model), options.chat_template)
+        reader = _reader(options, config, has_template=template is not None)
+        lines = OpenAILines(reader, run_id="")
     tell(f"checking {options.input}")
-    lines: LineFormat = simple if reader is None else OpenAILines(reader, run_id="")
     found = survey(options.input, lines)
     if len(found.bad) and not options.skip_bad_lines:
         raise found.refusal(options.input)

@@ -1,0 +1,210 @@
+"""``fastdecode run-batch`` as a user runs it: files, exit codes, interrupts, kills, and the way back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdecode.cli import main
+from fastdecode.cli_run_batch import resume_command
+
+# How often a running job is killed; more is a soak test.
+NUM_KILLS = int(os.environ.get("FASTDECODE_TEST_KILLS", "2"))
+
+
+def line(custom_id: str, *, tokens: int = 6, **body: Any) -> str:
+    asked = {"prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True, "return_token_ids": True, **body}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": asked})
+
+
+LINES = [line(f"id-{i}", prompt=[3 + i % 200] * (1 + i % 7), tokens=1 + i % 9) for i in range(40)]
+
+
+class Command:
+    """The command on one pair of files."""
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        self.input, self.output = directory / "in.jsonl", directory / "out.jsonl"
+        self._words = ["run-batch", "--model", str(model), "-i", str(self.input), "-o", str(self.output)]
+        self._words += ["--dtype", "float32", "--kv-memory-gb", "0.01", "--r-threads", "1"]
+
+    def write(self, lines: list[str]) -> None:
+        self.input.write_text("\n".join(lines) + "\n")
+
+    def run(self, *options: str) -> int:
+        return main([*self._words, *options])
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        code = "import sys; from fastdecode.cli import main; sys.exit(main(sys.argv[1:]))"
+        command = [sys.executable, "-c", code, *self._words, *options]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    @property
+    def num_answers(self) -> int:
+        return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """custom_id → tokens of its choices."""
+        said = {}
+        for text in self.output.read_text().splitlines():
+            answer = json.loads(text)
+            assert answer["custom_id"] not in said
+            said[answer["custom_id"]] = [c["token_ids"] for c in answer["response"]["body"]["choices"]]
+        return said
+
+
+@pytest.fixture
+def command(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Command:
+    return Command(tmp_path, tiny_checkpoint("llama"))
+
+
+def test_a_job_is_answered_and_isnt_done_twice(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.write(LINES)
+    summary, trace = tmp_path / "s.json", tmp_path / "t.json"
+    assert command.run("--summary", str(summary), "--trace", str(trace), "--run-seed", "1") == 0
+    told = capsys.readouterr().err
+    assert "lines 40/40, 0 failed" in told
+    assert "R-workers 1/1" in told
+    assert set(command.said) == {f"id-{i}" for i in range(40)}
+    assert [len(command.said[f"id-{i}"][0]) for i in range(9)] == list(range(1, 10))
+    assert json.loads(summary.read_text())["requests"] == 40
+    assert json.loads(trace.read_text())
+    before = command.output.read_bytes()
+    assert command.run() == 2
+    assert "--resume" in capsys.readouterr().err
+    assert command.run("--resume") == 0
+    assert "nothing is left to do" in capsys.readouterr().err
+    assert command.output.read_bytes() == before
+
+
+def test_completions_equal_generates(command: Command, tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+    command.write([line("a", seed=3, n=2), line("b", prompt=[9], temperature=0)])
+    assert command.run() == 0
+    simple = [
+        {"id": "a", "prompt_token_ids": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "seed": 3, "n": 2},
+        {"id": "b", "prompt_token_ids": [9], "max_tokens": 6, "ignore_eos": True, "temperature": 0},
+    ]
+    (tmp_path / "simple.jsonl").write_text("\n".join(map(json.dumps, simple)))
+    files = ["-i", str(tmp_path / "simple.jsonl"), "-o", str(tmp_path / "simple-out.jsonl")]
+    model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--kv-memory-gb", "0.01"]
+    assert main(["generate", *model, *files]) == 0
+    first, second = (json.loads(text) for text in (tmp_path / "simple-out.jsonl").read_text().splitlines())
+    said = {"a": [c["token_ids"] for c in first["completions"]], "b": [second["token_ids"]]}
+    assert command.said == said
+
+
+def test_failed_lines_are_told_and_can_be_retried(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    command.write([*LINES[:2], line("long", prompt=[5] * 1000), line("bad", stream=True)])
+    assert command.run() == 2
+    assert "line 4 ('bad'): unsupported_field: stream is not supported" in capsys.readouterr().err
+    assert not command.output.exists()
+    assert command.run("--on-error", "skip") == 3
+    assert "4 of 4 lines are answered" in (told := capsys.readouterr().err)
+    assert "2 of them with an error" in told
+    assert "--resume --retry-errors" in told
+    codes = {json.loads(text)["response"]["status_code"] for text in command.output.read_text().splitlines()}
+    assert codes == {200, 400}
+    assert command.run("--on-error", "skip", "--resume", "--retry-errors") == 3
+    assert command.num_answers == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--retry-errors"], "--resume"),
+        (["--sync-lines", "0"], "--sync-lines"),
+        (["--temperature", "nan"], "temperature"),
+        (["--run-seed", "-1"], "--run-seed"),
+        (["--chat-template", "missing"], "missing"),
+        (["--trace", "no/dir/t"], "no/dir/t"),
+        (["--r-workers", "0"], "r_workers"),
+        (["--max-model-len", "100000"], "max_model_len"),
+    ],
+)
+def test_usage_errors_are_exit_code_2_and_leave_nothing(
+    command: Command, options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.write(LINES[:1])
+    assert command.run(*options) == 2
+    assert named in (told := capsys.readouterr().err)
+    assert "Traceback" not in told
+    assert not list(command.output.parent.glob("out.jsonl*"))
+
+
+def test_a_lost_worker_is_exit_code_4(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fastdecode.core.errors import WorkerError
+    from fastdecode.engine.engine import Engine
+
+    command.write(LINES)
+    step, num_steps = Engine.step, iter(range(1000))
+
+    def fail(engine: Engine) -> Any:
+        if next(num_steps) == 4:
+            raise WorkerError("R-worker r0 failed")
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", fail)
+    assert command.run("--run-seed", "1") == 4
+    assert "to go on: fastdecode run-batch" in (told := capsys.readouterr().err)
+    assert "R-worker r0 failed" in told
+    monkeypatch.undo()
+    assert 0 < command.num_answers < 40
+    assert command.run("--run-seed", "1", "--resume") == 0
+    assert len(command.said) == 40
+
+
+def test_the_way_back_is_a_command_line() -> None:
+    argv = ["run-batch", "-i", "a b", "--overwrite", "--n", "2"]
+    assert resume_command(argv) == "fastdecode run-batch -i 'a b' --n 2 --resume"
+    assert resume_command([*argv, "--resume", "--retry-errors"]) == resume_command(argv)
+
+
+def _wait_for_answers(process: subprocess.Popen[str], command: Command, num_answers: int) -> None:
+    deadline = time.monotonic() + 240
+    while command.num_answers < num_answers and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)  # a look at another process's file, not a wait for anything here
+
+
+def test_killed_jobs_are_resumed_to_the_texts_of_an_undisturbed_one(
+    command: Command, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    lines = [line(f"id-{i}", prompt=[3 + i % 200] * (1 + i % 7), tokens=1 + i % 9) for i in range(400)]
+    (tmp_path / "whole").mkdir()
+    whole = Command(tmp_path / "whole", tiny_checkpoint("llama"))
+    whole.write(lines)
+    assert whole.run("--run-seed", "1") == 0
+    command.write(lines)
+    for kill in range(NUM_KILLS):
+        process = command.start("--resume", "--run-seed", "1", "--max-num-sequences", "4")
+        _wait_for_answers(process, command, command.num_answers + 1 + kill % 3)
+        process.kill()
+        process.communicate()
+    assert command.num_answers >= NUM_KILLS
+    assert command.run("--resume", "--run-seed", "1") == 0
+    assert command.said == whole.said
+
+
+def test_an_interrupt_finishes_what_runs_and_says_how_to_go_on(command: Command) -> None:
+    command.write([line(f"id-{i}", tokens=3) for i in range(3000)])
+    process = command.start("--max-num-sequences", "4")
+    _wait_for_answers(process, command, 1)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=240)
+    assert process.returncode == 130, told
+    assert "finishing what runs" in told
+    assert "to go on: fastdecode run-batch" in told
+    assert 0 < len(command.said) < 3000
