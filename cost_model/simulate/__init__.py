@@ -5,5 +5,4 @@ tables     step times from numbers that a user gives
 simulator  the virtual clock and the simulated workers
 report     the outcome as numbers, text or JSON
 plot       load and step latency over steps, the modes side by side
-command    ``fastdecode simulate``
 """

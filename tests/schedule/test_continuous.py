@@ -1,10 +1,10 @@
 """The scheduler under every policy, over random traffic: lanes that finish in any order, early ends, forks, cancelled
-requests and lost R-workers. Plans are carried out on a real KV store, or on one that only counts."""
+requests and lost R-workers. Plans are carried out on the R-workers' real KV stores."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
-from fastdecode.schedule.modes import COLD_STARTS, MODES, ScheduleOptions, make_scheduler
+from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.options import COLD_STARTS, MODES, ScheduleOptions
 from fastdecode.schedule.scheduler import StepPlan
 from rworker.kv_store import KVStore
 
@@ -28,66 +29,19 @@ Requests: TypeAlias = "list[tuple[int, tuple[int, ...], int]]"
 """Prompt tokens, generated tokens of each sequence, max_tokens."""
 
 
-class Store(Protocol):
-    """What an R-worker does with blocks."""
-
-    def open(self, sequence_id: int, num_reserved_tokens: int) -> None: ...
-    def fork(self, parent_id: int, sequence_id: int, num_shared_tokens: int, num_reserved_tokens: int) -> None: ...
-    def extend(self, sequence_id: int, num_reserved_tokens: int) -> None: ...
-    def append(self, sequence_id: int, num_new: int) -> None: ...
-    def close(self, sequence_id: int) -> None: ...
-    def num_cached(self, sequence_id: int) -> int: ...
-
-
-class RealStore:
-    """The R-worker's own, which can't enlarge a reservation."""
+class Store:
+    """An R-worker's real KV store, one sequence at a time."""
 
     def __init__(self, num_blocks: int) -> None:
         self._store = KVStore(num_blocks, BLOCK_SIZE)
-        self.open, self.fork, self.close = self._store.open, self._store.fork, self._store.close
-
-    def extend(self, sequence_id: int, num_reserved_tokens: int) -> None:
-        raise AssertionError("sequences that reserve all they may need never extend")
+        self.open, self.fork, self.extend = self._store.open, self._store.fork, self._store.extend
+        self.close = self._store.close
 
     def append(self, sequence_id: int, num_new: int) -> None:
         self._store.append(np.array([sequence_id]), np.array([num_new], np.int32))
 
     def num_cached(self, sequence_id: int) -> int:
         return int(self._store.num_tokens(np.array([sequence_id]))[0])
-
-
-class CountingStore:
-    """Counts blocks, shared ones once for each sequence."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._reserved: dict[int, int] = {}
-        self._cached: dict[int, int] = {}
-
-    def open(self, sequence_id: int, num_reserved_tokens: int) -> None:
-        assert sequence_id not in self._cached
-        self._cached[sequence_id] = 0
-        self.extend(sequence_id, num_reserved_tokens)
-
-    def fork(self, parent_id: int, sequence_id: int, num_shared_tokens: int, num_reserved_tokens: int) -> None:
-        assert num_shared_tokens <= self._cached[parent_id]
-        self.open(sequence_id, num_reserved_tokens)
-        self._cached[sequence_id] = num_shared_tokens
-
-    def extend(self, sequence_id: int, num_reserved_tokens: int) -> None:
-        assert num_reserved_tokens > self._reserved.get(sequence_id, 0)
-        self._reserved[sequence_id] = num_reserved_tokens
-        assert sum(-(-tokens // BLOCK_SIZE) for tokens in self._reserved.values()) <= self._num_blocks
-
-    def append(self, sequence_id: int, num_new: int) -> None:
-        self._cached[sequence_id] += num_new
-        assert self._cached[sequence_id] <= self._reserved[sequence_id]
-
-    def close(self, sequence_id: int) -> None:
-        del self._cached[sequence_id], self._reserved[sequence_id]
-
-    def num_cached(self, sequence_id: int) -> int:
-        return self._cached[sequence_id]
 
 
 @dataclass(eq=False)
@@ -295,7 +249,7 @@ relaxed = settings(max_examples=250, deadline=None, suppress_health_check=[Healt
 
 @relaxed
 @given(st.data(), traffic(forks=True), st.sampled_from(MODES), st.integers(1, 3), st.booleans())
-def test_every_policy_serves_everyone_within_the_real_kv_store(
+def test_every_policy_serves_everyone_within_its_blocks(
     data: st.DataObject,
     requests: Requests,
     mode: str,
@@ -303,7 +257,7 @@ def test_every_policy_serves_everyone_within_the_real_kv_store(
     lose: bool,
 ) -> None:
     scheduler = make_scheduler(options(mode, num_lanes), WORKER_BLOCKS, BLOCK_SIZE)
-    harness = Harness(scheduler, [RealStore(blocks) for blocks in WORKER_BLOCKS], num_lanes)
+    harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], num_lanes)
     play(data, harness, requests, lose=lose)
     assert harness.num_suspended == 0
 
@@ -321,7 +275,7 @@ def test_the_load_never_exceeds_its_limit_when_lengths_are_bounds(
     scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE)
     limits = [control.limit for control in scheduler._lanes[0].admission._controls]  # type: ignore[attr-defined]
     assert sum(limits) * num_lanes <= load_limit
-    harness = Harness(scheduler, [RealStore(blocks) for blocks in WORKER_BLOCKS], num_lanes, limits)
+    harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], num_lanes, limits)
     play(data, harness, requests, lose=False)
 
 
@@ -336,7 +290,7 @@ def test_wrong_forecasts_cost_recomputation_and_nothing_else(
 ) -> None:
     scheduler = make_scheduler(options(mode, num_lanes, length_quantile=0.1), WORKER_BLOCKS, BLOCK_SIZE)
     scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
-    harness = Harness(scheduler, [CountingStore(blocks) for blocks in WORKER_BLOCKS], num_lanes)
+    harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], num_lanes)
     harness.arrive(1, (1,), 1)
     harness.run_out()  # from now on, everyone is expected to end after one token
     play(data, harness, requests, lose=lose)
@@ -345,7 +299,7 @@ def test_wrong_forecasts_cost_recomputation_and_nothing_else(
 def test_the_latest_arrivals_are_suspended_and_resume_where_they_were() -> None:
     scheduler = make_scheduler(options("greedy", 1, length_quantile=0.1), (6,), BLOCK_SIZE)
     scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
-    harness = Harness(scheduler, [CountingStore(6)], 1)
+    harness = Harness(scheduler, [Store(6)], 1)
     harness.arrive(1, (1,), 1)
     harness.run_out()
     for _ in range(3):
@@ -366,7 +320,7 @@ def test_the_latest_arrivals_are_suspended_and_resume_where_they_were() -> None:
 
 def test_a_sequence_above_a_given_limit_is_refused_by_name() -> None:
     scheduler = make_scheduler(options("stabilized", 1, load_limit=30), WORKER_BLOCKS, BLOCK_SIZE)
-    harness = Harness(scheduler, [RealStore(blocks) for blocks in WORKER_BLOCKS], 1)
+    harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], 1)
     with pytest.raises(CapacityError, match=r"grow to 31 cached tokens.*--load-limit") as caught:
         scheduler.add([Sequence.of(0, Request("r", (1,) * 20, SamplingParams(), 12, seed=0), 0)])
     assert caught.value.code == "exceeds_load_limit"
@@ -384,7 +338,7 @@ def test_a_sequence_above_a_measured_limit_runs_alone() -> None:
             return load_tokens / 10
 
     scheduler = make_scheduler(options("stabilized", 1), (20,), BLOCK_SIZE, Slow())
-    harness = Harness(scheduler, [RealStore(20)], 1, [10])
+    harness = Harness(scheduler, [Store(20)], 1, [10])
     for _ in range(3):
         harness.arrive(8, (8,), 8)
     harness.run_out()
@@ -393,7 +347,7 @@ def test_a_sequence_above_a_measured_limit_runs_alone() -> None:
 
 def test_what_ends_early_makes_room_at_once() -> None:
     scheduler = make_scheduler(options("stabilized", 1, load_limit=20, cold_start="none"), (20,), BLOCK_SIZE)
-    harness = Harness(scheduler, [RealStore(20)], 1, [20])
+    harness = Harness(scheduler, [Store(20)], 1, [20])
     harness.arrive(1, (3,), 20)
     harness.arrive(1, (20,), 20)
     first, second = harness.live.values()
@@ -407,7 +361,7 @@ def test_what_ends_early_makes_room_at_once() -> None:
 
 def test_prompts_never_hold_up_decoding() -> None:
     scheduler = make_scheduler(options("greedy", 1), WORKER_BLOCKS, BLOCK_SIZE)
-    harness = Harness(scheduler, [RealStore(blocks) for blocks in WORKER_BLOCKS], 1)
+    harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], 1)
     harness.arrive(1, (12,), 12)
     harness.turn(0)
     harness.turn(0)

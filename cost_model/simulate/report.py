@@ -1,0 +1,95 @@
+"""The outcome of a simulated run as numbers, as text, or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cost_model.simulate.simulator import Outcome
+
+_PERCENTILES = (50, 90, 99)
+
+
+def summarise(outcome: Outcome) -> dict[str, Any]:
+    """What a run gave. Seconds of virtual time; shares of its whole length; tokens of load."""
+    steps, total_s = outcome.steps, max(outcome.total_s, 1e-12)
+    num_output_tokens = sum(served.traced.num_output_tokens for served in outcome.served)
+    loads = [step.load_tokens for step in steps]
+    tpots = [served.tpot_s for served in outcome.served if served.tpot_s is not None]
+    return {
+        "requests": len(outcome.served),
+        "refused": outcome.num_refused,
+        "suspensions": outcome.num_suspended,
+        "output_tokens": num_output_tokens,
+        "steps": len(steps),
+        "total_s": outcome.total_s,
+        "output_tokens_per_s": num_output_tokens / total_s,
+        "load_mean_tokens": float(np.mean(loads)) if loads else 0.0,
+        "load_peak_tokens": max(loads, default=0),
+        "running_mean": float(np.mean([step.num_running for step in steps])) if steps else 0.0,
+        "s_idle_share": 1 - sum(step.s_part_s for step in steps) / total_s,
+        "r_idle_share": 1 - sum(step.r_parts_s for step in steps) / total_s / outcome.num_r_workers,
+        "step_s": _percentiles([step.step_s for step in steps]),
+        "ttft_s": _percentiles([served.ttft_s for served in outcome.served]),
+        "tpot_s": _percentiles(tpots),
+    }
+
+
+def as_json(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    """Each mode's summary, and its steps as columns."""
+    return {
+        "modes": {
+            mode: {
+                "summary": summarise(outcome),
+                "steps": {
+                    "started_s": [step.started_s for step in outcome.steps],
+                    "step_s": [step.step_s for step in outcome.steps],
+                    "s_part_s": [step.s_part_s for step in outcome.steps],
+                    "r_part_s": [step.r_part_s for step in outcome.steps],
+                    "load_tokens": [step.load_tokens for step in outcome.steps],
+                    "num_running": [step.num_running for step in outcome.steps],
+                    "num_tokens": [step.num_tokens for step in outcome.steps],
+                },
+            }
+            for mode, outcome in outcomes.items()
+        }
+    }
+
+
+def as_text(outcomes: Mapping[str, Outcome]) -> str:
+    """The modes side by side."""
+    summaries = {mode: summarise(outcome) for mode, outcome in outcomes.items()}
+    rows = [
+        ("output tokens/s", lambda s: f"{s['output_tokens_per_s']:.1f}"),
+        ("time", lambda s: f"{s['total_s']:.1f} s"),
+        ("steps", lambda s: f"{s['steps']}"),
+        ("load, mean", lambda s: f"{s['load_mean_tokens']:.0f}"),
+        ("load, peak", lambda s: f"{s['load_peak_tokens']}"),
+        ("running, mean", lambda s: f"{s['running_mean']:.1f}"),
+        ("S-worker idle", lambda s: f"{s['s_idle_share']:.0%}"),
+        ("R-workers idle", lambda s: f"{s['r_idle_share']:.0%}"),
+        ("step p50 / p99", lambda s: _milliseconds(s["step_s"])),
+        ("TPOT p50 / p99", lambda s: _milliseconds(s["tpot_s"])),
+        ("TTFT p50 / p99", lambda s: f"{s['ttft_s']['p50']:.2f} / {s['ttft_s']['p99']:.2f} s"),
+        ("suspensions", lambda s: f"{s['suspensions']}"),
+        ("refused requests", lambda s: f"{s['refused']}"),
+    ]
+    table = [["", *summaries], *([name, *map(value, summaries.values())] for name, value in rows)]
+    name_width, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
+    return "\n".join(
+        "  ".join([name.ljust(name_width), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+        for name, *cells in table
+    )
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {f"p{p}": 0.0 for p in _PERCENTILES} | {"max": 0.0}
+    found = np.percentile(values, _PERCENTILES).tolist()
+    return {f"p{p}": value for p, value in zip(_PERCENTILES, found, strict=True)} | {"max": max(values)}
+
+
+def _milliseconds(percentiles: Mapping[str, float]) -> str:
+    return f"{1e3 * percentiles['p50']:.1f} / {1e3 * percentiles['p99']:.1f} ms"

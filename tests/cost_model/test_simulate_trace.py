@@ -1,0 +1,95 @@
+"""Traces and time tables: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_model.simulate.tables import Table, TabledTimes
+from cost_model.simulate.trace import TracedRequest, parse_trace, read_trace
+from fastdecode.core.errors import ConfigError
+
+
+def test_reads_requests_in_order_of_arrival(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"num_prompt_tokens": 5, "num_output_tokens": 7, "arrival_s": 2.5}\n'
+        "\n"
+        '{"num_prompt_tokens": 1, "num_output_tokens": 2, "max_tokens": 9, "arrival_s": 0.5}\n'
+        '{"num_prompt_tokens": 3, "num_output_tokens": 4}\n'
+    )
+    trace = read_trace(path)
+    assert trace.unit == "s"
+    assert trace.requests == (TracedRequest(3, 4, 4, 0), TracedRequest(1, 2, 9, 0.5), TracedRequest(5, 7, 7, 2.5))
+    assert trace.longest == 11
+
+
+def test_arrivals_may_be_steps() -> None:
+    trace = parse_trace([b'{"num_prompt_tokens": 5, "num_output_tokens": 7, "arrival_step": 3}'], "t")
+    assert trace.unit == "step" and trace.requests[0].arrival == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("{", "line 1 isn't JSON"),
+        ("[1]", "line 1 isn't a JSON object"),
+        ('{"num_prompt_tokens": 5}', "num_output_tokens=None"),
+        ('{"num_prompt_tokens": 0, "num_output_tokens": 1}', "num_prompt_tokens=0"),
+        ('{"num_prompt_tokens": true, "num_output_tokens": 1}', "num_prompt_tokens=True"),
+        ('{"num_prompt_tokens": 1, "num_output_tokens": 1e9}', "num_output_tokens=1000000000.0"),
+        ('{"num_prompt_tokens": 1, "num_output_tokens": 5, "max_tokens": 4}', "max_tokens=4 is not .* from 5"),
+        ('{"num_prompt_tokens": 1, "num_output_tokens": 5, "arrival_s": -1}', "arrival_s=-1"),
+        ('{"num_prompt_tokens": 1, "num_output_tokens": 5, "arrival_s": NaN}', "arrival_s=nan"),
+        ('{"num_prompt_tokens": 1, "num_output_tokens": 5, "prompt": "x"}', "unknown field 'prompt'"),
+        ('{"num_prompt_tokens": 1, "num_output_tokens": 5' + " " * 5000 + "}", "4096 bytes"),
+        ("", "holds no requests"),
+    ],
+)
+def test_a_bad_line_is_named(line: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        parse_trace([line.encode()], "t.jsonl")
+
+
+def test_arrivals_of_two_kinds_are_refused() -> None:
+    lines = [b'{"num_prompt_tokens": 1, "num_output_tokens": 1, "arrival_%s": 1}' % unit for unit in (b"s", b"step")]
+    with pytest.raises(ConfigError, match="choose one"):
+        parse_trace(lines, "t")
+
+
+def test_a_missing_trace_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nope\.jsonl"):
+        read_trace(tmp_path / "nope.jsonl")
+
+
+def test_tables_interpolate_and_go_on() -> None:
+    table = Table.parse("10:1,20:2,40:3", option="--s-time")
+    assert [table(size) for size in (0, 10, 15, 20, 30, 40, 60)] == [1, 1, 1.5, 2, 2.5, 3, 4]
+    assert Table.parse("0.5", option="--s-time")(123) == 0.5
+    assert Table.parse("0.5", option="--r-time", rate=True)(10) == 5
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 100), st.floats(0, 10)), min_size=1, max_size=8, unique_by=lambda p: p[0]))
+def test_tables_never_fall(points: list[tuple[int, float]]) -> None:
+    sizes, seconds = sorted(p[0] for p in points), sorted(p[1] for p in points)
+    table = Table(tuple(zip(map(float, sizes), seconds, strict=True)))
+    values = [table(size) for size in range(150)]
+    assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(values))
+    assert all(table(size) == pytest.approx(value) for size, value in zip(sizes, seconds, strict=True))
+
+
+@pytest.mark.parametrize("text", ["", "x", "1:2,1:3", "2:1,1:1", "1:2,2:1", "1:-1", "1:nan", "1:2:3", "inf"])
+def test_a_bad_table_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"table"):
+        Table.parse(text, option="--s-time")
+
+
+def test_r_workers_may_differ() -> None:
+    slow, fast = (Table.parse(rate, option="--r-time", rate=True) for rate in ("2e-3", "1e-3"))
+    times = TabledTimes(Table(((0, 0.1),)), (slow, fast))
+    assert (times.s_part_s(7), times.r_part_s(0, 10), times.r_part_s(1, 10)) == (0.1, 0.02, 0.01)
