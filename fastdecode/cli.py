@@ -26,13 +26,23 @@ from fastdecode.cli_options import (
     sampling_defaults,
     tell,
 )
+from fastdecode.cli_r_worker import add_r_worker, serve_if_r_rank
 from fastdecode.cli_run_batch import add_run_batch
 from fastdecode.cli_size import add_size
 from fastdecode.core.errors import FastDecodeError, MissingExtraError, RequestError
+from fastdecode.wire import mpi_job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns the exit code."""
+    """Run one subcommand. Returns the exit code; in an MPI job, leaves the job with it and doesn't return."""
+    code = _main(argv)
+    if "mpi4py.MPI" in sys.modules and mpi_job.launched_size() is not None:
+        # Ranks that hang would keep the launcher waiting for ever: have it end them.
+        mpi_job.leave(code, end_job=code == EXIT_WORKERS_LOST)
+    return code
+
+
+def _main(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
@@ -65,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add_size(commands)
     add_calibrate(commands)
     add_bench(commands)
+    add_r_worker(commands)
     return parser
 
 
@@ -96,6 +107,7 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    serve_if_r_rank(args)
     defaults = sampling_defaults(args)
     try:
         from fastdecode.engine import batch

@@ -29,6 +29,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", str, "weights and activations: float32, bfloat16, float16; auto is the checkpoint's", "DTYPE")
     add("--kv-dtype", str, "KV cache: float32, bfloat16, float16; auto is like --dtype", "DTYPE")
     add("--device", str, "where the S-part runs: cpu, cuda, cuda:1, ...", "DEVICE")
+    add("--transport", str, "inproc (R-workers are threads) or mpi (they are the job's other ranks)", "HOW")
     add("--r-workers", int, "R-workers, as threads of this process")
     add("--r-threads", int, "CPU threads of each R-worker; default: this machine's cores shared out")
     add("--kv-memory-gb", float, "KV cache of each R-worker; default: half of the free memory, shared out", "GB")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +88,13 @@ class Running:
 
     def output(self) -> str:
         return self._log.read_text(errors="replace")
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Until something has come true while the command runs."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert self._process.poll() is None and time.monotonic() < end, self.output()
+            time.sleep(0.005)
 
     def wait(self, timeout_s: float = 120.0, grace_s: float = 5.0) -> Outcome:
         """Until the command ends. What it started has ``grace_s`` more, and is an orphan if it needs longer."""

@@ -8,6 +8,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 
 MAX_R_WORKERS = 4096
+TRANSPORTS = ("auto", "inproc", "mpi")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class EngineConfig:
     """Of the KV cache on the R-workers; auto: like ``dtype``."""
     device: str = "cpu"
     """Where the S-part runs: cpu, cuda, cuda:1, …"""
+    transport: str = "auto"
+    """How R-workers are reached: inproc (threads of this process) or mpi (the job's other ranks); auto: mpi if a
+    launcher started this process, else inproc."""
     r_workers: int = 1
     """R-workers to start as threads of this process."""
     r_threads: int | None = None
@@ -67,6 +71,8 @@ class EngineConfig:
         for name in ("dtype", "kv_dtype"):
             if getattr(self, name) != "auto":
                 DType.parse(getattr(self, name), option=name)
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"transport={self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         self._check_int("r_workers", 1, MAX_R_WORKERS)
         self._check_int("r_threads", 1, 4096)
         self._check_int("block_size", 1, 256)

@@ -22,10 +22,11 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.pipeline import Pipeline
 from fastdecode.engine.text import TextCodec
-from fastdecode.engine.workers import ThreadWorkers, Workers
+from fastdecode.engine.workers import MpiWorkers, ThreadWorkers, Workers
 from fastdecode.schedule.modes import ScheduleOptions, make_scheduler
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
+from fastdecode.wire.mpi_job import launched_size
 from sworker.weights import load_model, load_spec, model_hash
 from sworker.worker import SWorker
 
@@ -48,6 +49,7 @@ class ResolvedConfig:
     """Of each R-worker."""
     max_model_len: int
     schedule: ScheduleOptions
+    uses_mpi: bool
 
 
 def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes: int) -> ResolvedConfig:
@@ -68,6 +70,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
     else:
         kv_bytes = int(config.kv_memory_gb * 1e9)
     device = _device(config.device)
+    uses_mpi = config.transport == "mpi" or (config.transport == "auto" and launched_size() is not None)
     return ResolvedConfig(
         config=config,
         dtype=dtype,
@@ -77,7 +80,8 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
         kv_bytes=kv_bytes,
         max_model_len=max_model_len,
         # Threads of this process that do both parts would only get into each other's way.
-        schedule=_schedule(config, num_lanes=config.lanes or (1 if device.type == "cpu" else 2)),
+        schedule=_schedule(config, num_lanes=config.lanes or (2 if uses_mpi or device.type == "cuda" else 1)),
+        uses_mpi=uses_mpi,
     )
 
 
@@ -141,12 +145,15 @@ class RunningEngine:
         self.codec = TextCodec.load(config.model)
         tell(f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype})")
         _, model = load_model(config.model, device=resolved.device, dtype=_torch_dtype(resolved.dtype))
-        tell(f"starting {config.r_workers} R-worker thread(s) of {resolved.r_threads} CPU thread(s) each")
-        self._workers: Workers | None = ThreadWorkers(
-            config.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads
-        )
+        if resolved.uses_mpi:
+            self._workers: Workers | None = MpiWorkers()
+        else:
+            self._workers = ThreadWorkers(config.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)
         self._fleet = Fleet(self._workers.hub, config.worker_timeout_s)
         try:
+            tell(
+                f"greeting {len(self._fleet)} R-worker(s): {', '.join(map(self._fleet.peer, range(len(self._fleet))))}"
+            )
             self.welcomes = self._fleet.greet(_hello(self.spec, resolved))
             times = MeasuredTimes()
             blocks = tuple(welcome.num_blocks for welcome in self.welcomes)

@@ -215,7 +215,7 @@ class LLM:
             if not prompt:
                 raise RequestError("the prompt is empty: give at least one character", code="empty_prompt")
             return self._checked(self._running.codec.encode(prompt), "the tokenizer and the model don't match: ")
-        if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, str)):
             raise RequestError(
                 f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", code="invalid_prompt"
             )

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Collection
 from typing import Protocol
 
+from fastdecode.core.errors import WorkerError
 from fastdecode.engine.fleet import RHub
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.messages import FromRWorker, ToRWorker
+from fastdecode.wire.messages import FromRWorker, Shutdown, ToRWorker
 from rworker.worker import WorkerThread, start_worker_thread
 
 logger = logging.getLogger(__name__)
@@ -54,3 +55,27 @@ class ThreadWorkers:
             else:
                 thread.join(timeout_s)
         self._threads = []
+
+
+class MpiWorkers:
+    """R-workers as the other ranks of this MPI job; this process is rank 0. Each decides its own memory and threads.
+
+    Raises:
+        ConfigError: not started by a launcher, by the wrong one, as another rank, or with no R-worker.
+        MissingExtraError: mpi4py or an MPI library is missing.
+    """
+
+    def __init__(self) -> None:
+        from fastdecode.wire import mpi, mpi_job
+
+        self.hub: mpi.MpiHub[ToRWorker, FromRWorker] = mpi.connect_workers(mpi_job.join())
+
+    def close(self, lost: Collection[int], timeout_s: float) -> None:
+        for index, connection in enumerate(self.hub.connections):
+            if index in lost:
+                continue
+            try:
+                connection.send(Shutdown())
+            except WorkerError:
+                logger.debug("%s has ended already", connection.peer)
+        self.hub.close()

@@ -1,0 +1,90 @@
+"""``fastdecode generate`` as an MPI job: the tokens that threads give, also when an R-worker is killed or stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, run, running
+
+from fastdecode.cli import main
+
+pytestmark = needs_mpi
+
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+
+
+def write_requests(path: Path, max_tokens: int) -> None:
+    """The first is done long before the others."""
+    shared = {"temperature": 0, "ignore_eos": True}
+    lines = [
+        {"id": i, "prompt_token_ids": [5 + i] * (1 + 5 * i), "max_tokens": max_tokens if i else 3, **shared}
+        for i in range(8)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[list[str], Path, str]]:
+    """``job(max_tokens)``: generate's options, its output file, and what is to be in it."""
+
+    def make(max_tokens: int) -> tuple[list[str], Path, str]:
+        write_requests(tmp_path / "in.jsonl", max_tokens)
+        model = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--prefill-chunk", "16"]
+        model += ["--input", str(tmp_path / "in.jsonl")]
+        expected = tmp_path / "expected.jsonl"
+        assert main([*model, "--output", str(expected), "--kv-memory-gb", "0.01"]) == 0
+        output = tmp_path / "out.jsonl"
+        return [*model, "--output", str(output)], output, expected.read_text()
+
+    return make
+
+
+def test_ranks_with_a_command_each(job: Callable[..., tuple[list[str], Path, str]]) -> None:
+    options, output, expected = job(12)
+    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":"]
+    outcome = run([*command, "-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert "rank 3" in outcome.output
+    assert output.read_text() == expected
+
+
+def test_roles_by_rank(job: Callable[..., tuple[list[str], Path, str]]) -> None:
+    options, output, expected = job(12)
+    command = [mpirun(), *open_mpi_options("self,tcp"), "-n", "2", *FASTDECODE, *options, "--kv-memory-gb", "0.01"]
+    outcome = run(command, timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert output.read_text() == expected
+
+
+def test_one_rank_is_too_few(job: Callable[..., tuple[list[str], Path, str]]) -> None:
+    options, _, _ = job(1)
+    outcome = run([mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options], timeout_s=120)
+    assert outcome.exit_code == 2, outcome.output
+    assert "1 MPI rank" in outcome.output and "Traceback" not in outcome.output
+
+
+@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_r_worker_changes_no_token(
+    trouble: signal.Signals, job: Callable[..., tuple[list[str], Path, str]]
+) -> None:
+    options, output, expected = job(300)
+    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, "--worker-timeout-s", "2", ":"]
+    command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
+    with running(command) as started:
+        started.wait_until(lambda: output.exists() and bool(output.read_text()))
+        lose_an_r_worker(started, trouble)
+        outcome = started.wait(timeout_s=120)
+    assert output.read_text() == expected, outcome.output
+    assert "is lost" in outcome.output
+    assert not outcome.orphans
+
+
+def lose_an_r_worker(started: Running, trouble: signal.Signals) -> None:
+    workers = [p for p in started.processes() if "r-worker" in p.cmdline() and "python" in p.name()]
+    assert len(workers) == 3, workers
+    workers[1].send_signal(trouble)
