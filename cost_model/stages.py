@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from cost_model.fit import Curve, fit_curve, fit_decode
+from cost_model.fit import fit_curve, fit_decode
 from cost_model.hardware import Cpu, Gpu, Nic
 from cost_model.workload import TokenCosts
 from fastdecode.core.errors import ConfigError
@@ -139,29 +139,24 @@ class SPart:
                 code="profile_mismatch",
             )
         layer, prompt = fit_curve(profile.layer), fit_curve(profile.prefill)
-        head, host = fit_curve(profile.head), fit_curve(profile.host)
+        head, step = fit_curve(profile.head), fit_curve(profile.step)
         return cls(
             name=profile.machine.device,
             provenance=Provenance.MEASURED,
-            source=f"T(B) over {len(profile.layer)} batch sizes, {layer.form} fit, error {layer.relative_error:.1%}",
+            source=f"T(B) over {len(profile.step)} batch sizes in the engine, {step.form} fit, error "
+            f"{step.relative_error:.1%}",
             num_layers=costs.num_layers,
             layer_s=layer,
-            head_s=lambda batch: head(batch) + host(batch),
+            # The engine's own work is the difference: it isn't any layer's.
+            head_s=lambda batch: max(head(batch), step(batch) - costs.num_layers * layer(batch)),
             prompt_s=prompt,
             usable_memory_bytes=profile.device_memory_bytes * MEASURED_MEMORY_USABLE,
             kv_read_bytes_per_s=costs.layer_weight_bytes / layer(1),
             host_link_bytes_per_s=None,
             power_w=None,
-            relative_error=_step_error(costs.num_layers, layer, head, host),
-            max_batch=max(point.size for point in profile.layer),
+            relative_error=step.relative_error,
+            max_batch=min(max(point.size for point in points) for points in (profile.layer, profile.step)),
         )
-
-
-def _step_error(num_layers: int, layer: Curve, head: Curve, host: Curve) -> float:
-    """Of a whole step: each part's error, weighted with its time where the curves end."""
-    size = layer.sizes[-1]
-    parts = [(num_layers * layer(size), layer), (head(size), head), (host(size), host)]
-    return sum(seconds * curve.relative_error for seconds, curve in parts) / sum(seconds for seconds, _ in parts)
 
 
 @dataclass(frozen=True)

@@ -159,10 +159,9 @@ def _compare(
     ran = replace(twin, context_tokens=round(steps.mean_context_tokens))
     predicted = predict_steady(system, ran)
     step_s, r_part_s = statistics.median(steps.step_s), statistics.median(steps.r_compute_s)
-    rest = [step - r for step, r in zip(steps.step_s, steps.r_compute_s, strict=True)]
     measured = {"step_s": step_s, "tokens_per_s": twin.batch / step_s, "r_part_s": r_part_s}
     if twin.lanes == 1:
-        measured["s_part_s"] = statistics.median(rest)
+        measured["s_part_s"] = statistics.median(steps.without_r_s)
     return [Quantity(name, predicted[name], value) for name, value in measured.items()]
 
 

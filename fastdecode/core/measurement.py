@@ -47,6 +47,13 @@ class Timing:
         return statistics.median(self.seconds)
 
     @property
+    def calm_s(self) -> float:
+        """What it takes when little disturbs it: a tenth of the repeats were faster. For machines that are shared."""
+        if len(self.seconds) < 2:
+            return self.seconds[0]
+        return statistics.quantiles(self.seconds, n=10, method="inclusive")[0]
+
+    @property
     def spread(self) -> float:
         """Half the distance between the quartiles, relative to the median."""
         if len(self.seconds) < 2:
@@ -120,10 +127,10 @@ class SProfile:
     layer: tuple[Point, ...]
     """Seconds of one layer over tokens in the batch: T(B)."""
     head: tuple[Point, ...]
-    """Seconds a step spends outside the layers (embedding, final norm, logits, sampling) over tokens in the batch."""
-    host: tuple[Point, ...]
-    """Seconds of a step that are neither the S-part's nor an R-worker's (scheduling, messages, copies between host and
-    device, text) over tokens in the batch, measured with R-workers in the same process."""
+    """Seconds that the S-worker spends outside the layers (embedding, final norm, logits, sampling), likewise."""
+    step: tuple[Point, ...]
+    """Seconds of a whole decode step in the engine but for what the R-workers computed, over tokens in the batch: S-part,
+    scheduling, messages, text. Measured with one lane, and R-workers in the same process."""
     prefill: tuple[Point, ...]
     """Seconds of all layers of one prompt over its tokens, its own attention included."""
 

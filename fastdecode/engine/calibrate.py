@@ -12,15 +12,13 @@ from fastdecode.core.config import EngineConfig
 from fastdecode.core.machine import available_cores, this_machine
 from fastdecode.core.measurement import ModelShape, Point, SProfile, Timing
 from fastdecode.engine.launch import RunningEngine, resolve
-from fastdecode.engine.steady import SteadySteps, time_steady_steps
-from sworker.measure import SPartTimes, measure_s_part
+from fastdecode.engine.steady import time_steady_steps
+from sworker.measure import measure_s_part
 from sworker.weights import load_model, load_spec
 from sworker.worker import SWorker
 
-# The engine's own share is measured with short contexts, so that little but it is left beside the S-part.
-HOST_CONTEXT_TOKENS = 48
-LEAST_S = 1e-7
-"""A share that comes out below this is noise."""
+# Whole steps are measured with short contexts, so that the R-workers, which aren't counted, take little of them.
+STEP_CONTEXT_TOKENS = 48
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class SEffort:
 
 
 def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], None]) -> SProfile:
-    """Measure T(B), the rest of a step, prompts, and the engine's own share.
+    """Measure T(B), the rest of the S-part, prompts, and whole steps in the engine.
 
     Args:
         config: model, device and dtypes; its R-workers do the attention while the engine is measured.
@@ -52,8 +50,8 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
         SWorker(spec, model, resolved.device), effort.batches, effort.prompts, repeats=effort.repeats
     )
     del model
-    tell("the engine's own share of a step")
-    host = _measure_host(config, spec.num_layers, times, effort)
+    tell("whole steps in the engine")
+    step = _measure_steps(config, effort)
     on_gpu = resolved.device.type == "cuda"
     return SProfile(
         machine=this_machine(
@@ -65,7 +63,7 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
         device_memory_bytes=_device_memory_bytes(resolved.device),
         layer=times.layer,
         head=times.head,
-        host=host,
+        step=step,
         prefill=times.prefill,
     )
 
@@ -76,19 +74,13 @@ def _device_memory_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().total)
 
 
-def _measure_host(config: EngineConfig, num_layers: int, times: SPartTimes, effort: SEffort) -> tuple[Point, ...]:
-    """What a real step takes beyond its S-part and its R-part, over the same batches."""
+def _measure_steps(config: EngineConfig, effort: SEffort) -> tuple[Point, ...]:
+    """Steps of the same batches in the engine, less what the R-workers computed."""
     one_lane = replace(config, lanes=1, schedule="greedy", max_num_sequences=max(effort.batches), max_step_tokens=None)
     running = RunningEngine(one_lane)
     try:
-        context = min(HOST_CONTEXT_TOKENS, running.resolved.max_model_len // 4)
+        context = min(STEP_CONTEXT_TOKENS, running.resolved.max_model_len // 4)
         steps = [time_steady_steps(running, batch, context, effort.repeats) for batch in effort.batches]
     finally:
         running.close()
-    return tuple(_host_share(*item, num_layers) for item in zip(steps, times.layer, times.head, strict=True))
-
-
-def _host_share(steps: SteadySteps, layer: Point, head: Point, num_layers: int) -> Point:
-    s_part_s = num_layers * layer.timing.median_s + head.timing.median_s
-    beyond = [step_s - r_s - s_part_s for step_s, r_s in zip(steps.step_s, steps.r_compute_s, strict=True)]
-    return Point(steps.batch, Timing(tuple(max(LEAST_S, seconds) for seconds in beyond)))
+    return tuple(Point(each.batch, Timing(each.without_r_s)) for each in steps)

@@ -31,6 +31,11 @@ class SteadySteps:
     r_compute_s: tuple[float, ...]
     """Of each step: the busiest R-worker's compute."""
 
+    @property
+    def without_r_s(self) -> tuple[float, ...]:
+        """Of each step: all but that."""
+        return tuple(step - r for step, r in zip(self.step_s, self.r_compute_s, strict=True))
+
 
 def time_steady_steps(
     running: RunningEngine,

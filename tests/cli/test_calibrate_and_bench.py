@@ -33,7 +33,7 @@ def made(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
 def test_profiles_hold_what_was_asked(made: SimpleNamespace) -> None:
     s, r = read_profile(made.s), read_profile(made.r)
     assert isinstance(s, SProfile) and isinstance(r, RProfile)
-    assert [point.size for point in s.layer] == [1, 4, 8] == [point.size for point in s.host]
+    assert [point.size for point in s.layer] == [1, 4, 8] == [point.size for point in s.step]
     assert [point.size for point in s.prefill] == [8, 32], "prompts beyond the model's limit are left out"
     assert s.shape.num_layers == 3 and s.dtype == "float32" and "torch" in s.machine.software
     assert len(r.decode) == 4 and r.memory_bytes == 50_000_000 and "torch" not in r.machine.software

@@ -47,6 +47,8 @@ def test_timings() -> None:
     assert Timing((1.0, 1.0, 1.0, 1.0)).spread == 0.0
     assert Timing((0.9, 1.0, 1.1, 1.0, 1.0)).spread == 0.0
     assert Timing((0.8, 0.9, 1.0, 1.1, 1.2)).spread == pytest.approx(0.1)
+    assert Timing((7.0,)).calm_s == 7.0
+    assert Timing(tuple(float(i) for i in range(1, 12))).calm_s == pytest.approx(2.0)
 
 
 def change(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

@@ -41,8 +41,9 @@ def s_profile() -> SProfile:
     layer = tuple(Point(b, Timing((t_of_b(b),) * 3)) for b in (1, 8, 64, 128, 256, 512, 1024))
     head = tuple(Point(b, Timing((1e-3 + 1e-6 * b,))) for b in (1, 64, 1024))
     prompt = tuple(Point(n, Timing((1e-4 * n,))) for n in (16, 256, 2048))
-    host = tuple(Point(b, Timing((HOST_S,))) for b in (1, 64, 1024))
-    return SProfile(MACHINE, "Llama-3 8B", ModelShape.of(SPEC), "bfloat16", 80 << 30, layer, head, host, prompt)
+    layers = SPEC.num_layers
+    step = tuple(Point(b, Timing((HOST_S + layers * t_of_b(b) + 1e-3 + 1e-6 * b,))) for b in (1, 64, 256, 512, 1024))
+    return SProfile(MACHINE, "Llama-3 8B", ModelShape.of(SPEC), "bfloat16", 80 << 30, layer, head, step, prompt)
 
 
 def r_profile(**change: object) -> RProfile:
@@ -98,7 +99,8 @@ def test_profiles_replace_datasheets() -> None:
     assert {system.s.provenance, system.r.provenance, system.link.provenance} == {Provenance.MEASURED}
     for batch in (1, 100, 400, 2000):
         assert system.s.layer_s(batch) == pytest.approx(t_of_b(batch), rel=1e-3)
-        assert system.s.head_s(batch) == pytest.approx(HOST_S + 1e-3 + 1e-6 * batch, rel=1e-2)
+        step_s = HOST_S + SPEC.num_layers * t_of_b(batch) + 1e-3 + 1e-6 * batch
+        assert SPEC.num_layers * system.s.t_of_b(batch) == pytest.approx(step_s, rel=0.03)
     assert system.r.sockets_per_host == 2
     assert system.r.r_s(10, 5000) == pytest.approx(CALL_S + 5000 * TOKEN_S, rel=1e-6)
     assert system.r.read_token_s == pytest.approx(COSTS.kv_layer_bytes / 2.5e11)
