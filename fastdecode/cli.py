@@ -119,10 +119,7 @@ def _generate(args: argparse.Namespace) -> int:
         if error.name in ("torch", "safetensors", "tokenizers"):
             raise MissingExtraError(str(error.name), "sworker", "fastdecode generate (an S-worker)") from None
         raise
-    batch.check_paths(args.input, args.output)
-    for path, what in ((args.summary, "summary"), (args.trace, "trace")):
-        if path is not None:
-            batch.check_writable(path, what)
+    batch.check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
     num_requests = batch.count_lines(args.input)
     with (
         open_trace(args.trace) as trace,

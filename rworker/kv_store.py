@@ -123,8 +123,8 @@ class KVStore:
         self._check_new(sequence_id)
         num_blocks = self._blocks_for(num_reserved_tokens)
         self._check_room(sequence_id, num_reserved_tokens, num_blocks, num_blocks)
-        self._num_promised += num_blocks
         self._add_row(sequence_id, num_reserved_tokens, num_blocks)
+        self._num_promised += num_blocks
 
     def extend(self, sequence_id: int, num_reserved_tokens: int) -> None:
         """Enlarge an open sequence's reservation to ``num_reserved_tokens`` tokens.
@@ -141,9 +141,9 @@ class KVStore:
         num_blocks = self._blocks_for(num_reserved_tokens)
         num_needed = num_blocks - self._blocks_for(int(self._reserved[row]))
         self._check_room(sequence_id, num_reserved_tokens, num_blocks, num_needed)
+        self._widen(num_blocks)
         self._num_promised += num_needed
         self._reserved[row] = num_reserved_tokens
-        self._widen(num_blocks)
 
     def fork(self, parent_id: int, sequence_id: int, num_shared_tokens: int, num_reserved_tokens: int) -> None:
         """A new sequence whose first ``num_shared_tokens`` tokens are the parent's; it may grow to
@@ -171,8 +171,8 @@ class KVStore:
         has_tail = num_shared_tokens % self.block_size != 0
         num_needed = num_blocks - num_shared + has_tail
         self._check_room(sequence_id, num_reserved_tokens, num_blocks, num_needed)
-        self._num_promised += num_needed
         row = self._add_row(sequence_id, num_reserved_tokens, num_blocks)
+        self._num_promised += num_needed
         shared = self._tables[parent, :num_shared]
         self._tables[row, :num_shared] = shared
         self._lengths[row] = num_shared_tokens

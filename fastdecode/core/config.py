@@ -75,7 +75,9 @@ class EngineConfig:
             raise ConfigError(f"transport={self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         self._check_int("r_workers", 1, MAX_R_WORKERS)
         self._check_int("r_threads", 1, 4096)
-        self._check_int("block_size", 1, 256)
+        self._check_int("block_size", 16, 256)
+        if self.block_size % 16:
+            raise ConfigError(f"block_size={self.block_size} is not a multiple of 16, by which kernels read")
         self._check_int("max_model_len", 1, 1 << 30)
         self._check_int("max_num_sequences", 1, 1 << 20)
         self._check_int("prefill_chunk", 1, 1 << 24)

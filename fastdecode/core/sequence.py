@@ -6,9 +6,8 @@ one ``Completion``.
 
 from __future__ import annotations
 
-import math
 from collections import abc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,13 +23,22 @@ MAX_TOKENS = 1 << 24
 
 
 def _refuse(name: str, value: object, rule: str) -> RequestError:
-    return RequestError(f"{name}={value!r}: must be {rule}", code="invalid_sampling_params")
+    return RequestError(f"{name}={_shorten(value)}: must be {rule}", code="invalid_sampling_params")
+
+
+def _shorten(value: object) -> str:
+    """A value as a message shows it: who sends absurd ones doesn't get them back whole."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _number(name: str, value: object, low: float, high: float, rule: str, *, open_low: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # The comparison also refuses NaN, infinities, and whole numbers too great for a float.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise _refuse(name, value, rule)
-    if value > high or value < low or (open_low and value == low):
+    if open_low and value == low:
         raise _refuse(name, value, rule)
     return float(value)
 
@@ -120,12 +128,13 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise _refuse("logit_bias", self.logit_bias, "an object of token id to bias")
         checked: dict[int, float] = {}
-        for key, bias in self.logit_bias.items():
+        pairs: Iterable[tuple[object, object]] = self.logit_bias.items()
+        for key, bias in pairs:
             try:
-                token = int(key)  # JSON object keys are strings
-            except (TypeError, ValueError):
+                number = int(key) if isinstance(key, str) else key  # JSON object keys are strings
+            except ValueError:
                 raise _refuse("logit_bias", key, "an object whose keys are token ids") from None
-            _integer("logit_bias token id", token, 0, 1 << 31)
+            token = _integer("logit_bias token id", number, 0, 1 << 31)
             checked[token] = _number(f"logit_bias[{token}]", bias, -100, 100, "a number from -100 to 100")
         return checked
 

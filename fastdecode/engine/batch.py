@@ -35,28 +35,39 @@ class BatchResult:
     """The worker failure that ended the batch early, if one did."""
 
 
-def check_paths(input_path: Path, output_path: Path) -> None:
+def check_paths(input_path: Path, **outputs: Path | None) -> None:
     """Find out about bad paths before a model is loaded.
 
+    Args:
+        outputs: what for → the file; None: not wanted.
+
     Raises:
-        ConfigError: the input can't be read, or the output can't be written, or they are the same file.
+        ConfigError: the input can't be read, or isn't a file; an output can't be written; two are the same file.
     """
     try:
         with input_path.open("rb"):
             pass
     except OSError as error:
         raise ConfigError(f"can't read the input file {input_path}: {error.strerror}") from None
-    if output_path.exists() and output_path.samefile(input_path):
-        raise ConfigError(f"output and input are the same file, {input_path}: choose another --output")
-    check_writable(output_path, "output")
+    if not input_path.is_file():
+        raise ConfigError(f"the input {input_path} is not a file: write the requests to one")
+    taken = {input_path.resolve(): "input"}
+    for what, path in outputs.items():
+        if path is None:
+            continue
+        check_writable(path, what)
+        other = taken.setdefault(path.resolve(), what)
+        if other != what:
+            raise ConfigError(f"{other} and {what} are the same file, {path}: choose another --{what}")
 
 
 def check_writable(path: Path, what: str) -> None:
     """Raises ConfigError if the file can't be opened for writing. An existing file's content isn't touched."""
     existed = path.exists()
     try:
-        with path.open("ab"):
-            pass
+        if not existed or path.is_file():
+            with path.open("ab"):
+                pass
     except OSError as error:
         raise ConfigError(f"can't write the {what} file {path}: {error.strerror}") from None
     if not existed:
@@ -147,8 +158,11 @@ class _OrderedWriter:
             self._next += 1
 
     def _write(self, prompt: str | None, line: dict[str, Any]) -> None:
-        self._out.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._out.flush()
+        try:
+            self._out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._out.flush()
+        except OSError as error:
+            raise ConfigError(f"can't write the output file: {error.strerror}") from None
         self._on_output(prompt, line)
 
 
@@ -159,12 +173,24 @@ def _read(lines: IO[bytes], defaults: SamplingParams) -> Iterator[tuple[int, Pro
 
 def count_lines(path: Path) -> int:
     """Lines of a file that aren't blank: how many requests it seems to hold."""
-    with path.open("rb") as lines:
-        return sum(1 for line in lines if line.strip())
+    with path.open("rb") as file:
+        return sum(1 for _ in LineReader(file))
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a small JSON file whole, or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    """Write a small JSON file: whole, or not at all, if it is a file.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    target = path.resolve()
+    text = json.dumps(value, indent=2) + "\n"
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+            return
+        temporary = target.with_name(target.name + ".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError as error:
+        raise ConfigError(f"can't write {path}: {error.strerror}") from None

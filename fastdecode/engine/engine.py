@@ -106,6 +106,11 @@ class Engine:
         """Requests that are waiting or running."""
         return len(self._groups)
 
+    @property
+    def num_unfinished_sequences(self) -> int:
+        """Sequences that are waiting or running: a request's n."""
+        return len(self._runs)
+
     def submit(self, request: Request, prompt: str | None = None) -> None:
         """Queue a valid request. ``prompt`` is its text, if it came as text, to be given back with the output.
 

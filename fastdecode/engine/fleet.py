@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TypeAlias
 
-from fastdecode.core.errors import FastDecodeError, WorkerError
+from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, WorkerError
 from fastdecode.wire.messages import (
     Attend,
     ExtendSequence,
@@ -24,6 +24,9 @@ from fastdecode.wire.transport import TIMEOUT, Hub
 logger = logging.getLogger(__name__)
 
 RHub: TypeAlias = Hub[ToRWorker, FromRWorker]
+
+GREETING_TIMEOUT_S = 600.0
+"""How long an R-worker may take to answer ``Hello``."""
 
 _ANSWERED = (Hello, OpenSequence, ForkSequence, ExtendSequence, Attend)
 
@@ -125,16 +128,29 @@ class Fleet:
     def greet(self, hello: Hello) -> list[Welcome]:
         """Say Hello to every worker and collect their answers.
 
+        A worker compiles its kernels before it answers, so this may take longer than anything that follows.
+
         Raises:
-            WorkerError: a worker refused, was lost, or didn't answer in time.
+            ConfigError: a worker hasn't the memory for one KV block, or can't hold such a cache.
+            WorkerError: a worker was lost, or didn't answer in time.
         """
+        timeout_s = self._timeout_s
+        self._timeout_s = max(timeout_s, GREETING_TIMEOUT_S)
+        try:
+            return self._greet(hello)
+        finally:
+            self._timeout_s = timeout_s
+
+    def _greet(self, hello: Hello) -> list[Welcome]:
         for worker in range(len(self)):
             self.send(worker, hello)
         welcomes: dict[int, Welcome] = {}
         while len(welcomes) < len(self):
             received = self.receive() if not self._lost else None
             if self._lost:
-                raise next(iter(self._lost.values()))
+                error = next(iter(self._lost.values()))
+                is_usage = error.code in (CapacityError.default_code, ConfigError.default_code)
+                raise ConfigError(error.message, code=error.code) if is_usage else error
             if received is not None:
                 worker, answer = received
                 if not isinstance(answer, Welcome):

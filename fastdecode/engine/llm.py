@@ -62,6 +62,7 @@ class LLM:
             raise ConfigError(f"LLM got an option it doesn't know: {error}") from None
         self._running = RunningEngine(config, progress, trace)
         self.config = config
+        self._is_closed = self._is_streaming = False
 
     def __enter__(self) -> LLM:
         return self
@@ -73,6 +74,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the R-workers. Safe to call twice."""
+        self._is_closed = True
         self._running.close()
 
     @property
@@ -134,17 +136,15 @@ class LLM:
             progress: show a progress bar on stderr.
 
         Returns:
-            One output a prompt. A bad prompt's output carries its ``error``; the others aren't touched by it.
+            One output a prompt. A bad prompt's output carries its ``error``; the others aren't touched by it. When
+            the last R-worker is lost, the outputs that weren't complete carry a ``WorkerError``.
 
         Raises:
-            RequestError: ``params`` is a list of another length than ``prompts``.
-            WorkerError: an R-worker was lost; no output is complete.
+            RequestError: the arguments aren't prompts and sampling params, or there aren't as many of each.
+            ConfigError: the LLM was closed, or a ``stream`` of it is still being read.
         """
         batch = _as_batch(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            every = [params or SamplingParams()] * len(batch)
-        else:
-            every = list(params)
+        every = _as_params(params, len(batch))
         if len(every) != len(batch):
             raise RequestError(f"{len(batch)} prompts but {len(every)} sampling params: give one for all, or one each")
         requests = (PromptRequest(str(i), p, s) for i, (p, s) in enumerate(zip(batch, every, strict=True)))
@@ -154,9 +154,7 @@ class LLM:
                 outputs[output.request_id] = output
                 bar.done(self.stats.num_output_tokens, failed=not output.ok)
         lost = next((o.error for o in outputs.values() if isinstance(o.error, WorkerError)), None)
-        if lost is not None:
-            raise lost
-        return [outputs[str(i)] for i in range(len(batch))]
+        return [outputs.get(str(i)) or RequestOutput(str(i), None, (), error=lost) for i in range(len(batch))]
 
     def cancel_waiting(self) -> list[str]:
         """Of the requests that ``stream`` has taken, forget those of which nothing has run. Returns their ids."""
@@ -175,13 +173,15 @@ class LLM:
             requests: asked for the next one when there is room for it.
             on_step: called after every step, when its outputs have been yielded. What it raises ends the stream.
         """
+        self._check_free()
+        self._is_streaming = True
         engine = self._running.engine
         most = QUEUE_AHEAD * self.config.max_num_sequences
         waiting = iter(requests)
         drained = False
         try:
             while not drained or engine.num_unfinished:
-                while not drained and engine.num_unfinished < most:
+                while not drained and engine.num_unfinished_sequences < most:
                     request = next(waiting, None)
                     if request is None:
                         drained = True
@@ -193,11 +193,24 @@ class LLM:
                     except FastDecodeError as error:
                         outputs = engine.abandon(error)
                         drained = True
+                    except RuntimeError as error:  # what torch raises, out of memory included
+                        outputs = engine.abandon(WorkerError(f"the S-worker failed: {error}", code="s_worker_failed"))
+                        drained = True
                     yield from outputs
                     on_step()
         finally:
             # The caller went away, or was interrupted: leave no request behind in the engine.
             engine.cancel_all()
+            self._is_streaming = False
+
+    def _check_free(self) -> None:
+        if self._is_closed:
+            raise ConfigError("this LLM was closed: make another one", code="closed")
+        if self._is_streaming:
+            raise ConfigError(
+                "a stream of this LLM is still being read: read it to its end, or close() it, before the next one",
+                code="busy",
+            )
 
     def _submit(self, arrived: PromptRequest) -> RequestOutput | None:
         """Check and queue one request. Returns its output at once if it is refused."""
@@ -253,10 +266,29 @@ class LLM:
         )
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_batch(prompts: object) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be a string or a list, not {type(prompts).__name__}", code="invalid_prompt")
     batch = list(prompts)
     if batch and all(isinstance(item, int) and not isinstance(item, bool) for item in batch):
-        return [batch]  # type: ignore[list-item]
-    return batch  # type: ignore[return-value]
+        return [batch]
+    return batch
+
+
+def _as_params(params: object, num_prompts: int) -> list[SamplingParams]:
+    """One for each prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    each: list[SamplingParams] = []
+    for item in params if isinstance(params, Sequence) else [params]:
+        if not isinstance(item, SamplingParams):
+            raise RequestError(
+                f"params must be SamplingParams, one for all or a list of one each, not {type(item).__name__}",
+                code="invalid_sampling_params",
+            )
+        each.append(item)
+    if len(each) != num_prompts:
+        raise RequestError(f"{num_prompts} prompts but {len(each)} sampling params: give one for all, or one each")
+    return each

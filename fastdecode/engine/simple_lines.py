@@ -51,9 +51,10 @@ def parse_line(raw: bytes, number: int, defaults: SamplingParams) -> PromptReque
 def _refuse_unknown_fields(line: dict[str, Any]) -> None:
     for name in line:
         if name not in LINE_FIELDS:
-            near = difflib.get_close_matches(name, LINE_FIELDS, n=1)
+            shown = name if len(name) <= 60 else name[:57] + "..."
+            near = difflib.get_close_matches(shown, LINE_FIELDS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(LINE_FIELDS)}"
-            raise RequestError(f"unknown field {name!r}: {hint}", code="unknown_field")
+            raise RequestError(f"unknown field {shown!r}: {hint}", code="unknown_field")
 
 
 def _prompt_of(line: dict[str, Any]) -> Prompt:

@@ -41,10 +41,10 @@ def llms(tiny_checkpoint: Callable[..., Path]) -> list[LLM]:
     return [
         LLM(path, r_workers=1, **shared),
         LLM(path, r_workers=3, prefill_chunk=7, **shared),
-        LLM(path, r_workers=2, prefill_chunk=16, max_num_sequences=2, max_step_tokens=9, block_size=8, **shared),
+        LLM(path, r_workers=2, prefill_chunk=16, max_num_sequences=2, max_step_tokens=9, block_size=16, **shared),
         LLM(path, r_workers=2, prefill_chunk=16, lanes=2, **shared),
         LLM(path, r_workers=3, prefill_chunk=5, lanes=4, max_num_sequences=5, **shared),
-        LLM(path, r_workers=2, schedule="stabilized", load_limit=150, length_quantile=0.5, block_size=8, **shared),
+        LLM(path, r_workers=2, schedule="stabilized", load_limit=150, length_quantile=0.5, block_size=16, **shared),
         LLM(path, r_workers=2, schedule="synchronized", **shared),
         LLM(path, r_workers=1, schedule="fixed-f", target_length=64, interval=4, **shared),
     ]

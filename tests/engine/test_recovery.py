@@ -104,6 +104,15 @@ def assert_woken(event: threading.Event) -> None:
 def test_when_all_are_lost_every_request_says_so(
     troubled: Callable[..., None], tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    troubled({f"r{i}": lambda: Trouble(20, crash) for i in range(3)})
-    with pytest.raises(WorkerError, match="no more memory"):
-        run(tiny_checkpoint("llama"), 2)
+    """But for what was done by then."""
+    troubled({f"r{i}": lambda: Trouble(20, crash) for i in range(2)})
+    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2}
+    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+        short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        outputs = llm.generate(prompts([3, 4, 5], seed=2), [short, GREEDY, GREEDY])
+        assert outputs[0].ok
+        for output in outputs[1:]:
+            assert isinstance(output.error, WorkerError)
+            assert "no more memory" in str(output.error)
+        (later,) = llm.generate([[5]], short)  # it takes no more requests, and says why
+        assert isinstance(later.error, WorkerError)

@@ -60,7 +60,8 @@ def test_text_needs_a_tokenizer(llm: LLM) -> None:
         {"min_p": -0.1}, {"n": 0}, {"n": 10**9}, {"max_tokens": 0}, {"max_tokens": -5}, {"max_tokens": 10**12},
         {"max_tokens": 2.5}, {"min_tokens": 20}, {"stop": [""]}, {"stop": [1]}, {"logit_bias": {"x": 1}},
         {"logit_bias": {1: math.inf}}, {"stop_token_ids": [-1]}, {"seed": 1.5}, {"logprobs": 10**6}, {"top_k": -2},
-        {"repetition_penalty": 0}, {"presence_penalty": math.nan}, {"ignore_eos": 1},
+        {"temperature": 10**400}, {"logit_bias": {1: 10**400}}, {"logit_bias": {1.5: 1.0}}, {"logit_bias": {math.inf: 1}},
+        {"seed": 10**5000}, {"repetition_penalty": 0}, {"presence_penalty": math.nan}, {"ignore_eos": 1},
     ],
 )  # fmt: skip
 def test_bad_sampling_params_name_the_field(bad: dict[str, object]) -> None:
@@ -150,3 +151,43 @@ def test_an_absent_device_is_named(tiny_checkpoint: Callable[..., Path]) -> None
         LLM(str(tiny_checkpoint("llama")), device="cuda:99")
     with pytest.raises(ConfigError, match="abacus"):
         LLM(str(tiny_checkpoint("llama")), device="abacus")
+
+
+def test_one_stream_at_a_time(llm: LLM) -> None:
+    stream = llm.stream([PromptRequest("a", [5, 6], GREEDY), PromptRequest("b", [7], GREEDY)])
+    next(stream)
+    with pytest.raises(ConfigError, match="still being read"):
+        llm.generate([[5]], GREEDY)
+    assert len(list(stream)) == 1
+    assert llm.generate([[5]], GREEDY)[0].ok
+
+
+def test_a_closed_llm_says_so(tiny_checkpoint: Callable[..., Path]) -> None:
+    llm = LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01)
+    llm.close()
+    llm.close()
+    with pytest.raises(ConfigError, match="closed"):
+        llm.generate([[5]], GREEDY)
+
+
+@pytest.mark.parametrize(("prompts", "params"), [(None, GREEDY), ([[3]], [None]), ([[3]], {"temperature": 0})])
+def test_arguments_of_other_types_are_refused(llm: LLM, prompts: object, params: object) -> None:
+    with pytest.raises(RequestError, match="must be"):
+        llm.generate(prompts, params)  # type: ignore[arg-type]
+
+
+def test_an_s_worker_that_fails_answers_every_request(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
+        monkeypatch.setattr("sworker.worker.SWorker.sample", fail)
+        outputs = llm.generate([[5], [6, 7]], GREEDY)
+    assert [str(output.error) for output in outputs] == ["the S-worker failed: out of memory"] * 2
+
+
+def test_too_little_memory_for_a_block_is_a_bad_option(tiny_checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="memory"):
+        LLM(str(tiny_checkpoint("llama")), kv_memory_gb=1e-6)
