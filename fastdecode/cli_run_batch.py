@@ -29,6 +29,7 @@ from fastdecode.cli_options import (
     sampling_given,
     tell,
 )
+from fastdecode.cli_r_worker import serve_if_r_rank
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import MissingExtraError
 
@@ -100,6 +101,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 def run_run_batch(args: argparse.Namespace) -> int:
     """Run or resume one job. Returns the exit code."""
+    serve_if_r_rank(args)
     sampling_defaults(args)
     try:
         from fastdecode.engine import batch
@@ -109,9 +111,7 @@ def run_run_batch(args: argparse.Namespace) -> int:
         if error.name in ("torch", "safetensors", "tokenizers"):
             raise MissingExtraError(str(error.name), "sworker", f"{COMMAND} (an S-worker)") from None
         raise
-    for path, what in ((args.summary, "summary"), (args.trace, "trace")):
-        if path is not None:
-            batch.check_writable(path, what)
+    batch.check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
     config = EngineConfig(model=args.model, **engine_options(args))
     with open_job(_job_options(args), config, tell) as job:
         if job.num_pending == 0:

@@ -100,9 +100,7 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
     Raises:
         ConfigError, ModelError: something is wrong with options, files or the model directory; nothing was changed.
     """
-    check_paths(options.input, output=options.output)
-    if not options.input.is_file():
-        raise ConfigError(f"{options.input} is no ordinary file: it is read twice, first to check it")
+    check_paths(options.input, output=options.output, manifest=Manifest.path_for(options.output))
     template: ChatTemplate | None = None
     reader: RequestReader | None = None
     lines: LineFormat = SimpleLines(SamplingParams(**options.sampling))

@@ -495,5 +495,5 @@ def test_bad_options_are_named(make: Callable[..., Job], bad: dict[str, Any]) ->
 def test_an_input_that_can_be_read_only_once_is_refused(make: Callable[..., Job]) -> None:
     job = make()
     job.input = Path("/dev/null")
-    with pytest.raises(ConfigError, match="no ordinary file"):
+    with pytest.raises(ConfigError, match="not a file"):
         job.open()
