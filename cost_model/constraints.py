@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cost_model.closed_forms import at_most, whole
 from cost_model.predict import System
-from cost_model.quantities import bytes_text, seconds_text
+from cost_model.quantities import bytes_text, counted, seconds_text
 
 # The GPU counts as busy if the S-worker's ports, which no socket speeds up, leave it idle no longer than this.
 BUSY = 0.95
@@ -45,7 +45,8 @@ def gpu_busy_constraints(system: System, lane_batch: int, lanes: int, promises: 
     s_s = system.s_s(lane_batch)
     rows = _stage_constraints(system, lane_batch, promises, s_s)
     trips = _round_trips(system, lane_batch, lanes, promises)
-    return (*rows, trips, *_room_and_latency(system, lane_batch, lanes, promises))
+    others = _room_and_latency(system, lane_batch, lanes, promises)
+    return (*rows, trips, _messages(system, lane_batch, (*rows, trips, *others), s_s), *others)
 
 
 def best_effort_constraints(system: System, lane_batch: int, lanes: int, promises: Promises) -> tuple[Constraint, ...]:
@@ -58,7 +59,7 @@ def best_effort_constraints(system: System, lane_batch: int, lanes: int, promise
 
 def _stage_constraints(system: System, lane_batch: int, promises: Promises, pace_s: float) -> tuple[Constraint, ...]:
     """The stages whose time depends on the number of sockets, each within ``pace_s``."""
-    load = lane_batch * system.costs.attended_tokens(system.workload)
+    load = lane_batch * system.attended_tokens
     token_s, pace = system.r.pace * system.r.token_s, seconds_text(pace_s)
     balance = _sockets_for(lambda p: system.r_s(lane_batch, p) * (1.0 + promises.headroom), pace_s)
     read_s = load * system.r.read_token_s
@@ -92,6 +93,20 @@ def _stage_constraints(system: System, lane_batch: int, promises: Promises, pace
     )
 
 
+def _messages(system: System, lane_batch: int, others: tuple[Constraint, ...], pace_s: float) -> Constraint:
+    """More sockets, more messages: what the other constraints ask for must not keep the S-worker's thread too busy."""
+    needs = [row.min_sockets for row in others if row.min_sockets is not None]
+    sockets = max(1, *needs)
+    messages_s = system.messages_s(lane_batch, sockets)
+    return Constraint(
+        "messages",
+        0 if at_most(messages_s, pace_s) else None,
+        f"{counted(sockets, 'R-worker')} x {seconds_text(system.link.pace * system.link.message_s)} = "
+        f"{seconds_text(messages_s)} of {seconds_text(pace_s)} for the S-worker's thread",
+        "fewer, faster sockets; a larger batch",
+    )
+
+
 def _round_trips(system: System, lane_batch: int, lanes: int, promises: Promises) -> Constraint:
     """While the other lanes are on the GPU, a lane must get out, through the R-part, and back."""
     if lanes == 1:
@@ -102,13 +117,13 @@ def _round_trips(system: System, lane_batch: int, lanes: int, promises: Promises
         return lane.remote_s + lane.r_s * promises.headroom
 
     hidden_s = (lanes - 1) * system.s_s(lane_batch)
-    ideal = system.lane(lane_batch, float("inf"))
-    out, back, trip = (seconds_text(x) for x in (ideal.out_s, ideal.back_s, ideal.round_trip_s))
+    lane = system.lane(lane_batch, 1)
+    out, back, trip = (seconds_text(x) for x in (lane.out_s, lane.back_s, lane.round_trip_s))
     return Constraint(
         "round trips",
         _sockets_for(remote_s, hidden_s),
-        f"out {out}, back {back}, latency {trip} and the R-part within {seconds_text(hidden_s)}, "
-        f"the other lanes' time on the GPU",
+        f"out {out}, back {back}, latency {trip}, messages and the R-part within {seconds_text(hidden_s)}, the other "
+        f"lanes' time on the GPU",
         "a lane more, a larger batch",
     )
 
@@ -126,7 +141,7 @@ def _room_and_latency(system: System, lane_batch: int, lanes: int, promises: Pro
     if limit_s == float("inf"):
         latency = Constraint("latency", 0, "nothing was asked", "")
     else:
-        best = seconds_text(system.costs.num_layers * cycle_s(float("inf")))
+        best = seconds_text(system.costs.num_layers * cycle_s(_fastest(cycle_s)))
         allowed = f"may take {seconds_text(limit_s)}" if limit_s > 0 else "the prompt alone takes too long"
         latency = Constraint(
             "latency",
@@ -152,17 +167,29 @@ def _room_and_latency(system: System, lane_batch: int, lanes: int, promises: Pro
 
 
 def _sockets_for(seconds: Callable[[float], float], limit_s: float) -> int | None:
-    """The fewest sockets with ``seconds(sockets) <= limit_s``. ``seconds`` never rises, and is constant beyond one
-    socket a sequence and enough hosts for the network; None if it stays above the limit."""
-    if limit_s <= 0 or not at_most(seconds(float("inf")), limit_s):
+    """The fewest sockets with ``seconds(sockets) <= limit_s``; None if there are none."""
+    if limit_s <= 0:
         return None
-    low, high = 0, 1
-    while not at_most(seconds(float(high)), limit_s):
-        low, high = high, 2 * high
+    low, high = 0, _fastest(seconds)
+    if not at_most(seconds(high), limit_s):
+        return None
     while high - low > 1:
         middle = (low + high) // 2
-        if at_most(seconds(float(middle)), limit_s):
-            high = middle
-        else:
-            low = middle
+        low, high = (low, middle) if at_most(seconds(middle), limit_s) else (middle, high)
     return high
+
+
+def _fastest(seconds: Callable[[float], float]) -> int:
+    """The sockets with the fewest seconds. ``seconds`` falls, then perhaps rises (work is shared out, messages add up),
+    and is constant beyond one socket a sequence and what the network can use."""
+    high = 1
+    while seconds(2 * high) < seconds(high):
+        high *= 2
+    low, high = max(1, high // 2), 2 * high
+    while high - low > 2:
+        third = (high - low) // 3
+        if seconds(low + third) <= seconds(high - third):
+            high -= third
+        else:
+            low += third
+    return min(range(low, high + 1), key=seconds)

@@ -128,6 +128,9 @@ class Nic:
     """Each way, both at once."""
     round_trip_s: float
     round_trip_source: str
+    message_s: float
+    """What one message out and its answer cost the S-worker's thread, the bytes aside."""
+    message_source: str
     line_efficiency: Efficiency
     relative_error: float
 
@@ -288,6 +291,8 @@ def _nic(name: str, row: Mapping[str, Any]) -> Nic:
         line_bits_per_s=_number(row, "line_bits_per_s"),
         round_trip_s=_number(row, "round_trip_s"),
         round_trip_source=row["round_trip_source"],
+        message_s=_number(row, "message_s"),
+        message_source=row["message_source"],
         line_efficiency=_efficiency(row, "line_efficiency"),
         relative_error=_number(row, "relative_error"),
     )

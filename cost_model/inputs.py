@@ -128,6 +128,7 @@ def _network_inputs(setup: Setup, system: System) -> tuple[Input, ...]:
         return (
             Input("network", f"{ports}{bytes_text(link.bytes_per_s)}/s each way", link.provenance, link.source),
             Input("round trip", seconds_text(link.round_trip_s), link.provenance, link.source),
+            Input("message", seconds_text(link.message_s), link.provenance, link.source),
         )
     return (
         Input(
@@ -137,4 +138,5 @@ def _network_inputs(setup: Setup, system: System) -> tuple[Input, ...]:
             f"{nic.source}; {nic.line_efficiency.source}",
         ),
         Input("round trip", seconds_text(link.round_trip_s), Provenance.DEFAULT, nic.round_trip_source),
+        Input("message", f"{seconds_text(link.message_s)} an R-worker", Provenance.DEFAULT, nic.message_source),
     )

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Colours that stay apart in grey and for the colour-blind.
-_LIMIT_COLOURS = {"R-part": "#fbeee2", "round trip": "#efedf6", "network": "#e6f1f8", "S-part": "#eaf4e7"}
+_LIMIT_COLOURS = {
+    "R-part": "#fbeee2",
+    "round trip": "#efedf6",
+    "network": "#e6f1f8",
+    "messages": "#f6eef2",
+    "S-part": "#eaf4e7",
+}
 _THROUGHPUT, _TPOT, _RIVAL = "#1b5e8c", "#b3541e", "#555555"
 
 

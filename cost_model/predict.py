@@ -1,10 +1,10 @@
 """One step of the pipeline, predicted: seconds per token, tokens a second, who waits for whom.
 
-A lane's way through one layer is a chain of five: S-part, q k v out, R-part, o back, and the round trip's latency.
-With K lanes in flight each resource serves all K in turn, and a lane can't overtake itself, so all lanes pass one
-layer every ::
+A lane's way through one layer is a chain: S-part, q k v out, R-part, o back, the round trip's latency, and what the
+S-worker's thread spends on the messages, one to and from each R-worker. With K lanes in flight each resource serves all
+K in turn, and a lane can't overtake itself, so all lanes pass one layer every ::
 
-    cycle = max(K·S, K·out, K·R, K·back, S + out + R + back + round trip)
+    cycle = max(K·S, K·messages, K·out, K·R, K·back, S + messages + out + R + back + round trip)
 
 (the bound of a closed queueing network, met when service times don't vary). A step is ``num_layers`` cycles, and
 gives every running sequence one token. K = 1 is no overlap: the chain itself; K = 2 with a perfect network is the
@@ -14,6 +14,7 @@ paper's 2·T(B) (arXiv 2403.11421, section 4.3).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from cost_model.stages import Link, RPart, SPart
 from cost_model.workload import TokenCosts, Workload
@@ -32,11 +33,13 @@ class LaneTimes:
     """Of the busiest R-worker."""
     back_s: float
     round_trip_s: float
+    messages_s: float = 0.0
+    """Of the S-worker's thread, for all R-workers."""
 
     @property
     def chain_s(self) -> float:
         """All of it, one after the other."""
-        return self.s_s + self.out_s + self.r_s + self.back_s + self.round_trip_s
+        return self.s_s + self.messages_s + self.out_s + self.r_s + self.back_s + self.round_trip_s
 
     @property
     def remote_s(self) -> float:
@@ -58,6 +61,7 @@ class LaneTimes:
             "S-part": lanes * self.s_s,
             "R-part": lanes * self.r_s,
             "network": lanes * max(self.out_s, self.back_s),
+            "messages": lanes * self.messages_s,
             "round trip": self.chain_s,
         }
 
@@ -79,7 +83,7 @@ class StepPrediction:
     r_utilisation: float
     network_utilisation: float
     limit: str
-    """What sets the pace: S-part, R-part, network or round trip."""
+    """What sets the pace: S-part, R-part, network, messages or round trip."""
 
     @property
     def tpot_s(self) -> float:
@@ -113,6 +117,11 @@ class System:
     """Ports of the S-worker; every R-worker host has one."""
     costs: TokenCosts
     workload: Workload
+
+    @cached_property
+    def attended_tokens(self) -> float:
+        """Keys that a running sequence sees a layer, averaged."""
+        return self.costs.attended_tokens(self.workload)
 
     def scaled(self, sign: int) -> System:
         """Everything slower (+1) or faster (-1) by its own relative error, to bound a prediction."""
@@ -153,7 +162,11 @@ class System:
     def r_s(self, lane_batch: int, sockets: float) -> float:
         """The R-part of one lane and layer. A sequence lives on one R-worker, so sockets beyond one a sequence idle."""
         sequences = max(1.0, lane_batch / sockets)
-        return self.r.r_s(sequences, sequences * self.costs.attended_tokens(self.workload))
+        return self.r.r_s(sequences, sequences * self.attended_tokens)
+
+    def messages_s(self, lane_batch: int, sockets: float) -> float:
+        """The S-worker's thread, for one lane and layer: R-workers without a sequence of the lane get no message."""
+        return self.link.pace * self.link.message_s * min(sockets, lane_batch)
 
     def lane(self, lane_batch: int, sockets: float) -> LaneTimes:
         """One lane of ``lane_batch`` sequences through one layer."""
@@ -164,6 +177,7 @@ class System:
             r_s=self.r_s(lane_batch, sockets),
             back_s=max(self.s_link_s(back), self.r_link_s(back, sockets)),
             round_trip_s=self.link.trip_s,
+            messages_s=self.messages_s(lane_batch, sockets),
         )
 
     def predict(self, lane_batch: int, lanes: int, sockets: int) -> StepPrediction:

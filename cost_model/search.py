@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -134,14 +135,28 @@ def plan_of(system: System, goal: Goal, lane_batch: int, lanes: int, rows: tuple
     )
 
 
-def choose(plans: Sequence[Plan], min_gain: float) -> Plan | None:
-    """The smallest batch whose double, and whatever lies between, gains less than ``min_gain``."""
+def choose(plans: Iterable[Plan], min_gain: float) -> Plan | None:
+    """The smallest batch whose double, and whatever lies between, gains less than ``min_gain``.
+
+    Args:
+        plans: by rising batch; taken no further than needed.
+    """
+    window: deque[Plan] = deque()
     for plan in plans:
-        reach = [other for other in plans if plan.lane_batch < other.lane_batch <= 2 * plan.lane_batch]
-        most = max((other.expected.tokens_per_s for other in reach), default=0.0)
-        if most < (1.0 + min_gain) * plan.expected.tokens_per_s:
-            return plan
-    return None
+        while window and plan.lane_batch > 2 * window[0].lane_batch:
+            if _gains_less(window, min_gain):
+                return window[0]
+            window.popleft()
+        window.append(plan)
+    while window and not _gains_less(window, min_gain):
+        window.popleft()
+    return window[0] if window else None
+
+
+def _gains_less(window: Sequence[Plan], min_gain: float) -> bool:
+    """Whether nobody gives ``min_gain`` more tokens than the first."""
+    most = max(plan.expected.tokens_per_s for plan in window)
+    return most < (1.0 + min_gain) * window[0].expected.tokens_per_s
 
 
 # --- infeasible -------------------------------------------------------------------------------------------------------

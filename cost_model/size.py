@@ -99,11 +99,10 @@ def size(setup: Setup, goal: Goal, hardware: Hardware | None = None, prices: Pri
     promises = Promises(system.step_limit_s(goal.latency_s, goal.tpot_s), goal.headroom)
     # A single lane can't overlap with itself: who asks for one doesn't ask for a busy GPU.
     wanted = best_effort_constraints if goal.lanes == 1 else gpu_busy_constraints
-    plans = list(find_plans(system, goal, promises, wanted))
-    feasible = bool(plans)
-    if not feasible:
-        plans = list(find_plans(system, goal, promises, best_effort_constraints))
-    plan = choose(plans, goal.min_gain)
+    plan = choose(find_plans(system, goal, promises, wanted), goal.min_gain)
+    feasible = plan is not None
+    if plan is None:
+        plan = choose(find_plans(system, goal, promises, best_effort_constraints), goal.min_gain)
     in_the_way, nearest = ((), "") if feasible else diagnose(setup, system, goal, promises, plan)
     gpu_only = best_gpu_only(system, promises.step_limit_s)
     verdict = None if plan is None else _verdict(setup, goal, plan, gpu_only, prices)
@@ -180,7 +179,11 @@ def _gpu_may_wait(setup: Setup, goal: Goal, plan: Plan) -> Iterator[WhatIf]:
     network keeps the batch small, say so: the plan with the fewest sockets near the most that is to be had."""
     system = setup.system()
     promises = Promises(system.step_limit_s(goal.latency_s, goal.tpot_s), goal.headroom)
-    plans = list(find_plans(system, goal, promises, best_effort_constraints))
+    plans: list[Plan] = []
+    for each in find_plans(system, goal, promises, best_effort_constraints):
+        plans.append(each)
+        if each.lane_batch > 16 * plan.lane_batch:
+            break
     most = max((each.expected.tokens_per_s for each in plans), default=0.0)
     if most < (1.0 + goal.min_gain) * plan.expected.tokens_per_s:
         return

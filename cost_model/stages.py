@@ -262,6 +262,8 @@ class Link:
     """Payload each way, both at once."""
     round_trip_s: float
     """A small message there and back."""
+    message_s: float
+    """What one message out and its answer cost the S-worker's thread, the bytes aside."""
     relative_error: float
     pace: float = 1.0
 
@@ -277,12 +279,20 @@ class Link:
     def within_process(cls) -> Link:
         """R-workers are threads of the S-worker's process: what messages cost is in its profile's ``host`` times."""
         source = "R-workers are threads of the S-worker's process"
-        return cls("in one process", Provenance.GIVEN, source, float("inf"), 0.0, 0.0)
+        return cls("in one process", Provenance.GIVEN, source, float("inf"), 0.0, 0.0, 0.0)
 
     @classmethod
     def from_nic(cls, nic: Nic) -> Link:
         source = f"{nic.source}; round trip: {nic.round_trip_source}"
-        return cls(nic.name, Provenance.DATASHEET, source, nic.bytes_per_s, nic.round_trip_s, nic.relative_error)
+        return cls(
+            name=nic.name,
+            provenance=Provenance.DATASHEET,
+            source=source,
+            bytes_per_s=nic.bytes_per_s,
+            round_trip_s=nic.round_trip_s,
+            message_s=nic.message_s,
+            relative_error=nic.relative_error,
+        )
 
     @classmethod
     def from_profile(cls, profile: NetProfile) -> Link:
@@ -292,5 +302,12 @@ class Link:
         slope = curve.last_slope or curve(largest) / largest
         error = max(curve.relative_error, profile.round_trip.spread)
         source = f"{len(profile.transfer)} message sizes over {profile.transport}"
-        trip_s = profile.round_trip.median_s
-        return cls(profile.transport, Provenance.MEASURED, source, 1.0 / slope, trip_s, error)
+        return cls(
+            name=profile.transport,
+            provenance=Provenance.MEASURED,
+            source=source,
+            bytes_per_s=1.0 / slope,
+            round_trip_s=profile.round_trip.median_s,
+            message_s=profile.message.median_s,
+            relative_error=error,
+        )

@@ -129,8 +129,8 @@ class SProfile:
     head: tuple[Point, ...]
     """Seconds that the S-worker spends outside the layers (embedding, final norm, logits, sampling), likewise."""
     step: tuple[Point, ...]
-    """Seconds of a whole decode step in the engine but for what the R-workers computed, over tokens in the batch: S-part,
-    scheduling, messages, text. Measured with one lane, and R-workers in the same process."""
+    """Seconds of a whole decode step in the engine but for what the R-workers computed, over tokens in the batch: the
+    S-part, scheduling, messages, text. Measured with one lane, and R-workers in the same process."""
     prefill: tuple[Point, ...]
     """Seconds of all layers of one prompt over its tokens, its own attention included."""
 
@@ -173,6 +173,8 @@ class NetProfile:
     """Seconds one way over message bytes."""
     round_trip: Timing
     """Of a small message there and back."""
+    message: Timing
+    """What a small message out and its answer cost the S-worker's thread, waiting aside."""
 
 
 Profile: TypeAlias = SProfile | RProfile | NetProfile

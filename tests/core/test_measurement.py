@@ -28,7 +28,7 @@ TIMING = Timing((1e-3, 1.1e-3, 0.9e-3))
 POINTS = (Point(1, TIMING), Point(64, Timing((2e-3,))))
 S = SProfile(MACHINE, "tiny", ModelShape(2, 64, 128, 4, 2, 16, 500), "float32", 8 << 30, POINTS, POINTS, POINTS, POINTS)
 R = RProfile(MACHINE, 4, 2, 16, "float16", 32, 1, 2, 4 << 30, (DecodePoint(8, 512, TIMING),), (3e10, 3.1e10))
-NET = NetProfile(MACHINE, "mpi", POINTS, TIMING)
+NET = NetProfile(MACHINE, "mpi", POINTS, TIMING, TIMING)
 
 
 @pytest.mark.parametrize("profile", [S, R, NET], ids=["s", "r", "net"])

@@ -30,20 +30,20 @@ def ideal_system(
         s=SPart("s", *source, SPEC.num_layers, lambda _: t_of_b, lambda _: 0.0, lambda n: 1e-3 * n, 1e15, 1e12, None,
                 None, 0.1),
         r=RPart("r", *source, 0.0, 0.0, r_s, r_s / 2, 1e15, 1e15, 2, None, 0.1),
-        link=Link("net", *source, network_bytes_per_s, 0.0, 0.1),
+        link=Link("net", *source, network_bytes_per_s, 0.0, 0.0, 0.1),
         num_nics=1,
         costs=TokenCosts(SPEC, DType.FLOAT16, "float16"),
         workload=Workload(0, seq_len),
     )  # fmt: skip
 
 
-@given(stage, stage, stage, stage, stage)
-def test_cycle_bounds(s: float, out: float, r: float, back: float, trip: float) -> None:
-    lane = LaneTimes(s, out, r, back, trip)
-    assert lane.cycle_s(1) == pytest.approx(s + out + r + back + trip)
+@given(stage, stage, stage, stage, stage, stage)
+def test_cycle_bounds(s: float, out: float, r: float, back: float, trip: float, messages: float) -> None:
+    lane = LaneTimes(s, out, r, back, trip, messages)
+    assert lane.cycle_s(1) == pytest.approx(s + out + r + back + trip + messages)
     for lanes in (1, 2, 3, 4):
         cycle = lane.cycle_s(lanes)
-        assert cycle >= lanes * max(s, out, r, back) and cycle >= lane.chain_s
+        assert cycle >= lanes * max(s, out, r, back, messages) and cycle >= lane.chain_s
         # A lane more never makes a lane's own way shorter, and never makes the whole give less.
         assert lane.cycle_s(lanes + 1) >= cycle
         assert (lanes + 1) / lane.cycle_s(lanes + 1) >= lanes / cycle * (1 - 1e-12)
@@ -54,6 +54,7 @@ def test_what_limits() -> None:
     assert LaneTimes(2.0, 1.0, 4.0, 1.0, 0.0).limit(3) == "R-part"
     assert LaneTimes(2.0, 4.0, 2.0, 1.0, 0.0).limit(3) == "network"
     assert LaneTimes(2.0, 1.0, 1.0, 1.0, 9.0).limit(3) == "round trip"
+    assert LaneTimes(2.0, 1.0, 1.0, 1.0, 0.0, 3.0).limit(3) == "messages"
     assert LaneTimes(2.0, 1.0, 1.0, 1.0, 0.0).limit(1) == "round trip"
 
 
@@ -100,6 +101,28 @@ def test_prompts_cost_the_gpu_their_share() -> None:
     assert with_prompt.out_bytes(100) - without.out_bytes(100) == pytest.approx(
         300 * with_prompt.costs.prompt_out_bytes
     )
+
+
+def test_messages_limit_the_sockets_from_above() -> None:
+    """66 sockets are needed; 30 us a message and 2 ms of S-part allow for 66, 31 us do not."""
+    for message_s, met in ((30e-6, True), (31e-6, False)):
+        base = ideal_system()
+        system = replace(base, link=replace(base.link, message_s=message_s))
+        rows = {r.name: r for r in gpu_busy_constraints(system, 512, 4, Promises(float("inf"), 0.0))}
+        assert rows["S-time balance"].min_sockets == 66
+        assert rows["messages"].min_sockets == (0 if met else None)
+        assert system.lane(512, 66).messages_s == pytest.approx(66 * message_s)
+        assert system.lane(8, 66).messages_s == pytest.approx(8 * message_s), "no more messages than sequences"
+
+
+def test_the_fewest_sockets_are_found_though_messages_add_up() -> None:
+    base = ideal_system()
+    system = replace(base, link=replace(base.link, message_s=10e-6))
+    for lanes in (2, 3, 4):
+        rows = {r.name: r for r in gpu_busy_constraints(system, 512, lanes, Promises(float("inf"), 0.0))}
+        hidden_s = (lanes - 1) * system.s_s(512)
+        brute = [p for p in range(1, 600) if system.lane(512, p).remote_s <= hidden_s]
+        assert rows["round trips"].min_sockets == (brute[0] if brute else None)
 
 
 def test_sockets_beyond_one_a_sequence_do_nothing() -> None:

@@ -104,16 +104,16 @@ def papers_workload(mode: str, lanes: int, **more: object) -> Outcome:
 def test_stabilizing_flattens_the_load_and_gains_what_the_paper_says() -> None:
     stabilized, synchronized = (papers_workload(mode, lanes=2) for mode in ("stabilized", "synchronized"))
     assert max(step.load_tokens for step in synchronized.steps) == 32 * 128
-    limit = 32 * 128 // 2
+    limit = 32 * (128 + 8) // 2  # in each lane, one of 16 starts every 8 steps
     peak = max(step.load_tokens for step in stabilized.steps)
     assert 0.95 * limit <= peak <= limit
     settled = [step.load_tokens for step in stabilized.steps[200:-200]]
-    assert sum(settled) / len(settled) > 0.88 * limit
+    assert sum(settled) / len(settled) > 0.92 * 32 * 128 / 2
     # Synchronized: max(S, R) over a ramp of R from 0 to 2·S is 1.25·S on average.
     assert synchronized.total_s == pytest.approx(1.25 * 0.010 * len(synchronized.steps), rel=0.01)
-    assert synchronized.total_s / stabilized.total_s > 1.08
-    assert max(step.step_s for step in stabilized.steps) <= 0.0101
-    assert summarise(stabilized)["tpot_s"]["p99"] < 0.82 * summarise(synchronized)["tpot_s"]["p99"]
+    assert synchronized.total_s / stabilized.total_s > 1.1
+    assert max(step.step_s for step in stabilized.steps) <= 0.010 * 17 / 16 + 1e-9
+    assert summarise(stabilized)["tpot_s"]["p99"] < 0.85 * summarise(synchronized)["tpot_s"]["p99"]
 
 
 def test_fixed_f_peaks_at_the_closed_form() -> None:
@@ -139,7 +139,8 @@ def test_load_goes_where_it_is_fast() -> None:
     # Both R-workers are near their limit of 10 ms at the same time: the fast one holds twice the load.
     busy = sum(step.r_parts_s for step in settled) / sum(2 * step.r_part_s for step in settled)
     assert busy > 0.85
-    assert max(step.r_part_s for step in outcome.steps) <= 0.010 + 1e-9
+    # Half a sequence of 110 tokens, at the slow one's 20 µs, above balance.
+    assert max(step.r_part_s for step in outcome.steps) <= 0.010 + 0.0013
 
 
 @settings(max_examples=150, deadline=None)

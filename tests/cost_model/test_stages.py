@@ -58,7 +58,7 @@ def r_profile(**change: object) -> RProfile:
 
 def net_profile() -> NetProfile:
     transfer = tuple(Point(n, Timing((1e-5 + n / 5e9,))) for n in (1 << 10, 1 << 16, 1 << 20, 1 << 24))
-    return NetProfile(MACHINE, "mpi", transfer, Timing((2e-5, 2.2e-5, 2.1e-5)))
+    return NetProfile(MACHINE, "mpi", transfer, Timing((2e-5, 2.2e-5, 2.1e-5)), Timing((4e-6,)))
 
 
 def measured() -> Setup:
@@ -106,6 +106,7 @@ def test_profiles_replace_datasheets() -> None:
     assert system.r.read_token_s == pytest.approx(COSTS.kv_layer_bytes / 2.5e11)
     assert system.link.bytes_per_s == pytest.approx(5e9, rel=0.01)
     assert system.link.trip_s == pytest.approx(2.1e-5)
+    assert system.link.message_s == pytest.approx(4e-6)
 
 
 def test_plans_end_where_measuring_ended() -> None:
@@ -154,3 +155,6 @@ def test_links() -> None:
     link = Link.from_nic(nic)
     assert link.transfer_s(12.5e9) == pytest.approx(1 / nic.line_efficiency.value)
     assert link.trip_s == nic.round_trip_s
+    assert link.message_s == nic.message_s
+    inside = Link.within_process()
+    assert inside.transfer_s(1e12) == inside.trip_s == inside.message_s == 0.0
