@@ -160,7 +160,7 @@ class PacedStart:
         self._pace.add(0, batch)
 
 
-# Steps between two looks at the step times.
+# Steps between two looks at the step times, once they are known.
 RECALIBRATE_EVERY = 64
 
 
@@ -171,9 +171,13 @@ class Stabilized:
     A sequence that is longer than a limit starts where nothing else runs, and then runs there alone.
 
     Args:
-        limits: W_lim of each R-worker for this lane, in tokens.
-        measure_limits: gives the limits anew, now and then; None: they are fixed, and sequences above the highest of
-            them are refused.
+        capacity: tokens that each R-worker holds.
+        batch_size: most sequences of the lane: B.
+        limits: W_lim of each R-worker for this lane, in tokens; sequences above the highest of them are refused.
+        balance: gives instead the load at which each R-worker is as busy as the S-worker, anew now and then; None while
+            that is unknown. Until then it is the mean load of a full batch whose starts are spread evenly, the paper's
+            B·S/2. Balance is sought at the mean load, so the limit is half a sequence more: B·(S + F)/2 when one starts
+            every F = S/B steps.
         cold_start: how an empty lane fills; None: at once.
         headroom: leave room for the sequences that start later, always. An empty lane then fills evenly by itself, and
             stays even; without it, equal lengths drift into convoys.
@@ -181,20 +185,28 @@ class Stabilized:
 
     def __init__(
         self,
-        limits: Seq[int],
+        capacity: Seq[int],
+        batch_size: int,
         *,
-        measure_limits: Callable[[], Seq[int]] | None = None,
+        limits: Seq[int] | None = None,
+        balance: Callable[[], Seq[int] | None] = lambda: None,
         cold_start: ColdStart | None = None,
         headroom: bool = True,
     ) -> None:
-        self._controls = [LoadControl(limit) for limit in limits]
-        self._measure_limits = measure_limits
+        self._capacity = capacity
+        self._batch_size = batch_size
+        self._controls = [LoadControl(max(1, limit)) for limit in limits or capacity]
+        self._are_given = limits is not None
+        self._balance = balance
+        self._is_balanced = False
         self._cold_start = cold_start
         self._headroom = Headroom() if headroom else None
+        # Of the sequences that have started: how many, the steps that they take, and their lengths summed over those.
+        self._num_started = self._num_steps = self._token_steps = 0
 
     def check_possible(self, num_tokens: int) -> None:
         most = max(control.limit for control in self._controls)
-        if self._measure_limits is None and num_tokens > most:
+        if self._are_given and num_tokens > most:
             raise CapacityError(
                 f"the sequence may grow to {num_tokens} cached tokens, but the load limit leaves a lane no more than "
                 f"{most} on any R-worker: lower max_tokens, or raise the load limit (--load-limit)",
@@ -204,9 +216,8 @@ class Stabilized:
     def begin_step(self, step: int, num_running: int, num_startable: int) -> None:
         for control in self._controls:
             control.forget_before(step)
-        if self._measure_limits is not None and step % RECALIBRATE_EVERY == 0:
-            for control, limit in zip(self._controls, self._measure_limits(), strict=True):
-                control.limit = limit
+        if not self._is_balanced or step % RECALIBRATE_EVERY == 0:
+            self._set_limits()
         if self._cold_start is not None:
             self._cold_start.begin_step(step, num_running, num_startable)
 
@@ -220,6 +231,11 @@ class Stabilized:
 
     def add(self, worker: int, batch: MicroBatch) -> None:
         self.prolong(worker, batch)
+        self._num_started += 1
+        self._num_steps += batch.num_steps
+        self._token_steps += batch.num_steps * (batch.first_length + batch.target_length) // 2
+        if not self._is_balanced:
+            self._set_limits()
         if self._headroom is not None:
             self._headroom.started(batch)
         if self._cold_start is not None:
@@ -234,6 +250,19 @@ class Stabilized:
             self._headroom.ended(early=at <= batch.end)
         control = self._controls[worker]
         control.end(batch.num_sequences, batch.target_length, batch.start, at, first_length=batch.first_length)
+
+    def _set_limits(self) -> None:
+        if self._are_given:
+            return
+        loads = self._balance()
+        self._is_balanced = loads is not None
+        if loads is None:
+            mean_length = self._token_steps / max(1, self._num_steps) or max(self._capacity)
+            share = min(1.0, self._batch_size * mean_length / max(1, sum(self._capacity)))
+            loads = [int(share * tokens) for tokens in self._capacity]
+        half = self._num_steps // max(1, 2 * self._num_started)
+        for control, load, most in zip(self._controls, loads, self._capacity, strict=True):
+            control.limit = max(1, min(load + half, most))
 
     def _fits(self, batch: MicroBatch, control: LoadControl) -> bool:
         if batch.peak > control.limit:

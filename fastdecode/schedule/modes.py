@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fastdecode.schedule.admission import (
     Admission,
     ColdStart,
@@ -18,7 +16,7 @@ from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor, LongestLengths
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.placement import BlockLedger
-from fastdecode.schedule.times import StepTimes, load_limits
+from fastdecode.schedule.times import StepTimes, balanced_loads
 
 __all__ = ["ScheduleOptions", "make_scheduler"]
 
@@ -29,7 +27,8 @@ def make_scheduler(
     """A scheduler for R-workers of ``worker_blocks`` KV blocks of ``block_size`` tokens each.
 
     Args:
-        times: what load limits follow from, unless ``load_limit`` is given; asked again now and then.
+        times: what load limits follow from, unless ``load_limit`` is given; asked again now and then. Without either,
+            the limit is the load of a full batch whose starts are spread evenly.
 
     Raises:
         ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
@@ -61,17 +60,15 @@ def _admission(options: ScheduleOptions, capacity: tuple[int, ...], times: StepT
         cold_start = RampedStart()
     elif options.cold_start == "fixed-f":
         cold_start = PacedStart(options.fixed_interval())
-    measure: Callable[[], tuple[int, ...]] | None = None
-    limits = capacity
+    headroom = options.cold_start == "headroom"
     if options.load_limit is not None:
         limits = _shares(options.load_limit // options.num_lanes, capacity, times)
-    elif times is not None:
+        return Stabilized(capacity, options.lane_size, limits=limits, cold_start=cold_start, headroom=headroom)
 
-        def measure() -> tuple[int, ...]:
-            return load_limits(times, options.lane_size, capacity)
+    def balance() -> tuple[int, ...] | None:
+        return None if times is None else balanced_loads(times, options.lane_size, capacity)
 
-        limits = measure()
-    return Stabilized(limits, measure_limits=measure, cold_start=cold_start, headroom=options.cold_start == "headroom")
+    return Stabilized(capacity, options.lane_size, balance=balance, cold_start=cold_start, headroom=headroom)
 
 
 def _shares(limit: int, capacity: tuple[int, ...], times: StepTimes | None) -> tuple[int, ...]:

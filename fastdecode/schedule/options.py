@@ -35,7 +35,8 @@ class ScheduleOptions:
     """Most tokens of a lane's step."""
     num_lanes: int = 1
     load_limit: int | None = None
-    """W_lim in tokens, over all lanes and R-workers; None: what step times say, else what memory holds."""
+    """W_lim in tokens, over all lanes and R-workers; None: what step times say, else half of what a full batch has
+    if all of it ends together."""
     target_length: int | None = None
     """S: tokens that a sequence typically reaches, prompt included. Only fixed intervals need it."""
     interval: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,17 +14,19 @@ class StepTimes(Protocol):
     """Seconds of a lane's step through all layers. Neither falls when its argument grows."""
 
     def s_part_s(self, num_tokens: int) -> float:
-        """The S-part of a step that runs so many tokens: the paper's T(B), over all layers."""
+        """The S-part of a step that runs so many tokens: the paper's T(B), over all layers. NaN while unknown."""
 
     def r_part_s(self, worker: int, load_tokens: int) -> float:
         """One R-worker's part of a step whose sequences there have so many cached tokens: the paper's R·W."""
 
 
-def load_limits(times: StepTimes, num_tokens: int, capacity_tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """W_lim of each R-worker for a lane that runs ``num_tokens`` a step: the largest load that it attends to within the
-    time of the S-part, so that neither waits for the other at the peak (FastDecode, section "Workload-balanced hardware
-    selection", R·W ≈ T(B)); never more than its memory holds, never below one token."""
+def balanced_loads(times: StepTimes, num_tokens: int, capacity_tokens: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The load of each R-worker that it attends to within the time of the S-part, for a lane that runs ``num_tokens`` a
+    step: then neither waits for the other (FastDecode, section "Workload-balanced hardware selection", R·W ≈ T(B)).
+    Never more than its memory holds, never below one token. None while the S-part's time is unknown."""
     s_part_s = times.s_part_s(num_tokens)
+    if math.isnan(s_part_s):
+        return None
     return tuple(
         max(1, bisect_right(range(capacity + 1), s_part_s, key=partial(times.r_part_s, worker)) - 1)
         for worker, capacity in enumerate(capacity_tokens)
@@ -34,8 +37,7 @@ class MeasuredTimes:
     """Step times fitted to the steps that were run lately: straight lines, old steps weighing less and less.
 
     Args:
-        prior: speaks until enough has been measured. Without one the S-part counts as endless meanwhile, so that load
-            limits are what memory holds.
+        prior: speaks until enough has been measured.
         half_life: after so many steps a measurement weighs half.
         min_observed: steps that are enough.
     """
@@ -60,7 +62,7 @@ class MeasuredTimes:
 
     def s_part_s(self, num_tokens: int) -> float:
         if self._s_part.num_observed < self._min_observed:
-            return float("inf") if self._prior is None else self._prior.s_part_s(num_tokens)
+            return math.nan if self._prior is None else self._prior.s_part_s(num_tokens)
         # The weights are read whatever the batch: as long as its size hasn't varied, its slope is taken to be 0.
         return self._s_part.at(num_tokens, slope_if_unknown=0.0)
 

@@ -21,7 +21,7 @@ from rworker.kv_store import KVStore
 
 BLOCK_SIZE = 4
 WORKER_BLOCKS = (12, 20)
-MAX_SEQUENCES = 6
+MAX_SEQUENCES = 7
 PREFILL_CHUNK = 5
 MAX_STEP_TOKENS = MAX_SEQUENCES + 7
 
@@ -357,6 +357,19 @@ def test_what_ends_early_makes_room_at_once() -> None:
         assert (second.worker is None) and (first.sequence_id in harness.live) == (step < 2)
     harness.turn(0)
     assert second.worker == 0
+
+
+def test_what_a_cancelled_prompt_had_booked_holds_nobody_up() -> None:
+    scheduler = make_scheduler(options("greedy", 1), WORKER_BLOCKS, BLOCK_SIZE)
+    harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], 1)
+    for _ in range(2):
+        harness.arrive(24, (1,), 1)
+    harness.turn(0)
+    harness.turn(0)
+    for sequence in list(harness.live.values()):
+        harness.cancel(sequence)
+    harness.arrive(24, (1,), 1)
+    assert harness.turn(0), "the only sequence starts at once"
 
 
 def test_prompts_never_hold_up_decoding() -> None:
