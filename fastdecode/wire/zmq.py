@@ -1,0 +1,364 @@
+"""Connections over ZeroMQ, for clusters without MPI and for R-workers that come and go.
+
+Every R-worker has one socket (ROUTER), bound to one address; an S-worker has one (DEALER) for each R-worker. A message
+is one ZeroMQ message: head and body in one piece. Two more are known: an empty one, this side has closed; and one of a
+single byte, which an R-worker that waits sends now and then to learn whether its S-worker is still there.
+
+**A connection that breaks is over.** ZeroMQ would connect again by itself, but what was under way is lost, and a
+connection is lossless or nothing. Whoever connects next begins a new one, under a number of its own (the ``epoch`` of
+every head), so that nothing of the old can be taken for the new.
+
+**An R-worker serves one S-worker at a time.** Another one that says Hello is answered ``Failed`` (busy). It is free
+again when its S-worker has closed, died (noticed at once), or been silent for ``silence_s``: both sides' ZeroMQ threads
+exchange heartbeats whatever Python does, and give the other up without them.
+
+**What isn't for us is dropped**: what doesn't speak ZeroMQ or hasn't the key, by ZeroMQ; what doesn't speak our
+protocol, here, with a line in the log. What breaks the protocol within a connection ends that connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Final, Generic, TypeVar, cast, get_args
+
+import numpy as np
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
+from fastdecode.wire import codec
+from fastdecode.wire.arrays import Array
+from fastdecode.wire.buffers import BufferPool
+from fastdecode.wire.messages import Failed, FromRWorker, Hello, Message, ToRWorker
+from fastdecode.wire.transport import CLOSED, closed_error, timeout_error
+from fastdecode.wire.zmq_access import ClusterKey, check_address
+from fastdecode.wire.zmq_line import (
+    GOODBYE,
+    LINGER_MS,
+    DealerLine,
+    Line,
+    LostError,
+    NoLine,
+    RouterLine,
+    Socket,
+    set_options,
+    wait_for,
+)
+
+logger = logging.getLogger(__name__)
+
+SendT = TypeVar("SendT", bound=Message)
+ReceiveT = TypeVar("ReceiveT", bound=Message)
+DEFAULT_SILENCE_S: Final = 5.0
+_COPIED_BYTES: Final = 1 << 16
+"""ZeroMQ copies messages up to this size: that is quicker than to tell when larger ones have left."""
+_ITEM_ALIGNMENT: Final = 8
+_ZAP_DOMAIN: Final = "fastdecode"
+
+
+class ZmqConnection(Generic[SendT, ReceiveT]):
+    """A link to one peer; see ``fastdecode.wire.transport.Connection``. Made by a hub or a listener.
+
+    Args:
+        line: to the peer.
+        peer: its name.
+        receives: the messages that it may send.
+        lock: held while the line is used.
+    """
+
+    def __init__(self, line: Line, peer: str, receives: frozenset[type[Message]], lock: threading.RLock) -> None:
+        self._line = line
+        self._peer = peer
+        self._receives = receives
+        self._lock = lock
+        self._pool = BufferPool()
+        self._closed = False
+        self._gone = False
+        self._end: WorkerError | None = None
+        self.told = False
+        """Whether the caller has been told the end."""
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    @property
+    def is_open(self) -> bool:
+        return not (self._closed or self.told)
+
+    @property
+    def sockets(self) -> Sequence[Socket]:
+        return self._line.sockets
+
+    def send(self, message: SendT) -> None:
+        frame = codec.encode(message, epoch=self._line.epoch)
+        whole = self._pool.take(frame.num_bytes)
+        frame.write(whole.data)
+        with self._lock:
+            if self._closed or self._gone:
+                raise closed_error(self._peer, by_peer=not self._closed)
+            try:
+                self._line.send(whole, copy=len(whole) <= _COPIED_BYTES)
+            except LostError as lost:
+                self._gone = True
+                raise self._lost(lost) from None
+
+    def receive(self, timeout_s: float | None = None) -> ReceiveT:
+        received = wait_for(self.poll, lambda: self.sockets, self._lock, timeout_s)
+        if received is None:
+            assert timeout_s is not None
+            raise timeout_error(self._peer, timeout_s)
+        return received
+
+    def poll(self) -> ReceiveT | None:
+        with self._lock:
+            if self._closed:
+                raise closed_error(self._peer, by_peer=False)
+            while self._end is None:
+                try:
+                    frame = self._line.receive()
+                    if frame is None:
+                        return None
+                    message = self._read(frame)
+                except LostError as lost:
+                    self._gone = True
+                    self._end = self._lost(lost)
+                except ProtocolError as error:
+                    self._end = WorkerError(f"{self._peer} broke the protocol: {error}", code=error.code)
+                else:
+                    if message is not None:
+                        return message
+            self.told = True
+            raise self._end
+
+    def close(self) -> None:
+        self._closed = True  # before the lock is asked for: whoever waits lets it go then
+        with self._lock:
+            if not isinstance(self._line, NoLine):
+                line, self._line = self._line, NoLine()
+                if not self._gone:
+                    with contextlib.suppress(LostError):
+                        line.send(GOODBYE, copy=True)
+                line.close()
+
+    def _read(self, frame: zmq.Frame) -> ReceiveT | None:
+        """None: it was only a sign of life."""
+        data: Array = np.frombuffer(frame, np.uint8)
+        if not len(data):
+            self._gone = True
+            self._end = closed_error(self._peer, by_peer=True)
+            return None
+        if len(data) == 1:
+            return None
+        if data.ctypes.data % _ITEM_ALIGNMENT:  # small messages lie where they lay in the stream
+            aligned = self._pool.take(len(data))
+            aligned[:] = data
+            data = aligned
+        message, epoch = codec.decode(data)
+        if type(message) not in self._receives:
+            raise ProtocolError(f"{type(message).__name__} is not for this side")
+        if epoch != self._line.epoch:
+            raise ProtocolError(f"a message of another connection (epoch {epoch}, not {self._line.epoch})")
+        return cast(ReceiveT, message)
+
+    def _lost(self, lost: LostError) -> WorkerError:
+        return WorkerError(f"{self._peer} is lost: {lost}", code=CLOSED)
+
+
+class ZmqHub:
+    """The S-worker's connections; see ``fastdecode.wire.transport.Hub``. Close it when done.
+
+    Args:
+        key: of the cluster; None: R-workers of this host only.
+        silence_s: an R-worker that gives no sign of life for so long is lost.
+    """
+
+    def __init__(self, key: ClusterKey | None = None, *, silence_s: float = DEFAULT_SILENCE_S) -> None:
+        self._key = key
+        self._silence_s = silence_s
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._lock = threading.RLock()
+        self._connections: list[ZmqConnection[ToRWorker, FromRWorker]] = []
+        self._first = 0
+
+    @property
+    def connections(self) -> tuple[ZmqConnection[ToRWorker, FromRWorker], ...]:
+        return tuple(self._connections)
+
+    def add(self, address: str) -> ZmqConnection[ToRWorker, FromRWorker]:
+        """A connection to the R-worker at an address, at any time. Never waits: the R-worker needn't be there yet, and
+        one that can't be reached doesn't answer.
+
+        Raises:
+            ConfigError: the address is none, or may not be used without a key.
+        """
+        check_address(address, self._key, option="--r-worker")
+        try:
+            line = DealerLine(self._context, address, self._key, self._silence_s)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"--r-worker={address!r}: {error.strerror}") from None
+        connection: ZmqConnection[ToRWorker, FromRWorker] = ZmqConnection(
+            line, f"R-worker {address}", frozenset(get_args(FromRWorker)), self._lock
+        )
+        self._connections.append(connection)
+        return connection
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
+        received = wait_for(self._poll_any, self._open_sockets, self._lock, timeout_s)
+        if received is None:
+            assert timeout_s is not None
+            raise timeout_error(" or ".join(x.peer for x in self._connections if x.is_open), timeout_s)
+        return received
+
+    def close(self) -> None:
+        """Close every connection, and see off what was sent over them, for a few seconds at most."""
+        for connection in self._connections:
+            connection.close()
+        self._context.term()
+
+    def _open_sockets(self) -> list[Socket]:
+        return [socket for connection in self._connections if connection.is_open for socket in connection.sockets]
+
+    def _poll_any(self) -> tuple[int, FromRWorker] | None:
+        """Asks every open connection, each call starting behind the one that answered last."""
+        any_open = False
+        for i in range(len(self._connections)):
+            index = (self._first + i) % len(self._connections)
+            if self._connections[index].is_open:
+                any_open = True
+                message = self._connections[index].poll()
+                if message is not None:
+                    self._first = index + 1
+                    return index, message
+        if not any_open:
+            raise closed_error(", ".join(x.peer for x in self._connections) or "every peer", by_peer=True)
+        return None
+
+
+class ZmqListener:
+    """An R-worker's socket, at which S-workers connect, one at a time.
+
+    Args:
+        address: tcp://HOST:PORT; the port may be * for any that is free.
+        name: the R-worker's, for those who are told that it is busy.
+        key: of the cluster; None: S-workers of this host only.
+        silence_s: an S-worker that gives no sign of life for so long is lost.
+
+    Raises:
+        ConfigError: the address is none, is in use, or may not be used without a key.
+    """
+
+    def __init__(
+        self, address: str, name: str, *, key: ClusterKey | None = None, silence_s: float = DEFAULT_SILENCE_S
+    ) -> None:
+        check_address(address, key, option="--bind")
+        self._name = name
+        self._lock = threading.RLock()
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._served = b""  # the identity of the S-worker that is being served
+        self._connection: ZmqConnection[FromRWorker, ToRWorker] | None = None
+        self._num_dropped = 0
+        set_options(self._socket, address, silence_s)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if key is not None:
+            self._admit_only(key)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"--bind={address!r}: {error.strerror}") from None
+
+    @property
+    def address(self) -> str:
+        """With the port that was chosen."""
+        return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def accept(self, timeout_s: float | None = None) -> ZmqConnection[FromRWorker, ToRWorker] | None:
+        """The next S-worker that says Hello; None: none came in time. The connection before it has been closed."""
+        assert self._connection is None or not self._connection.is_open
+        self._served = b""
+        return wait_for(self._accept, lambda: (self._socket,), self._lock, timeout_s)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._connection is not None:
+            self._connection.close()
+        self._socket.close(LINGER_MS)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+    def _admit_only(self, key: ClusterKey) -> None:
+        class Members:
+            def callback(self, domain: str, public: bytes) -> bool:
+                return public == key.public
+
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, Members())
+        self._socket.curve_server = True
+        self._socket.curve_secretkey, self._socket.curve_publickey = key.secret, key.public
+        self._socket.zap_domain = _ZAP_DOMAIN.encode()
+
+    def _accept(self) -> ZmqConnection[FromRWorker, ToRWorker] | None:
+        with self._lock:
+            while (arrived := self._next()) is not None:
+                identity, frame = arrived
+                head = self._head_of(identity, frame)
+                if head is not None and head.kind is Hello:
+                    return self._serve(identity, frame, head.epoch)
+        return None
+
+    def _serve(self, identity: bytes, hello: zmq.Frame, epoch: int) -> ZmqConnection[FromRWorker, ToRWorker]:
+        first = [hello]
+        line = RouterLine(self._socket, identity, epoch, lambda: first.pop() if first else self._next_of_served())
+        self._served = identity
+        peer = f"the S-worker at {hello.get('Peer-Address')}"
+        self._connection = ZmqConnection(line, peer, frozenset(get_args(ToRWorker)), self._lock)
+        return self._connection
+
+    def _next(self) -> tuple[bytes, zmq.Frame] | None:
+        """The next frame of anybody."""
+        while True:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            if len(parts) == 2:
+                return parts[0].bytes, parts[1]
+            self._drop(f"{len(parts) - 1} frames where one belongs")
+
+    def _next_of_served(self) -> zmq.Frame | None:
+        while (arrived := self._next()) is not None:
+            identity, frame = arrived
+            if identity == self._served:
+                return frame
+            head = self._head_of(identity, frame)
+            if head is not None and head.kind is Hello:
+                busy = f"it serves another S-worker ({self._connection.peer if self._connection else 'unknown'})"
+                self._answer(identity, Failed(self._name, "busy", busy), head.epoch)
+        return None
+
+    def _head_of(self, identity: bytes, frame: zmq.Frame) -> codec.Head | None:
+        """What a stranger sent, if it is one of our messages."""
+        try:
+            return codec.read_head(frame.buffer) if len(frame.buffer) > 1 else None
+        except ProtocolError as error:
+            if error.code == "version_mismatch":
+                self._answer(identity, Failed(self._name, error.code, error.message), 0)
+            self._drop(error.message)
+            return None
+
+    def _answer(self, identity: bytes, message: Failed, epoch: int) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([identity, codec.encode(message, epoch=epoch).head], zmq.NOBLOCK)
+
+    def _drop(self, reason: str) -> None:
+        self._num_dropped += 1
+        if self._num_dropped & (self._num_dropped - 1) == 0:  # the 1st, 2nd, 4th, 8th, … so that no log is flooded
+            logger.warning("%s: dropped what a stranger sent (%d so far): %s", self.address, self._num_dropped, reason)
