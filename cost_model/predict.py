@@ -92,7 +92,7 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class PredictedTimes:
-    """Seconds of a lane's step through all layers, for ``fastdecode.schedule.times.load_limits``."""
+    """Seconds of a lane's step through all layers, for ``fastdecode.schedule.times.balanced_loads``."""
 
     system: System
     sequences_per_worker: float

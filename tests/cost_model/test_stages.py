@@ -24,7 +24,7 @@ from fastdecode.core.measurement import (
     SProfile,
     Timing,
 )
-from fastdecode.schedule.times import load_limits
+from fastdecode.schedule.times import balanced_loads
 
 HARDWARE = Hardware.load()
 SPEC = model_named("Llama-3 8B")
@@ -122,7 +122,8 @@ def test_the_scheduler_may_ask_the_same_predictor() -> None:
     """W_lim: the most cached tokens that the R-workers attend to within the S-part."""
     system = measured().system()
     times = system.step_times(lane_batch=256, sockets=4)
-    limits = load_limits(times, 256, (10**9,) * 4)
+    limits = balanced_loads(times, 256, (10**9,) * 4)
+    assert limits is not None
     assert sum(limits) == pytest.approx(system.load_limit_tokens(256, 4), abs=4)
     assert times.r_part_s(0, limits[0]) <= times.s_part_s(256) < times.r_part_s(0, limits[0] + 1)
 
