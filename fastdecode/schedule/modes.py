@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from fastdecode.schedule.admission import (
-    Admission,
-    ColdStart,
-    FixedF,
-    Greedy,
-    PacedStart,
-    RampedStart,
-    Stabilized,
-    Synchronized,
-)
+from fastdecode.schedule.admission import Admission, FixedF, Greedy, Synchronized
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor, LongestLengths
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.placement import BlockLedger
+from fastdecode.schedule.stabilized import ColdStart, PacedStart, RampedStart, Stabilized
 from fastdecode.schedule.times import StepTimes, balanced_loads
 
 __all__ = ["ScheduleOptions", "make_scheduler"]

@@ -1,8 +1,7 @@
 """Sequence → R-worker.
 
-Placement counts KV blocks that live sequences have reserved. A sequence reserves room for all the tokens that it may
-ever cache, so a step can't run out of blocks. Blocks that siblings share are counted once for each of them: the count
-errs on the safe side, and needs no news from the workers.
+Placement counts the KV blocks that live sequences have reserved, so that no step can run out of them. Blocks that
+siblings share are counted once for each of them: the count errs on the safe side, and needs no news from the workers.
 """
 
 from __future__ import annotations
@@ -53,21 +52,12 @@ class BlockLedger:
     def free_blocks(self, worker: int) -> int:
         return self._free[worker]
 
-    def choose(self, num_tokens: int) -> int | None:
-        """The R-worker with the most free blocks, lowest index first, if it has room for ``num_tokens`` tokens."""
-        alive = (w for w in range(len(self._free)) if w not in self._lost)
-        worker = max(alive, key=lambda w: (self._free[w], -w), default=None)
-        return worker if worker is not None and self.has_room(worker, num_tokens) else None
-
     def workers_with_room(self, num_tokens: int, may_grow_to: int) -> list[int]:
         """The R-workers that have room for ``num_tokens`` now, and could hold ``may_grow_to`` if they were empty; those
         with most free blocks first."""
         blocks, most = self.blocks_for(num_tokens), self.blocks_for(may_grow_to)
         fitting = (w for w, capacity in enumerate(self._capacity) if self._free[w] >= blocks and capacity >= most)
         return sorted((w for w in fitting if w not in self._lost), key=lambda w: (-self._free[w], w))
-
-    def has_room(self, worker: int, num_tokens: int) -> bool:
-        return worker not in self._lost and self._free[worker] >= self.blocks_for(num_tokens)
 
     def reserve(self, worker: int, num_tokens: int) -> None:
         self._free[worker] -= self.blocks_for(num_tokens)
