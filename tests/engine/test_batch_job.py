@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -459,6 +460,24 @@ def test_simple_lines_are_answered_as_generate_does_with_their_line(make: Callab
     assert answers[5] == {"id": None, "line": 5, "error": answers[5]["error"]}
     assert job.run(begin="resume", skip_bad_lines=True, sampling={"temperature": 0}).num_run == 0
     assert job.run(begin="resume", retry_errors=True, skip_bad_lines=True, sampling={"temperature": 0}).num_run == 2
+
+
+def test_memory_doesnt_grow_with_the_lines(make: Callable[..., Job]) -> None:
+    job = make(lines=[openai(f"id-{i}", prompt=[i % 50]) for i in range(4000)])
+    held: dict[int, int] = {}
+
+    def look() -> None:
+        for mark in (500, 3900):
+            if mark not in held and llm.num_served >= mark:
+                held[mark] = tracemalloc.get_traced_memory()[0]
+
+    llm = FakeLLM(before_step=look)
+    tracemalloc.start()
+    try:
+        job.run(llm)
+    finally:
+        tracemalloc.stop()
+    assert held[3900] - held[500] < 20_000
 
 
 def test_an_empty_file_is_no_work(make: Callable[..., Job]) -> None:
