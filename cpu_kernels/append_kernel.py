@@ -11,10 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from cpu_kernels.numbers import float_to_brain, float_to_half, read_row
+from cpu_kernels.elements import float_to_brain, float_to_half, read_row
+from cpu_kernels.shape import SHAPE
 from cpu_kernels.simd import (
     as_record,
     bits_of,
+    keep_alive,
     load_f32,
     load_i64,
     load_u32,
@@ -103,11 +105,12 @@ def _write_row(job, codes, cells, element):
         for d in range(job.head_dim):
             store_u16(cells + 2 * d, np.uint16(load_u32(codes + 4 * d)))
         return
+    signs = np.uint32(0x80) if job.dtype == INT8 else np.uint32(0)  # V's bytes are signed, K's are raised by 128
     shift = _shift(job.dtype, job.pack, element)
     mask = np.uint32(~np.uint32(np.uint32(0xFFFFFFFF >> (32 - 32 // job.pack)) << shift))
     for d in range(job.head_dim):
         kept = np.uint32(load_u32(cells + 4 * d) & mask)
-        store_u32(cells + 4 * d, np.uint32(kept | np.uint32(load_u32(codes + 4 * d) << shift)))
+        store_u32(cells + 4 * d, np.uint32(kept | np.uint32((load_u32(codes + 4 * d) ^ signs) << shift)))
 
 
 @njit(nogil=True, cache=True)
@@ -137,8 +140,9 @@ def append_unit(variant, job_address, head, scratch):
 
 
 @njit(nogil=True, cache=True)
-def run_append(entry, team, scratch, shape, dtype, pack, pool, k, v, slots):
+def run_append(entry, team, scratch, fields, pool, k, v, slots):
     """Check the slots and run. Returns False if one is out of range."""
+    shape = as_record(fields.ctypes.data, SHAPE)
     limit = pool.shape[0] * shape.block_size
     for t in range(slots.shape[0]):
         if slots[t] < 0 or slots[t] >= limit:
@@ -146,12 +150,12 @@ def run_append(entry, team, scratch, shape, dtype, pack, pool, k, v, slots):
     jobs = np.zeros(1, APPEND_JOB)
     job = jobs[0]
     job.pool, job.k, job.v, job.slots = pool.ctypes.data, k.ctypes.data, v.ctypes.data, slots.ctypes.data
-    job.num_tokens, job.source, job.dtype, job.pack = slots.shape[0], shape.source, dtype, pack
+    job.num_tokens, job.source, job.dtype, job.pack = slots.shape[0], shape.source, shape.dtype, shape.pack
     job.num_kv_heads, job.head_dim, job.block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
     job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
     job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
     job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
     job.dim_words = shape.dim_words
     run_units(team, entry, jobs.ctypes.data, shape.num_kv_heads, scratch)
-    # Numba frees an array after its last mention; the units have known this one by its address only.
-    return jobs.size == 1
+    keep_alive(jobs)
+    return True

@@ -13,19 +13,10 @@ import numpy as np
 from numba import njit
 
 from cpu_kernels.attend_kernel import CHUNK_TOKENS, JOB, MAX_ROWS, SUPERBLOCK_TOKENS, UNIT_FIELDS
+from cpu_kernels.shape import SHAPE
+from cpu_kernels.simd import as_record, keep_alive
 from cpu_kernels.team import run_units
 from cpu_kernels.tiles import MAX_OPERANDS
-
-SHAPE = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "num_kv_heads", "head_dim", "block_size", "block_bytes", "head_bytes", "v_offset", "scale_offset",
-            "padded_tokens", "padded_dims", "dim_words", "source",
-        )
-    ]
-)  # fmt: skip
-"""A ``BlockLayout`` and the element type of q, as compiled code sees them."""
 
 OK, BAD_CONTEXT, BAD_POSITION, BAD_STARTS, BAD_BLOCK = range(5)
 MAX_POSITION = 1 << 30
@@ -74,10 +65,11 @@ def _cut(job, num_rows, position, context_len):
 
 @njit(nogil=True, cache=True)
 def run_attend(
-    entry, tile_rows, team, num_threads, scratch, shape, pool, q, tables, starts, positions, context_lens,
+    entry, tile_rows, team, num_threads, scratch, fields, pool, q, tables, starts, positions, context_lens,
     slopes, out, lse, scale, softcap, window,
 ):  # fmt: skip
     """Check, partition, run. Returns (code, index) as ``check_values``."""
+    shape = as_record(fields.ctypes.data, SHAPE)
     code, index = check_values(shape, q.shape[0], pool.shape[0], tables, starts, positions, context_lens)
     if code != OK:
         return code, index
@@ -91,7 +83,7 @@ def run_attend(
     job.lse = lse.ctypes.data if lse.size > 0 else 0
     job.source, job.num_q_heads, job.num_kv_heads = shape.source, q.shape[1], shape.num_kv_heads
     job.head_dim, job.block_size, job.max_blocks = shape.head_dim, shape.block_size, tables.shape[1]
-    job.window, job.scale, job.softcap = window, scale, softcap
+    job.window, job.scale, job.softcap = window, np.float32(scale), np.float32(softcap)
     job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
     job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
     job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
@@ -143,5 +135,9 @@ def run_attend(
                 num_units += 1
     job.units = units.ctypes.data
     run_units(team, entry, jobs.ctypes.data, num_units, scratch)
-    # Numba frees an array after its last mention; the units have known these by their addresses only.
-    return OK, 0 * (jobs.size + units.size + partials.size + partial_starts.size + pending.size)
+    keep_alive(jobs)
+    keep_alive(units)
+    keep_alive(partials)
+    keep_alive(partial_starts)
+    keep_alive(pending)
+    return OK, 0

@@ -3,18 +3,19 @@
 """Attention of a few query rows over a span of one sequence's cached tokens.
 
 A **unit** of work is (sequence, range of KV heads, range of query rows, chunk of tokens). The kernel walks the
-chunk's blocks, a **superblock** (about 128 tokens) at a time and all heads of the unit within it, because memory is
-read fastest when neighbouring heads of few blocks follow each other::
+chunk's blocks, a **superblock** (``SUPERBLOCK_TOKENS``) at a time and all heads of the unit within it, because memory
+is read fastest when neighbouring heads of few blocks follow each other::
 
     for each superblock
-        for each head, for each register tile of query rows
-            scores  = queries · K            register tiles of rows x tokens
+        for each head
+            scores  = queries · K            block by block, register tiles of rows x tokens
             weights = exp2(scores - running max), the running sums brought up to date
-            state   = state · rescale + weights · V
+            state   = state · rescale + weights · V, block by block
 
-Each of the two products prefetches what the next one will read. Everything a row keeps (running max, sum, weighted
-values) is float32. A sequence longer than a chunk gives one partial result a chunk; whoever finishes the last
-chunk merges them, in the order of the chunks, so that a result depends on the sequence alone.
+K and V of one head and block are **pieces** of memory; while one is multiplied, the next is prefetched in the order
+in which it lies. Everything a row keeps (running max, sum, weighted values) is float32. A sequence longer than a
+chunk gives one partial result a chunk; whoever finishes the last chunk merges them, in the order of the chunks, so
+that a result depends on the sequence alone.
 """
 
 from __future__ import annotations
@@ -22,56 +23,61 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from cpu_kernels.numbers import read_row, write_row
+from cpu_kernels.elements import read_row, write_row
 from cpu_kernels.simd import (
     as_record,
+    bits_of,
     exp2,
+    exp2_scalar,
+    float_of,
     fma,
     iota,
     keep_within,
-    lane0,
-    load,
     load_f32,
     load_i32,
     load_i64,
-    max_lane,
+    load_rows,
+    load_scalars,
     maximum,
+    prefetch,
     splat,
-    store,
     store_f32,
     store_i32,
     store_i64,
-    sum_lanes,
+    store_row_maxima,
+    store_row_sums,
+    store_rows,
     tanh,
-    unless_zero,
 )
 from cpu_kernels.team import fetch_add
 from cpu_kernels.tiles import (
     BIAS,
-    MAX_INTEGER,
     PLANE_BYTES,
     RESCALE,
     ROW_BYTES,
     UNIT,
     accumulate_scores,
     accumulate_values,
-    begin_low_plane,
+    begin_low_scores,
+    begin_low_values,
+    begin_values,
     copy_low_halves,
-    fold_values,
+    end_values,
     prefetch_cells,
     store_query,
     store_scores,
     store_weights,
     zero_scores,
-    zero_values,
 )
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-SUPERBLOCK_TOKENS = 128
+SUPERBLOCK_TOKENS = 64
 CHUNK_TOKENS = 1024
 MAX_ROWS = 128
 """Query rows (over all heads) of a unit."""
+MAX_TILE_ROWS = 16
+_BOUND_ROWS = MAX_ROWS + MAX_TILE_ROWS
 
 JOB = np.dtype(
     [
@@ -94,173 +100,208 @@ UNIT_FIELDS = 7
 
 
 @njit(nogil=True, cache=True)
-def _pack_query(variant, job, address, row, operands):
-    """One query (``head_dim`` elements at ``address``) to an operand row, by way of float32 at ``row``."""
+def _pack_queries(variant, job, rows, operands, spare):
+    """A tile of queries (float32 rows, ROW_BYTES apart) to operand rows. ``spare``: room for two floats a row."""
     lanes = variant.lanes
-    for d in range(job.head_dim, job.padded_dims):
-        store_f32(row + 4 * d, np.float32(0))
-    read_row(job.source, address, job.head_dim, row)
-    factor = np.float32(1)
+    factors = splat(variant, np.float32(1))
     if variant.is_integer:
         top = splat(variant, np.float32(0))
         for d in range(0, job.padded_dims, lanes):
-            value = load(variant, row + 4 * d)
+            value = load_rows(variant, rows + 4 * d, ROW_BYTES)
             top = maximum(top, maximum(value, splat(variant, np.float32(0)) - value))
-        largest = max_lane(top)
-        factor = np.float32(MAX_INTEGER) / largest if largest > 0 else np.float32(0)
-        store_f32(operands + UNIT, largest * np.float32(1.0 / MAX_INTEGER))
+        store_row_maxima(top, spare)
+        for r in range(variant.rows):
+            largest = load_f32(spare + 4 * r)
+            store_f32(operands + r * ROW_BYTES + UNIT, largest * np.float32(1.0 / variant.max_query))
+            store_f32(spare + 4 * r, np.float32(variant.max_query) / largest if largest > 0 else np.float32(0))
+        factors = load_scalars(variant, spare)
     total = splat(variant, np.float32(0))
     for d in range(0, job.padded_dims, lanes):
-        value = load(variant, row + 4 * d) * splat(variant, factor)
+        value = load_rows(variant, rows + 4 * d, ROW_BYTES) * factors
         total = total + store_query(variant, value, operands + d * variant.operand_bytes)
     if variant.is_integer:
-        store_i32(operands + BIAS, np.int32(sum_lanes(total)) * np.int32(variant.element_bias))
+        store_row_sums(total, spare)
+        for r in range(variant.rows):
+            bias = np.int32(load_f32(spare + 4 * r)) * np.int32(variant.element_bias)
+            store_i32(operands + r * ROW_BYTES + BIAS, bias)
 
 
 @njit(nogil=True, cache=True)
-def _score_superblock(variant, job, queries, blocks, num_blocks, head_offset, scores, prefetching):
-    """Dot products of a tile of rows with the superblock's K: float32 [rows][num_blocks · padded_tokens]."""
+def _score_block(variant, job, keys, ahead, queries, scores, num_tiles):
+    """Dot products of all rows with one block's K: float32 [rows][padded_tokens]; asks for the piece ``ahead``."""
     row_bytes = job.padded_tokens * variant.cell_bytes
-    word_bytes = 4 * variant.pack if variant.operand_bytes == 4 else max(4, variant.pack)
     step = variant.score_vectors * variant.lanes
-    for b in range(num_blocks):
-        keys = load_i64(blocks + 8 * b) + head_offset
+    for tile_index in range(num_tiles):
+        operands = queries + tile_index * variant.rows * ROW_BYTES
+        target = scores + tile_index * variant.rows * ROW_BYTES
         for t in range(0, job.padded_tokens, step):
             cells = keys + t * variant.cell_bytes
             tile = zero_scores(variant)
-            for plane in range(2 if variant.is_integer else 1):
-                operands = queries + plane * PLANE_BYTES
+            for plane in range(variant.passes):
+                words = operands + plane * PLANE_BYTES
                 if plane > 0:
-                    tile = begin_low_plane(tile)
-                for w in range(job.dim_words):
-                    if prefetching and plane == 0:
-                        prefetch_cells(variant, tile, cells + job.v_offset + w * row_bytes)
-                    tile = accumulate_scores(variant, tile, operands + w * word_bytes, cells + w * row_bytes)
-            store_scores(variant, tile, queries, scores + 4 * (b * job.padded_tokens + t))
+                    tile = begin_low_scores(tile)
+                if plane == 0 and tile_index == 0:
+                    for w in range(job.dim_words):
+                        prefetch_cells(variant, tile, ahead)
+                        ahead += step * variant.cell_bytes
+                        tile = accumulate_scores(variant, tile, words + w * variant.word_bytes, cells + w * row_bytes)
+                else:
+                    for w in range(job.dim_words):
+                        tile = accumulate_scores(variant, tile, words + w * variant.word_bytes, cells + w * row_bytes)
+            store_scores(variant, tile, operands, target + 4 * t)
 
 
 @njit(nogil=True, cache=True)
-def _shape_scores(variant, job, blocks, num_blocks, head_offset, scores, first, position, low, high, slope):
-    """Raw dot products → scores in powers of two, in place; what lies outside low <= token < high becomes -inf.
+def _add_values(variant, job, segments, num_segments, weights, state, num_tiles, rescaling):
+    """state += weights · V over the words of some segments: (address, words, operand offset, piece to ask for)."""
+    row_bytes = job.padded_dims * variant.cell_bytes
+    state_bytes = job.padded_dims * 4
+    step = variant.value_vectors * variant.lanes
+    for tile_index in range(num_tiles):
+        rows = weights + tile_index * variant.rows * ROW_BYTES
+        target = state + tile_index * variant.rows * state_bytes
+        for d in range(0, job.padded_dims, step):
+            tile = begin_values(variant, rows, target + 4 * d, state_bytes, rescaling)
+            for plane in range(variant.passes):
+                if plane > 0:
+                    tile = begin_low_values(tile)
+                for s in range(num_segments):
+                    cells = load_i64(segments + 32 * s) + d * variant.cell_bytes
+                    num_words = load_i64(segments + 32 * s + 8)
+                    operands = rows + load_i64(segments + 32 * s + 16) + plane * PLANE_BYTES
+                    if plane == 0 and tile_index == 0:
+                        ahead = load_i64(segments + 32 * s + 24) + d * num_words * variant.cell_bytes
+                        for w in range(num_words):
+                            prefetch_cells(variant, tile, ahead)
+                            ahead += step * variant.cell_bytes
+                            tile = accumulate_values(
+                                variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes
+                            )
+                    else:
+                        for w in range(num_words):
+                            tile = accumulate_values(
+                                variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes
+                            )
+            end_values(variant, tile, rows, target + 4 * d, state_bytes, rescaling)
 
-    Returns the largest.
+
+@njit(nogil=True, cache=True)
+def _shape_scores(variant, job, blocks, num_blocks, head_offset, scores, first, masked, bounds, slopes, maxima):
+    """Raw dot products of a tile of rows → scores in powers of two, in place, and their row maxima.
+
+    Args:
+        bounds: float32 [3][_BOUND_ROWS], each row's first visible token, end, and position.
+        slopes: float32 [rows] in powers of two, or 0.
     """
     lanes = variant.lanes
     factor = splat(variant, np.float32(job.scale * np.float32(LOG2_E)))
-    masked = low > first or high < first + num_blocks * job.block_size or job.block_size != job.padded_tokens
+    low, high = load_scalars(variant, bounds), load_scalars(variant, bounds + 4 * _BOUND_ROWS)
     top = splat(variant, np.float32(-np.inf))
     for b in range(num_blocks):
         scales = load_i64(blocks + 8 * b) + head_offset + job.scale_offset
         for t in range(0, job.padded_tokens, lanes):
             target = scores + 4 * (b * job.padded_tokens + t)
-            value = load(variant, target)
+            value = load_rows(variant, target, ROW_BYTES)
             if variant.is_quantized:
-                value = value * load(variant, scales + 4 * t)
+                value = value * load_rows(variant, scales + 4 * t, 0)
             if job.softcap > 0:
                 cap = np.float32(job.softcap)
                 value = tanh(variant, value * splat(variant, np.float32(job.scale / cap)))
                 value = value * splat(variant, np.float32(cap * np.float32(LOG2_E)))
             else:
                 value = value * factor
-            token = first + b * job.block_size + t
-            if slope != 0:
-                distance = iota(variant) + splat(variant, np.float32(token - position))
-                value = fma(variant, distance, splat(variant, slope), value)
+            token = iota(variant, np.float32(first + b * job.block_size + t))
+            if slopes != 0:
+                distance = token - load_scalars(variant, bounds + 8 * _BOUND_ROWS)
+                value = fma(variant, distance, load_scalars(variant, slopes), value)
             if masked:
-                end = min(high, first + (b + 1) * job.block_size)
-                value = keep_within(value, iota(variant), np.float32(low - token), np.float32(end - token))
-            store(value, target)
+                value = keep_within(value, token, low, high)
+                if job.block_size != job.padded_tokens:
+                    end = splat(variant, np.float32(first + (b + 1) * job.block_size))
+                    value = keep_within(value, token, low, end)
+            store_rows(value, target, ROW_BYTES)
             top = maximum(top, value)
-    return max_lane(top)
+    store_row_maxima(top, maxima)
 
 
 @njit(nogil=True, cache=True)
-def _weigh_scores(variant, job, blocks, num_blocks, head_offset, scores, top, weights):
-    """exp2(score - top) as an operand row of the product with V. Returns the sum."""
-    lanes = variant.lanes
-    highest = splat(variant, top if top > -np.inf else np.float32(0))
-    total = splat(variant, np.float32(0))
-    if not variant.is_quantized:
-        for i in range(0, num_blocks * job.padded_tokens, lanes):
-            weight = exp2(variant, load(variant, scores + 4 * i) - highest)
-            total = total + store_weights(variant, weight, weights + i * variant.operand_bytes)
-        return sum_lanes(total)
+def _find_maxima(variant, num_scores, scores, maxima):
+    """Row maxima of raw dot products."""
+    top = splat(variant, np.float32(-np.inf))
+    for i in range(0, num_scores, variant.lanes):
+        top = maximum(top, load_rows(variant, scores + 4 * i, ROW_BYTES))
+    store_row_maxima(top, maxima)
 
-    # V's scale belongs to the token, so it goes into the weight.
-    largest = splat(variant, np.float32(0))
+
+@njit(nogil=True, cache=True)
+def _scale_values(variant, job, blocks, num_blocks, head_offset, num_tokens, v_scales):
+    """V's scales (a token's scale goes into its weight), made so that the largest uses all of an integer weight.
+
+    Returns what a weight of one is worth then. Tokens that aren't the sequence's get 0, whatever was there before.
+    """
+    largest = np.uint32(0)
     for b in range(num_blocks):
         scales = load_i64(blocks + 8 * b) + head_offset + job.scale_offset + 4 * job.padded_tokens
-        for t in range(0, job.padded_tokens, lanes):
-            target = scores + 4 * (b * job.padded_tokens + t)
-            weight = exp2(variant, load(variant, target) - highest)
-            total = total + weight
-            weight = unless_zero(weight, weight * load(variant, scales + 4 * t))
-            store(weight, target)
-            largest = maximum(largest, weight)
-    factor = np.float32(1)
+        for t in range(max(0, min(job.block_size, num_tokens - b * job.block_size))):
+            largest = max(largest, bits_of(load_f32(scales + 4 * t)))  # positive floats sort like their bits
+    most, factor = float_of(largest), np.float32(1)
     if variant.is_integer:
-        most = max_lane(largest)
-        factor = np.float32(MAX_INTEGER) / most if most > 0 else np.float32(0)
-        store_f32(weights + UNIT, most * np.float32(1.0 / MAX_INTEGER))
-    held = splat(variant, np.float32(0))
-    for i in range(0, num_blocks * job.padded_tokens, lanes):
-        weight = load(variant, scores + 4 * i) * splat(variant, factor)
-        held = held + store_weights(variant, weight, weights + i * variant.operand_bytes)
-    if variant.is_integer:
-        store_i32(weights + BIAS, np.int32(sum_lanes(held)) * np.int32(variant.element_bias))
-    return sum_lanes(total)
-
-
-@njit(nogil=True, cache=True)
-def _gather_segments(variant, job, blocks, num_blocks, head_offset, num_tokens, segments, tail):
-    """Where the superblock's V words lie: (address, words, operand offset) a segment. Returns their number.
-
-    A word that only half belongs to the sequence holds whatever its block held before, perhaps NaN; its lower half
-    is copied to ``tail``.
-    """
-    row_bytes = job.padded_dims * variant.cell_bytes
-    count = 0
+        factor = np.float32(variant.max_weight) / most if most != 0 else np.float32(0)
     for b in range(num_blocks):
-        tokens = min(job.block_size, num_tokens - b * job.block_size)
-        address = load_i64(blocks + 8 * b) + head_offset + job.v_offset
-        operand = b * job.padded_tokens * variant.operand_bytes
-        words = (tokens + variant.pack - 1) // variant.pack
-        if variant.pack == 2 and tokens % 2 == 1:
-            words -= 1
-            for d in range(0, job.padded_dims, 16):
-                copy_low_halves(address + words * row_bytes + 4 * d, tail + 4 * d)
-            store_i64(segments + 24 * count, tail)
-            store_i64(segments + 24 * count + 8, 1)
-            store_i64(segments + 24 * count + 16, operand + words * 2 * variant.operand_bytes)
-            count += 1
-        store_i64(segments + 24 * count, address)
-        store_i64(segments + 24 * count + 8, words)
-        store_i64(segments + 24 * count + 16, operand)
-        count += 1
-    return count
+        scales = load_i64(blocks + 8 * b) + head_offset + job.scale_offset + 4 * job.padded_tokens
+        target = v_scales + 4 * b * job.padded_tokens
+        count = max(0, min(job.block_size, num_tokens - b * job.block_size))
+        for t in range(count):
+            store_f32(target + 4 * t, load_f32(scales + 4 * t) * factor)
+        for t in range(count, job.padded_tokens):
+            store_f32(target + 4 * t, np.float32(0))
+    return most * np.float32(1.0 / variant.max_weight) if variant.is_integer else np.float32(1)
 
 
 @njit(nogil=True, cache=True)
-def _add_values(variant, job, weights, segments, num_segments, ahead, state, state_bytes):
-    """state = state · rescale + weights · V; meanwhile ask for the lines ``ahead[segment]`` begins."""
-    row_bytes = job.padded_dims * variant.cell_bytes
-    word_bytes = 4 * variant.pack if variant.operand_bytes == 4 else max(4, variant.pack)
-    step = variant.value_vectors * variant.lanes
-    for d in range(0, job.padded_dims, step):
-        tile = zero_values(variant)
-        for plane in range(2 if variant.is_integer else 1):
-            if plane > 0:
-                tile = begin_low_plane(tile)
-            for s in range(num_segments):
-                cells = load_i64(segments + 24 * s) + d * variant.cell_bytes
-                words = load_i64(segments + 24 * s + 8)
-                operands = weights + plane * PLANE_BYTES + load_i64(segments + 24 * s + 16)
-                target = load_i64(ahead + 8 * s) + d * variant.cell_bytes
-                for w in range(words):
-                    if plane == 0:
-                        prefetch_cells(variant, tile, target + w * row_bytes)
-                    tile = accumulate_values(variant, tile, operands + w * word_bytes, cells + w * row_bytes)
-        fold_values(variant, tile, weights, state + 4 * d, state_bytes)
+def _update_rows(variant, factor, value_unit, maxima, tops, totals, weights):
+    """Running max and sum of a tile's rows, before the superblock's weights are known.
+
+    Leaves in ``maxima`` what to add to a row's scores, and after it (MAX_TILE_ROWS) what its weights are worth: float
+    weights are relative to the running max; integer ones to the superblock's own, or they would lose their digits.
+    """
+    for r in range(variant.rows):
+        old, own = load_f32(tops + 4 * r), np.float32(load_f32(maxima + 4 * r) * factor)
+        top = own if own > old or own != own else old
+        rescale, worth = np.float32(1), np.float32(1)
+        if top != old:
+            rescale = exp2_scalar(variant, np.float32(old - top))
+        base = top
+        if variant.is_integer:
+            base = own
+            worth = exp2_scalar(variant, np.float32(own - top)) if own != top else np.float32(1)
+            store_f32(weights + r * ROW_BYTES + UNIT, worth * value_unit)
+        store_f32(weights + r * ROW_BYTES + RESCALE, rescale)
+        store_f32(maxima + 4 * r, -base if base != -np.inf else np.float32(0))
+        store_f32(maxima + 4 * (MAX_TILE_ROWS + r), worth)
+        store_f32(tops + 4 * r, top)
+        store_f32(totals + 4 * r, load_f32(totals + 4 * r) * rescale)
+
+
+@njit(nogil=True, cache=True)
+def _weigh_scores(variant, num_scores, factor, scores, v_scales, maxima, totals, weights):
+    """exp2(score · factor + maxima[r]) as operand rows of the product with V; adds to the running sums."""
+    lanes = variant.lanes
+    factors, minus = splat(variant, factor), load_scalars(variant, maxima)
+    total = splat(variant, np.float32(0))
+    for i in range(0, num_scores, lanes):
+        weight = exp2(variant, fma(variant, load_rows(variant, scores + 4 * i, ROW_BYTES), factors, minus))
+        total = total + weight
+        if variant.is_quantized:
+            weight = weight * load_rows(variant, v_scales + 4 * i, 0)
+        store_weights(variant, weight, weights + i * variant.operand_bytes)
+    worth = maxima + 4 * MAX_TILE_ROWS
+    sums = worth + 4 * MAX_TILE_ROWS
+    store_row_sums(total, sums)
+    for r in range(variant.rows):
+        share = load_f32(sums + 4 * r) * load_f32(worth + 4 * r)
+        store_f32(totals + 4 * r, load_f32(totals + 4 * r) + share)
 
 
 @njit(nogil=True, cache=True)
@@ -271,16 +312,6 @@ def _find_blocks(job, sequence, first_block, end_block, blocks):
         block = np.int64(load_i32(job.tables + 4 * (sequence * job.max_blocks + first_block + b)))
         store_i64(blocks + 8 * b, job.pool + block * job.block_bytes)
     return num_blocks
-
-
-@njit(nogil=True, cache=True)
-def _look_ahead(job, blocks, num_blocks, next_blocks, num_next, head_offset, num_segments, ahead):
-    """What to prefetch while V is read: the same blocks' next head, or the next superblock's first."""
-    for s in range(num_segments):
-        if num_next == 0:
-            store_i64(ahead + 8 * s, load_i64(blocks + 8 * min(s, num_blocks - 1)) + head_offset)
-        else:
-            store_i64(ahead + 8 * s, load_i64(next_blocks + 8 * min(s, num_next - 1)) + head_offset)
 
 
 @njit(nogil=True, cache=True)
@@ -328,7 +359,7 @@ def _merge_chunks(variant, job, sequence, num_chunks, row, q_head, state):
         source = first + chunk * step
         share = load_f32(source + 4)
         if share > 0 or share != share:
-            weight = lane0(exp2(variant, splat(variant, load_f32(source) - top)))
+            weight = exp2_scalar(variant, np.float32(load_f32(source) - top))
             total += weight * share
             for d in range(job.head_dim):
                 store_f32(state + 4 * d, load_f32(state + 4 * d) + weight * load_f32(source + 64 + 4 * d))
@@ -336,15 +367,58 @@ def _merge_chunks(variant, job, sequence, num_chunks, row, q_head, state):
 
 
 @njit(nogil=True, cache=True)
+def _set_segment(segments, index, address, num_words, offset, ahead):
+    store_i64(segments + 32 * index, address)
+    store_i64(segments + 32 * index + 8, num_words)
+    store_i64(segments + 32 * index + 16, offset)
+    store_i64(segments + 32 * index + 24, ahead)
+
+
+@njit(nogil=True, cache=True)
+def _add_superblock(
+    variant, job, blocks, num_blocks, head_offset, num_tokens, next_pieces, next_offset, weights, state, num_tiles,
+    segments,
+):  # fmt: skip
+    """state = state · rescale + weights · V over a superblock.
+
+    Few rows leave time to spare: block by block, each asking for the next. Many rows are bound by arithmetic: the
+    accumulators then stay in registers over the whole superblock. A word that only half belongs to the sequence holds
+    whatever its block held before, perhaps NaN; its lower half is copied away and taken from there.
+    """
+    row_bytes = job.padded_dims * variant.cell_bytes
+    tail = segments + 2048
+    count, rescaling = 0, True
+    for b in range(num_blocks):
+        tokens = min(job.block_size, num_tokens - b * job.block_size)
+        values = load_i64(blocks + 8 * b) + head_offset + job.v_offset
+        offset = b * job.padded_tokens * variant.operand_bytes
+        words = (tokens + variant.pack - 1) // variant.pack
+        if variant.holds_values:
+            ahead = load_i64(next_pieces + 8 * b) + next_offset
+        elif b + 1 < num_blocks:
+            ahead = load_i64(blocks + 8 * (b + 1)) + head_offset + job.v_offset
+        else:
+            ahead = load_i64(next_pieces) + next_offset
+        if variant.pack == 2 and tokens % 2 == 1:
+            words -= 1
+            for d in range(0, job.padded_dims, 16):
+                copy_low_halves(values + words * row_bytes + 4 * d, tail + 4 * d)
+            _set_segment(segments, count, tail, 1, offset + words * variant.word_bytes, ahead)
+            count += 1
+        _set_segment(segments, count, values, words, offset, ahead)
+        count += 1
+        if not variant.holds_values or b + 1 == num_blocks:
+            _add_values(variant, job, segments, count, weights, state, num_tiles, rescaling)
+            count, rescaling = 0, False
+
+
+@njit(nogil=True, cache=True)
 def attend_unit(variant, job_address, unit_index, scratch):
     """Run one unit. ``scratch``: ``SCRATCH_BYTES`` of this thread's own memory, 64-byte aligned."""
     job = as_record(job_address, JOB)
     unit = job.units + 4 * UNIT_FIELDS * unit_index
-    sequence, head_begin, head_end = (
-        np.int64(load_i32(unit)),
-        np.int64(load_i32(unit + 4)),
-        np.int64(load_i32(unit + 8)),
-    )
+    sequence, head_begin = np.int64(load_i32(unit)), np.int64(load_i32(unit + 4))
+    num_heads = np.int64(load_i32(unit + 8)) - head_begin
     row_begin, row_end = np.int64(load_i32(unit + 12)), np.int64(load_i32(unit + 16))
     chunk, num_chunks = np.int64(load_i32(unit + 20)), np.int64(load_i32(unit + 24))
 
@@ -352,18 +426,15 @@ def attend_unit(variant, job_address, unit_index, scratch):
     start = np.int64(load_i32(job.starts + 4 * sequence))
     position = np.int64(load_i32(job.positions + 4 * sequence))
     context_len = np.int64(load_i32(job.context_lens + 4 * sequence))
-    num_rows = row_end - row_begin
-    rows = variant.rows
+    num_rows, rows = row_end - row_begin, variant.rows
     num_tiles = (num_rows + rows - 1) // rows
     padded_rows = num_tiles * rows
-    num_heads = head_end - head_begin
 
     # Visible to any row of the unit, within the chunk.
     low = np.int64(0)
     if job.window > 0:
         low = max(np.int64(0), position + row_begin // group - job.window + 1)
     high = min(context_len, position + (row_end - 1) // group + 1)
-    first_chunk = np.int64(0)
     if num_chunks > 1:
         chunk_tokens = job.chunk_blocks * job.block_size
         first_chunk = low // chunk_tokens
@@ -373,82 +444,119 @@ def attend_unit(variant, job_address, unit_index, scratch):
     if high <= low:
         end_block = first_block
 
-    # Scratch: float32 row | scores | weights | block lists | segments | tail | stats | state | queries
-    row_buffer = scratch
-    scores = row_buffer + ROW_BYTES
-    weights = scores + rows * ROW_BYTES
-    blocks = weights + rows * ROW_BYTES
-    next_blocks = blocks + 512
-    ahead = next_blocks + 512
-    segments = ahead + 1024
-    tail = segments + 2048
-    stats = tail + 2048
+    # Scratch: block lists | maxima, worth, sums | V scales | bounds | segments and tail | slopes, tops, totals
+    # | state | scores | weights | queries
+    blocks, next_blocks = scratch, scratch + 512
+    maxima, v_scales = scratch + 1024, scratch + 1280
+    bounds = scratch + 3392
+    segments = bounds + 12 * _BOUND_ROWS
+    slopes = segments + 4096
+    tops = slopes + num_heads * padded_rows * 4
+    totals = tops + num_heads * padded_rows * 4
     state_bytes = job.padded_dims * 4
-    state = stats + num_heads * padded_rows * 8
+    state = totals + num_heads * padded_rows * 4
     state += -state % 64
-    queries = state + num_heads * padded_rows * state_bytes
+    scores = state + num_heads * padded_rows * state_bytes
+    weights = scores + padded_rows * ROW_BYTES
+    queries = weights + padded_rows * ROW_BYTES
+
+    # What the rows see. Rows that fill up the last tile repeat the last.
+    masks_below, masks_above = low, high
+    for r in range(padded_rows):
+        row_position = position + min(row_begin + r, row_end - 1) // group
+        row_low, row_high = low, min(high, row_position + 1)
+        if job.window > 0:
+            row_low = max(low, row_position - job.window + 1)
+        masks_below, masks_above = max(masks_below, row_low), min(masks_above, row_high)
+        store_f32(bounds + 4 * r, np.float32(row_low))
+        store_f32(bounds + 4 * (_BOUND_ROWS + r), np.float32(row_high))
+        store_f32(bounds + 4 * (2 * _BOUND_ROWS + r), np.float32(row_position))
 
     element = 4 if job.source == 0 else 2
     for h in range(num_heads):
-        for r in range(padded_rows):
-            index = h * padded_rows + r
-            row = min(row_begin + r, row_end - 1)  # rows that fill up the last tile repeat the last
-            q_head = (head_begin + h) * group + row % group
-            address = job.q + ((start + row // group) * job.num_q_heads + q_head) * job.head_dim * element
-            _pack_query(variant, job, address, row_buffer, queries + index * ROW_BYTES)
-            store_f32(stats + 8 * index, np.float32(-np.inf))
-            store_f32(stats + 8 * index + 4, np.float32(0))
-            for d in range(job.padded_dims):
-                store_f32(state + index * state_bytes + 4 * d, np.float32(0))
+        for tile in range(num_tiles):
+            for r in range(rows):
+                index = h * padded_rows + tile * rows + r
+                row = min(row_begin + tile * rows + r, row_end - 1)
+                q_head = (head_begin + h) * group + row % group
+                address = job.q + ((start + row // group) * job.num_q_heads + q_head) * job.head_dim * element
+                target = scores + r * ROW_BYTES
+                read_row(job.source, address, job.head_dim, target)
+                for d in range(job.head_dim, job.padded_dims):
+                    store_f32(target + 4 * d, np.float32(0))
+                if job.slopes != 0:
+                    slope = load_f32(job.slopes + 4 * q_head) * np.float32(LOG2_E)
+                    store_f32(slopes + 4 * index, np.float32(slope))
+                store_f32(tops + 4 * index, np.float32(-np.inf))
+                store_f32(totals + 4 * index, np.float32(0))
+                for d in range(job.padded_dims):
+                    store_f32(state + index * state_bytes + 4 * d, np.float32(0))
+            _pack_queries(variant, job, scores, queries + (h * padded_rows + tile * rows) * ROW_BYTES, maxima)
 
     num_blocks = _find_blocks(job, sequence, first_block, end_block, blocks)
     for superblock in range(first_block, end_block, job.superblock):
         first = superblock * job.block_size
         num_tokens = min(high - first, num_blocks * job.block_size)
+        num_scores = num_blocks * job.padded_tokens
         num_next = _find_blocks(job, sequence, superblock + job.superblock, end_block, next_blocks)
+        masked = masks_below > first or masks_above < first + num_blocks * job.block_size
+        masked = masked or job.block_size != job.padded_tokens
+        shaped = masked or variant.is_quantized or job.softcap > 0 or job.slopes != 0
+        factor = np.float32(1) if shaped else np.float32(job.scale * np.float32(LOG2_E))
         for h in range(num_heads):
             head_offset = (head_begin + h) * job.head_bytes
-            num_segments = _gather_segments(variant, job, blocks, num_blocks, head_offset, num_tokens, segments, tail)
+            head_rows = h * padded_rows
+            # What follows this head: the next one in the same blocks, or the first in the next superblock.
+            next_pieces, next_offset = blocks, head_offset
             if h + 1 < num_heads:
-                _look_ahead(job, blocks, num_blocks, blocks, 0, head_offset + job.head_bytes, num_segments, ahead)
-            else:
-                _look_ahead(
-                    job, blocks, num_blocks, next_blocks, num_next, head_begin * job.head_bytes, num_segments, ahead
-                )
+                next_offset += job.head_bytes
+            elif num_next == num_blocks:
+                next_pieces, next_offset = next_blocks, head_begin * job.head_bytes
+            for b in range(num_blocks):
+                keys = load_i64(blocks + 8 * b) + head_offset
+                ahead = load_i64(blocks) + head_offset + job.v_offset
+                if variant.holds_values:
+                    ahead = keys + job.v_offset
+                elif b + 1 < num_blocks:
+                    ahead = load_i64(blocks + 8 * (b + 1)) + head_offset
+                if variant.is_quantized:
+                    for line in range(0, 8 * job.padded_tokens, 64):
+                        prefetch(keys + job.scale_offset + line)
+                _score_block(
+                    variant, job, keys, ahead, queries + head_rows * ROW_BYTES,
+                    scores + 4 * b * job.padded_tokens, num_tiles,
+                )  # fmt: skip
+            value_unit = np.float32(1)
+            if variant.is_quantized:
+                value_unit = _scale_values(variant, job, blocks, num_blocks, head_offset, num_tokens, v_scales)
             for tile in range(num_tiles):
-                index = h * padded_rows + tile * rows
-                operands = queries + index * ROW_BYTES
-                _score_superblock(variant, job, operands, blocks, num_blocks, head_offset, scores, tile == 0)
-                for r in range(rows):
-                    row = min(row_begin + tile * rows + r, row_end - 1)
-                    row_position = position + row // group
-                    slope = np.float32(0)
-                    if job.slopes != 0:
-                        q_head = (head_begin + h) * group + row % group
-                        slope = np.float32(load_f32(job.slopes + 4 * q_head) * np.float32(LOG2_E))
-                    row_low = low
-                    if job.window > 0:
-                        row_low = max(low, row_position - job.window + 1)
-                    row_scores, row_weights = scores + r * ROW_BYTES, weights + r * ROW_BYTES
-                    row_stats = stats + 8 * (index + r)
-                    old_top = load_f32(row_stats)
-                    top = max(
-                        old_top,
-                        _shape_scores(
-                            variant, job, blocks, num_blocks, head_offset, row_scores, first, row_position,
-                            row_low, min(high, row_position + 1), slope,
-                        ),
-                    )  # fmt: skip
-                    total = _weigh_scores(variant, job, blocks, num_blocks, head_offset, row_scores, top, row_weights)
-                    rescale = np.float32(1)
-                    if top > old_top:
-                        rescale = lane0(exp2(variant, splat(variant, old_top - top)))
-                    store_f32(row_weights + RESCALE, rescale)
-                    store_f32(row_stats, top)
-                    store_f32(row_stats + 4, load_f32(row_stats + 4) * rescale + total)
-                _add_values(
-                    variant, job, weights, segments, num_segments, ahead, state + index * state_bytes, state_bytes
+                index = head_rows + tile * rows
+                tile_scores, tile_weights = (
+                    scores + tile * rows * ROW_BYTES,
+                    weights + tile * rows * ROW_BYTES,
                 )
+                if shaped:
+                    _shape_scores(
+                        variant, job, blocks, num_blocks, head_offset, tile_scores, first, masked,
+                        bounds + 4 * tile * rows, slopes + 4 * index if job.slopes != 0 else 0, maxima,
+                    )  # fmt: skip
+                else:
+                    _find_maxima(variant, num_scores, tile_scores, maxima)
+                _update_rows(variant, factor, value_unit, maxima, tops + 4 * index, totals + 4 * index, tile_weights)
+                _weigh_scores(
+                    variant,
+                    num_scores,
+                    factor,
+                    tile_scores,
+                    v_scales,
+                    maxima,
+                    totals + 4 * index,
+                    tile_weights,
+                )
+            _add_superblock(
+                variant, job, blocks, num_blocks, head_offset, num_tokens, next_pieces, next_offset, weights,
+                state + head_rows * state_bytes, num_tiles, segments,
+            )  # fmt: skip
         blocks, next_blocks = next_blocks, blocks
         num_blocks = num_next
 
@@ -458,7 +566,7 @@ def attend_unit(variant, job_address, unit_index, scratch):
             q_head = (head_begin + h) * group + (row_begin + r) % group
             _write_result(
                 job, sequence, num_chunks, chunk, row_begin + r, q_head,
-                load_f32(stats + 8 * index), load_f32(stats + 8 * index + 4), state + index * state_bytes,
+                load_f32(tops + 4 * index), load_f32(totals + 4 * index), state + index * state_bytes,
             )  # fmt: skip
     if num_chunks > 1:
         # The units of a head range carry the same counter; the last to finish merges.
@@ -467,4 +575,4 @@ def attend_unit(variant, job_address, unit_index, scratch):
             for h in range(num_heads):
                 for r in range(num_rows):
                     q_head = (head_begin + h) * group + (row_begin + r) % group
-                    _merge_chunks(variant, job, sequence, num_chunks, row_begin + r, q_head, row_buffer)
+                    _merge_chunks(variant, job, sequence, num_chunks, row_begin + r, q_head, scores)

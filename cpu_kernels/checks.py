@@ -11,24 +11,26 @@ from numpy.typing import NDArray
 from cpu_kernels.attend_driver import BAD_BLOCK, BAD_CONTEXT, BAD_POSITION
 from cpu_kernels.layout import SOURCES, BlockLayout
 
+_UINT8, _INT32 = np.dtype(np.uint8), np.dtype(np.int32)
 _CARRIER = {"float32": np.dtype(np.float32), "float16": np.dtype(np.uint16), "bfloat16": np.dtype(np.uint16)}
 
 
-def _array(name: str, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int | str, ...]) -> None:
-    """``shape``: an int fixes a dimension, a name leaves it open."""
+def _array(name: str, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int | None, ...]) -> None:
+    """``shape``: None leaves a dimension open."""
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         raise ValueError(f"{name} must be a NumPy array of {dtype}, got {getattr(array, 'dtype', type(array))}")
-    fits = len(array.shape) == len(shape) and all(
-        not isinstance(want, int) or have == want for have, want in zip(array.shape, shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{name} has shape {list(array.shape)}, expected [{', '.join(map(str, shape))}]")
+    if array.shape != shape and (
+        array.ndim != len(shape)
+        or any(want is not None and have != want for have, want in zip(array.shape, shape, strict=True))
+    ):
+        expected = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name} has shape {list(array.shape)}, expected [{expected}]")
     if not array.flags.c_contiguous:
         raise ValueError(f"{name} must be C-contiguous")
 
 
 def _pool(layout: BlockLayout, pool_layer: NDArray[np.uint8]) -> None:
-    _array("pool_layer", pool_layer, np.dtype(np.uint8), ("num_blocks", layout.block_bytes))
+    _array("pool_layer", pool_layer, _UINT8, (len(pool_layer), layout.block_bytes))
 
 
 def _source(source: str) -> np.dtype[Any]:
@@ -54,7 +56,7 @@ def check_append(
     """Raises ValueError, naming the argument, unless ``append`` can run on these."""
     _pool(layout, pool_layer)
     carrier = _source(source)
-    _array("slots", slots, np.dtype(np.int64), ("T",))
+    _array("slots", slots, np.dtype(np.int64), (None,))
     for name, array in (("k", k), ("v", v)):
         _array(name, array, carrier, (slots.shape[0], layout.num_kv_heads, layout.head_dim))
 
@@ -73,19 +75,20 @@ def check_attend(
 ) -> None:
     """Raises ValueError, naming the argument, unless the arrays fit each other. Values: ``attend_driver``."""
     _pool(layout, pool_layer)
-    carrier, int32 = _source(source), np.dtype(np.int32)
-    _array("q", q, carrier, ("T", "Hq", layout.head_dim))
-    num_rows, num_q_heads = q.shape[:2]
+    carrier, int32 = _source(source), _INT32
+    num_rows, num_q_heads = q.shape[:2] if q.ndim == 3 else (None, None)
+    _array("q", q, carrier, (num_rows, num_q_heads, layout.head_dim))
+    assert num_rows is not None and num_q_heads is not None
     if num_q_heads == 0 or num_q_heads % layout.num_kv_heads:
         raise ValueError(f"q has {num_q_heads} heads, not a multiple of {layout.num_kv_heads} KV heads")
     _array("out", out, carrier, q.shape)
     if lse is not None:
         _array("lse", lse, np.dtype(np.float32), (num_rows, num_q_heads))
-    _array("context_lens", context_lens, int32, ("N",))
-    num_sequences = context_lens.shape[0]
+    num_sequences = context_lens.size
+    _array("context_lens", context_lens, int32, (num_sequences,))
     _array("query_positions", query_positions, int32, (num_sequences,))
     _array("query_starts", query_starts, int32, (num_sequences + 1,))
-    _array("block_tables", block_tables, int32, (num_sequences, "max_blocks"))
+    _array("block_tables", block_tables, int32, (num_sequences, block_tables.shape[-1]))
 
 
 def raise_bad_value(
@@ -135,7 +138,7 @@ def check_copy(pool: NDArray[np.uint8], source_ids: NDArray[np.int64], target_id
     if not isinstance(pool, np.ndarray) or pool.dtype != np.uint8 or pool.ndim != 3:
         raise ValueError("pool must be a uint8 array [num_layers, num_blocks, block_bytes]")
     int64 = np.dtype(np.int64)
-    _array("source_ids", source_ids, int64, ("n",))
+    _array("source_ids", source_ids, int64, (None,))
     _array("target_ids", target_ids, int64, (source_ids.shape[0],))
     _in_range("source_ids", source_ids, 0, pool.shape[1])
     _in_range("target_ids", target_ids, 0, pool.shape[1])

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 from numba import int64
+from numpy.typing import NDArray
 
 from cpu_kernels.append_kernel import append_unit
-from cpu_kernels.attend_driver import SHAPE
 from cpu_kernels.attend_kernel import attend_unit
-from cpu_kernels.isa import Isa, find_level
-from cpu_kernels.layout import SOURCES, BlockLayout
+from cpu_kernels.isa import Isa, default_level, find_level
+from cpu_kernels.layout import DTYPES, SOURCES, BlockLayout
+from cpu_kernels.read_kernel import read_unit
+from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.simd import Variant, variant_type
 from cpu_kernels.team import SCRATCH_BYTES, Team, aligned_bytes
 
@@ -44,6 +46,11 @@ def choose_variant(layout: BlockLayout, group_size: int, isa: Isa, source: str, 
     rows = most_rows if ragged else -(-group_size // num_tiles)
     value_vectors = layout.padded_dims // isa.lanes
     exact = source != "bfloat16"
+    q_planes = p_planes = 1
+    if dot == "bf16":
+        q_planes, p_planes = (2 if exact else 1), (2 if exact or rows <= 4 else 1)
+    elif layout.dtype == "int8" and dot == "int8":
+        q_planes = p_planes = 2  # int4's own rounding is far coarser than what one plane loses
     return Variant(
         dtype=layout.dtype,
         dot=dot,
@@ -53,8 +60,8 @@ def choose_variant(layout: BlockLayout, group_size: int, isa: Isa, source: str, 
         rows=rows,
         score_vectors=2 if layout.padded_tokens % (2 * isa.lanes) == 0 else 1,
         value_vectors=_largest_divisor(value_vectors, (isa.registers * 3 // 4 if isa.registers > 16 else 8) // rows),
-        q_planes=1 if dot != "bf16" or not exact else 2,
-        p_planes=1 if dot != "bf16" or (not exact and rows > 4) else 2,
+        q_planes=q_planes,
+        p_planes=p_planes,
     )
 
 
@@ -79,22 +86,28 @@ def append_entry() -> int:
     return _address_of(append_unit, unused)
 
 
+@cache
+def read_entry() -> int:
+    """Address of ``read_unit``."""
+    unused = Variant("float32", "fma", default_level().lanes, False, False, 1, 1, 1, 1, 1)
+    return _address_of(read_unit, unused)
+
+
 @dataclass(frozen=True)
 class AttendPlan:
     """What all calls of one shape share."""
 
     entry: int
     tile_rows: int
-    shape: Any  # a record of SHAPE
+    shape: NDArray[np.int64]
 
 
 @cache
-def shape_record(layout: BlockLayout, source: str) -> Any:
-    """The layout as compiled code sees it."""
-    fields = {name: getattr(layout, name) for name in SHAPE.names or () if name != "source"}
-    record = np.zeros(1, SHAPE)
-    record[0] = tuple({**fields, "source": SOURCES.index(source)}[name] for name in SHAPE.names or ())
-    return record[0]
+def shape_record(layout: BlockLayout, source: str) -> NDArray[np.int64]:
+    """The layout as compiled code sees it: one int64 for each of SHAPE_FIELDS."""
+    values = {name: getattr(layout, name) for name in SHAPE_FIELDS if name not in ("source", "dtype")}
+    values |= {"source": SOURCES.index(source), "dtype": DTYPES.index(layout.dtype)}
+    return np.array([values[name] for name in SHAPE_FIELDS], np.int64)
 
 
 @cache

@@ -19,7 +19,7 @@ from cpu_kernels.checks import (
 )
 from cpu_kernels.dispatch import append_entry, plan_attend, shape_record, team_of, thread_scratch
 from cpu_kernels.isa import default_level
-from cpu_kernels.layout import DTYPES, BlockLayout
+from cpu_kernels.layout import BlockLayout
 
 _NO_SLOPES = np.zeros(0, np.float32)
 _NO_LSE = np.zeros((0, 0), np.float32)
@@ -54,8 +54,6 @@ def append(
         team_of(num_threads).address if many and num_threads > 1 else 0,
         thread_scratch(),
         shape_record(layout, source),
-        DTYPES.index(layout.dtype),
-        layout.pack,
         pool_layer,
         k,
         v,
@@ -133,8 +131,8 @@ def attend(
         _NO_SLOPES if alibi_slopes is None else alibi_slopes,
         out,
         _NO_LSE if lse is None else lse,
-        np.float32(scale),
-        np.float32(logit_softcap or 0.0),
+        float(scale),
+        float(logit_softcap or 0.0),
         min(sliding_window or 0, attend_driver.MAX_POSITION),
     )
     if code != attend_driver.OK:

@@ -8,7 +8,7 @@ side, both as rows of **cells**; a cell packs ``pack`` elements that follow each
               V       cells [token_words, padded_dims]       cell (w, d): tokens w*pack … at dim d
               scales  float32 [2, padded_tokens]             int8 and int4 only: of K, of V, one a token
 
-    float32   pack 1, 32-bit cells        int8   pack 4: bytes, value + 128
+    float32   pack 1, 32-bit cells        int8   pack 4: bytes, value + 128 in K, signed in V
     float16   pack 1, 16-bit cells        int4   pack 8: nibbles, value + 8; byte i holds element i in its lower
     bfloat16  pack 2, 32-bit cells               and element i + 4 in its upper half
 

@@ -103,6 +103,7 @@ def append(
     """See ``cpu_kernels.append``."""
     shifts, pack = _element_shifts(layout), layout.pack
     mask = (1 << (8 * layout.cell_bytes // pack)) - 1
+    v_signs = 0x80 if layout.dtype == "int8" else 0
     k_elements, v_elements = to_float32(k, source), to_float32(v, source)
     for token, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, layout.block_size)
@@ -114,7 +115,7 @@ def append(
             for d in range(layout.head_dim):
                 cells.k[d // pack, offset] |= int(k_bits[d]) << shifts[d % pack]
                 old = int(cells.v[offset // pack, d]) & ~(mask << shifts[offset % pack])
-                cells.v[offset // pack, d] = old | int(v_bits[d]) << shifts[offset % pack]
+                cells.v[offset // pack, d] = old | (int(v_bits[d]) ^ v_signs) << shifts[offset % pack]
             if layout.is_quantized:
                 cells.scales[:, offset] = k_scale, v_scale
 
@@ -135,7 +136,8 @@ def gather(
             k_bits = (cells.k[:, None].astype(np.uint32) >> shifts & mask).reshape(-1, layout.padded_tokens)
             v_bits = (cells.v[:, None].astype(np.uint32) >> shifts & mask).reshape(-1, layout.padded_dims)
             k_block = _decode(k_bits[: layout.head_dim, : layout.block_size].T.copy(), layout.dtype)
-            v_block = _decode(v_bits[: layout.block_size, : layout.head_dim].copy(), layout.dtype)
+            v_bits = v_bits[: layout.block_size, : layout.head_dim] ^ np.uint32(0x80 if layout.dtype == "int8" else 0)
+            v_block = _decode(v_bits, layout.dtype)
             if layout.is_quantized:
                 k_block = k_block * cells.scales[0, : layout.block_size, None]
                 v_block = v_block * cells.scales[1, : layout.block_size, None]

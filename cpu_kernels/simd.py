@@ -2,10 +2,11 @@
 # Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
 """Vectors as first-class values in Numba: the building blocks of the kernels.
 
-A ``Vec`` is a vector of float32 that lives in a register between the statements of a kernel and knows ``+ - *``.
-A ``Variant`` says at compile time for which element type, tile shape and instruction set a kernel is compiled; kernels
-take it as their first argument, and its fields read as constants. Addresses are plain int64. Everything is emitted as
-LLVM IR, so it compiles for every target; only the names that begin with ``llvm.x86`` need a feature.
+A ``Tile`` is rows x vectors of float32 (or int32) that live in registers between the statements of a kernel; tiles of
+floats know ``+ - *``. A **column** is a tile of one vector for each query row of the kernel. A ``Variant`` says at
+compile time for which element type, tile shape and instruction set a kernel is compiled; kernels take it as their
+first argument, and its fields read as constants. Addresses are plain int64. Everything is emitted as LLVM IR, so it
+compiles for every target; only the names that begin with ``llvm.x86`` need a feature.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from numba.extending import (
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
-FULL_VECTOR = 16  # lanes of the widest vector
 
 
 # --- compile-time parameters -------------------------------------------------------------------------------------
@@ -97,8 +97,33 @@ class Variant:
         return self.dot == "int8"
 
     @property
+    def passes(self) -> int:
+        """Times that a piece is multiplied: once for each plane where planes can't be summed in one go."""
+        return self.q_planes if self.is_integer else 1
+
+    @property
+    def max_query(self) -> int:
+        """The largest magnitude of an integer query operand."""
+        return 127 if self.q_planes == 1 else 127 * 128
+
+    @property
+    def max_weight(self) -> int:
+        """The largest integer weight."""
+        return 255 if self.p_planes == 1 else 65535
+
+    @property
+    def holds_values(self) -> bool:
+        """Outputs stay in registers over a superblock, not only over a block: worth it when arithmetic is the limit."""
+        return self.rows > 4 or self.is_integer
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of the operands that one cell is multiplied with."""
+        return max(4, self.pack * self.operand_bytes)
+
+    @property
     def element_bias(self) -> int:
-        """What packed integers have been raised by, to be unsigned."""
+        """What the packed integers of K have been raised by, to be unsigned."""
         return {"int8": 128, "int4": 8}.get(self.dtype, 0)
 
     @property
@@ -147,19 +172,51 @@ def _lower_variant_attribute(context, builder, typ, value, attribute):
     return I64(int(getattr(typ.variant, attribute)))
 
 
-# --- vectors -----------------------------------------------------------------------------------------------------
+# --- tiles -------------------------------------------------------------------------------------------------------
 
 
-class VecType(types.Type):
-    def __init__(self, lanes: int) -> None:
-        self.lanes = lanes
-        super().__init__(name=f"f32x{lanes}")
+class TileType(types.Type):
+    """rows x vectors registers of float32 or int32."""
+
+    def __init__(self, rows: int, vectors: int, lanes: int, integer: bool = False) -> None:
+        self.rows, self.vectors, self.lanes, self.integer = rows, vectors, lanes, integer
+        super().__init__(name=f"Tile({rows}x{vectors},{'i' if integer else 'f'}32x{lanes})")
+
+    @property
+    def vector(self) -> ir.VectorType:
+        return vec(I32 if self.integer else F32, self.lanes)
+
+    @property
+    def value(self) -> ir.ArrayType:
+        return ir.ArrayType(self.vector, self.rows * self.vectors)
 
 
-@register_model(VecType)
-class _VecModel(models.PrimitiveModel):
+@register_model(TileType)
+class _TileModel(models.PrimitiveModel):
     def __init__(self, manager, typ):
-        super().__init__(manager, typ, ir.VectorType(F32, typ.lanes))
+        super().__init__(manager, typ, typ.value)
+
+
+def column_type(variant_typ) -> TileType:
+    return TileType(variant_typ.variant.rows, 1, variant_typ.variant.lanes)
+
+
+def make_tile(builder, tile_type, emit):
+    """The tile of ``emit(row, vector)``."""
+    tile = ir.Constant(tile_type.value, ir.Undefined)
+    for row in range(tile_type.rows):
+        for vector in range(tile_type.vectors):
+            tile = builder.insert_value(tile, emit(row, vector), row * tile_type.vectors + vector)
+    return tile
+
+
+def map_tile(builder, tile_type, emit, *tiles):
+    """The tile of ``emit(a, b, …)`` over the registers of ``tiles``."""
+    result = ir.Constant(tile_type.value, ir.Undefined)
+    for index in range(tile_type.rows * tile_type.vectors):
+        value = emit(*[builder.extract_value(tile, index) for tile in tiles])
+        result = builder.insert_value(result, value, index)
+    return result
 
 
 def vec(element: ir.Type, lanes: int) -> ir.VectorType:
@@ -220,60 +277,39 @@ def fold_lanes(builder, value, combine):
     return builder.extract_element(value, I32(0))
 
 
-def _vec_of(variant_typ) -> VecType:
-    return VecType(variant_typ.variant.lanes)
-
-
 @intrinsic
 def splat(typingctx, variant, scalar):
-    """A vector with ``scalar`` in every lane."""
-    result = _vec_of(variant)
+    """A column with ``scalar`` everywhere."""
+    result = column_type(variant)
 
     def codegen(context, builder, signature, args):
-        return broadcast(builder, args[1], result.lanes)
+        value = broadcast(builder, args[1], result.lanes)
+        return make_tile(builder, result, lambda row, vector: value)
 
     return result(variant, types.float32), codegen
 
 
 @intrinsic
-def iota(typingctx, variant):
-    """0, 1, 2, …"""
-    result = _vec_of(variant)
+def iota(typingctx, variant, first):
+    """A column whose rows all count up from ``first``."""
+    result = column_type(variant)
 
     def codegen(context, builder, signature, args):
-        return ir.Constant(vec(F32, result.lanes), [float(lane) for lane in range(result.lanes)])
+        steps = ir.Constant(vec(F32, result.lanes), [float(lane) for lane in range(result.lanes)])
+        value = builder.fadd(steps, broadcast(builder, args[1], result.lanes))
+        return make_tile(builder, result, lambda row, vector: value)
 
-    return result(variant), codegen
-
-
-@intrinsic
-def load(typingctx, variant, address):
-    """A vector of float32 from memory."""
-    result = _vec_of(variant)
-
-    def codegen(context, builder, signature, args):
-        return load_at(builder, args[1], vec(F32, result.lanes))
-
-    return result(variant, types.int64), codegen
-
-
-@intrinsic
-def store(typingctx, value, address):
-    def codegen(context, builder, signature, args):
-        store_at(builder, args[0], args[1])
-        return context.get_dummy_value()
-
-    return types.void(value, types.int64), codegen
+    return result(variant, types.float32), codegen
 
 
 def _elementwise(emit):
     @intrinsic
     def operation(typingctx, a, b):
-        if not (isinstance(a, VecType) and a == b):
+        if not (isinstance(a, TileType) and a == b and not a.integer):
             return None
 
         def codegen(context, builder, signature, args):
-            return emit(builder, *args)
+            return map_tile(builder, a, lambda x, y: emit(builder, x, y), *args)
 
         return a(a, b), codegen
 
@@ -290,7 +326,7 @@ maximum = _elementwise(larger)
 def _overload_operator(symbol, operation):
     @overload(symbol, inline="always")
     def implementation(a, b):
-        if isinstance(a, VecType) and isinstance(b, VecType):
+        if isinstance(a, TileType) and isinstance(b, TileType):
             return lambda a, b: operation(a, b)
         return None
 
@@ -306,66 +342,109 @@ def fma(typingctx, variant, a, b, c):
     """a · b + c"""
 
     def codegen(context, builder, signature, args):
-        return multiply_add(builder, *args[1:], variant.variant.has_fma)
+        fused = variant.variant.has_fma
+        return map_tile(builder, a, lambda x, y, z: multiply_add(builder, x, y, z, fused), *args[1:])
 
     return a(variant, a, b, c), codegen
 
 
 @intrinsic
 def keep_within(typingctx, value, index, low, high):
-    """``value`` where low <= index < high, minus infinity elsewhere."""
+    """``value`` where low <= index < high, minus infinity elsewhere; all of them columns."""
 
     def codegen(context, builder, signature, args):
-        x, i, lowest, highest = args
-        lanes = value.lanes
-        inside = builder.and_(
-            builder.fcmp_ordered(">=", i, broadcast(builder, lowest, lanes)),
-            builder.fcmp_ordered("<", i, broadcast(builder, highest, lanes)),
+        nothing = constant(F32, value.lanes, float("-inf"))
+
+        def emit(x, i, lowest, highest):
+            inside = builder.and_(builder.fcmp_ordered(">=", i, lowest), builder.fcmp_ordered("<", i, highest))
+            return builder.select(inside, x, nothing)
+
+        return map_tile(builder, value, emit, *args)
+
+    return value(value, index, low, high), codegen
+
+
+@intrinsic
+def zero_if_infinite(typingctx, value):
+    """Minus infinity becomes 0."""
+
+    def codegen(context, builder, signature, args):
+        nothing, zero = constant(F32, value.lanes, float("-inf")), constant(F32, value.lanes, 0.0)
+        return map_tile(
+            builder, value, lambda x: builder.select(builder.fcmp_ordered("==", x, nothing), zero, x), args[0]
         )
-        return builder.select(inside, x, constant(F32, lanes, float("-inf")))
 
-    return value(value, index, types.float32, types.float32), codegen
-
-
-@intrinsic
-def max_lane(typingctx, value):
-    def codegen(context, builder, signature, args):
-        return fold_lanes(builder, args[0], lambda a, b: larger(builder, a, b))
-
-    return types.float32(value), codegen
+    return value(value), codegen
 
 
 @intrinsic
-def sum_lanes(typingctx, value):
+def clamp(typingctx, value, bound):
+    """``value`` held within ± ``bound``; NaN stays NaN."""
+
     def codegen(context, builder, signature, args):
-        return fold_lanes(builder, args[0], builder.fadd)
+        high = broadcast(builder, args[1], value.lanes)
+        low = builder.fsub(constant(F32, value.lanes, -0.0), high)
 
-    return types.float32(value), codegen
+        def emit(x):
+            x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+            return builder.select(builder.fcmp_ordered("<", x, low), low, x)
+
+        return map_tile(builder, value, emit, args[0])
+
+    return value(value, types.float32), codegen
 
 
-_EXP2 = (1.0, 0.6931471825, 0.24022650719, 0.05550357327, 0.009618237615, 0.001339527546, 0.0001535064)
-"""2^f on [-0.5, 0.5], degree 6: relative error 1e-7 (minimax, coefficients rounded to float32)."""
-_ROUNDING = 12582912.0  # 1.5 · 2^23: adding it rounds to an integer, held in the lowest bits
+_EXP2_PRECISE = (1.0, 0.693146944, 0.240221202, 0.0555071309, 0.00967554189, 0.00132764725)
+"""2^f on [-0.5, 0.5]: relative error 1.5e-7."""
+_EXP2_COARSE = (0.999999285, 0.693121791, 0.240247443, 0.0559178628, 0.00957010221)
+"""Relative error 2.6e-6, for what is rounded to bfloat16 anyway."""
+_ROUNDING = 12582912.0 + 127.0  # 1.5 · 2^23 + the exponent's bias: the sum's lowest bits are a biased exponent
+
+
+def emit_exp2(builder, value, has_fma: bool, coefficients):
+    lanes = value.type.count
+    low = constant(F32, lanes, -127.0)
+    x = builder.select(builder.fcmp_ordered("<", value, low), low, value)
+    shifted = builder.fadd(x, constant(F32, lanes, _ROUNDING))
+    fraction = builder.fsub(x, builder.fsub(shifted, constant(F32, lanes, _ROUNDING)))
+    exponent = builder.shl(builder.bitcast(shifted, vec(I32, lanes)), constant(I32, lanes, 23))
+    result = constant(F32, lanes, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        result = multiply_add(builder, result, fraction, constant(F32, lanes, coefficient), has_fma)
+    return builder.fmul(result, builder.bitcast(exponent, vec(F32, lanes)))
 
 
 @intrinsic
 def exp2(typingctx, variant, value):
     """2^x for x <= 127; 0 where x <= -127, minus infinity included; NaN stays NaN."""
+    shape = variant.variant
+    coarse = shape.dot in ("bf16", "tile") and shape.p_planes == 1
 
     def codegen(context, builder, signature, args):
-        lanes, has_fma = value.lanes, variant.variant.has_fma
-        low = constant(F32, lanes, -127.0)
-        x = builder.select(builder.fcmp_ordered("<", args[1], low), low, args[1])
-        shifted = builder.fadd(x, constant(F32, lanes, _ROUNDING))
-        fraction = builder.fsub(x, builder.fsub(shifted, constant(F32, lanes, _ROUNDING)))
-        exponent = builder.add(builder.bitcast(shifted, vec(I32, lanes)), constant(I32, lanes, 127))
-        power = builder.bitcast(builder.shl(exponent, constant(I32, lanes, 23)), vec(F32, lanes))
-        result = constant(F32, lanes, _EXP2[-1])
-        for coefficient in reversed(_EXP2[:-1]):
-            result = multiply_add(builder, result, fraction, constant(F32, lanes, coefficient), has_fma)
-        return builder.fmul(result, power)
+        coefficients = _EXP2_COARSE if coarse else _EXP2_PRECISE
+        return map_tile(builder, value, lambda x: emit_exp2(builder, x, shape.has_fma, coefficients), args[1])
 
     return value(variant, value), codegen
+
+
+@intrinsic
+def exp2_scalar(typingctx, variant, value):
+    """The same for one number, always precise."""
+
+    def codegen(context, builder, signature, args):
+        vector = broadcast(builder, args[1], 4)
+        power = emit_exp2(builder, vector, variant.variant.has_fma, _EXP2_PRECISE)
+        return builder.extract_element(power, I32(0))
+
+    return types.float32(variant, types.float32), codegen
+
+
+@njit(nogil=True, cache=True)
+def tanh(variant, x):
+    """tanh, to about 3e-7 of 1."""
+    one = splat(variant, np.float32(1))
+    power = exp2(variant, clamp(x, np.float32(15)) * splat(variant, np.float32(2 * 1.4426950408889634)))
+    return one - splat(variant, np.float32(2)) / (power + one)
 
 
 # --- memory ------------------------------------------------------------------------------------------------------
@@ -386,6 +465,67 @@ def prefetch(typingctx, address):
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_rows(typingctx, variant, address, row_bytes):
+    """A column from memory: one vector of float32 a row, ``row_bytes`` (a constant; 0: all the same) apart."""
+    result, stride = column_type(variant), row_bytes.literal_value
+
+    def codegen(context, builder, signature, args):
+        if stride == 0:
+            value = load_at(builder, args[1], result.vector)
+            return make_tile(builder, result, lambda row, vector: value)
+        return make_tile(builder, result, lambda row, vector: load_at(builder, args[1], result.vector, row * stride))
+
+    return result(variant, types.int64, row_bytes), codegen
+
+
+@intrinsic(prefer_literal=True)
+def store_rows(typingctx, value, address, row_bytes):
+    """A column to memory."""
+    stride = row_bytes.literal_value
+
+    def codegen(context, builder, signature, args):
+        for row in range(value.rows):
+            store_at(builder, builder.extract_value(args[0], row), args[1], row * stride)
+        return context.get_dummy_value()
+
+    return types.void(value, types.int64, row_bytes), codegen
+
+
+@intrinsic
+def load_scalars(typingctx, variant, address):
+    """A column each of whose rows repeats one float32: row r's is the r-th at ``address``."""
+    result = column_type(variant)
+
+    def codegen(context, builder, signature, args):
+        return make_tile(
+            builder, result,
+            lambda row, vector: broadcast(builder, load_at(builder, args[1], F32, 4 * row), result.lanes),
+        )  # fmt: skip
+
+    return result(variant, types.int64), codegen
+
+
+def _lane_fold(combine):
+    @intrinsic
+    def fold(typingctx, value, address):
+        def codegen(context, builder, signature, args):
+            for row in range(value.rows):
+                folded = fold_lanes(builder, builder.extract_value(args[0], row), lambda a, b: combine(builder, a, b))
+                store_at(builder, folded, args[1], 4 * row)
+            return context.get_dummy_value()
+
+        return types.void(value, types.int64), codegen
+
+    return fold
+
+
+store_row_maxima = _lane_fold(larger)
+"""The largest lane of each row, to consecutive float32."""
+store_row_sums = _lane_fold(lambda builder, a, b: builder.fadd(a, b))
+"""The sum of each row's lanes, to consecutive float32."""
 
 
 def _scalar_memory(numba_type, ir_type):
@@ -447,42 +587,10 @@ def float_of(typingctx, bits):
 
 
 @intrinsic
-def lane0(typingctx, value):
-    """The first lane."""
+def keep_alive(typingctx, array):
+    """Nothing, but a mention: Numba frees an array after its last one, even where others know its address."""
 
     def codegen(context, builder, signature, args):
-        return builder.extract_element(args[0], I32(0))
+        return context.get_dummy_value()
 
-    return types.float32(value), codegen
-
-
-@intrinsic
-def unless_zero(typingctx, condition, value):
-    """``value`` where ``condition`` isn't zero, zero elsewhere (even where ``value`` is NaN)."""
-
-    def codegen(context, builder, signature, args):
-        zero = constant(F32, value.lanes, 0.0)
-        return builder.select(builder.fcmp_ordered("==", args[0], zero), zero, args[1])
-
-    return value(condition, value), codegen
-
-
-@intrinsic
-def clamp(typingctx, value, bound):
-    """``value`` held within ± ``bound``; NaN stays NaN."""
-
-    def codegen(context, builder, signature, args):
-        high = broadcast(builder, args[1], value.lanes)
-        low = builder.fsub(constant(F32, value.lanes, -0.0), high)
-        x = builder.select(builder.fcmp_ordered(">", args[0], high), high, args[0])
-        return builder.select(builder.fcmp_ordered("<", x, low), low, x)
-
-    return value(value, types.float32), codegen
-
-
-@njit(nogil=True, cache=True)
-def tanh(variant, x):
-    """tanh, to about 2e-7 of 1."""
-    one = splat(variant, np.float32(1))
-    power = exp2(variant, clamp(x, np.float32(15)) * splat(variant, np.float32(2 * 1.4426950408889634)))
-    return one - splat(variant, np.float32(2)) / (power + one)
+    return types.void(array), codegen

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""Register tiles: rows of queries (or weights) times vectors of cached words.
+"""Register tiles: rows of queries (or weights) times vectors of cached cells.
 
 Both matrix products of attention have the same inner step: a few vectors of **cells** from the cache (K: one dim word
 of many tokens; V: one token word of many dims), each multiplied with one broadcast operand word per query row::
@@ -11,30 +11,31 @@ An **operand row** is what the small side of the product looks like in memory, `
 
     dot "fma"    float32 elements
     dot "bf16"   bfloat16 elements of the high plane; the low plane (what rounding left over) PLANE_BYTES further
-    dot "int8"   the same with signed bytes: element ≈ unit · (128 · high + low)
-    + 2048       float32 unit, int32 bias sum, float32 rescale factor (``UNIT``, ``BIAS``, ``RESCALE``)
+    dot "int8"   the same with bytes: element ≈ unit · (128 · high + low) for queries, both planes signed, and
+                 unit · (256 · high + low) for weights, both planes unsigned; or one plane, unit · byte
+    + 2048       float32 unit, int32 bias (both of int8 only), float32 rescale factor (of weights only)
 """
 
 from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
-from numba.core.datamodel import models
-from numba.extending import intrinsic, register_model
+from numba.extending import intrinsic
 
 from cpu_kernels.simd import (
     F32,
     I8,
     I16,
     I32,
-    VecType,
+    TileType,
     broadcast,
     call,
     constant,
     emit_prefetch,
     load_at,
+    make_tile,
+    map_tile,
     multiply_add,
-    pointer,
     store_at,
     vec,
 )
@@ -45,9 +46,6 @@ PLANE_BYTES = 2 * MAX_OPERANDS
 UNIT, BIAS, RESCALE = (4 * MAX_OPERANDS + offset for offset in (0, 4, 8))
 ROW_BYTES = 4 * MAX_OPERANDS + 64
 """An odd number of cache lines, so that rows don't fall on the same cache sets."""
-MAX_INTEGER = 127 * 128
-"""The largest magnitude of 128 · high + low with both planes in signed bytes."""
-
 _ROUNDING = 12582912.0
 _ROUNDING_BITS = 0x4B400000
 
@@ -70,51 +68,22 @@ class _BFloat(ir.Type):
 BF16 = _BFloat()
 
 
-class TileType(types.Type):
-    """rows x vectors accumulators, float32 or int32."""
-
-    def __init__(self, rows: int, vectors: int, lanes: int, integer: bool) -> None:
-        self.rows, self.vectors, self.lanes, self.integer = rows, vectors, lanes, integer
-        super().__init__(name=f"Tile({rows}x{vectors},{'i' if integer else 'f'}32x{lanes})")
-
-    @property
-    def element(self) -> ir.Type:
-        return I32 if self.integer else F32
+def scores_type(shape) -> TileType:
+    return TileType(shape.rows, shape.score_vectors, shape.lanes, shape.dot == "int8")
 
 
-@register_model(TileType)
-class _TileModel(models.PrimitiveModel):
-    def __init__(self, manager, typ):
-        kind = ir.ArrayType(vec(typ.element, typ.lanes), typ.rows * typ.vectors)
-        super().__init__(manager, typ, kind)
+def values_type(shape) -> TileType:
+    return TileType(shape.rows, shape.value_vectors, shape.lanes, shape.dot == "int8")
 
 
-def _tile_maker(vectors_of):
-    @intrinsic
-    def make(typingctx, variant):
-        shape = variant.variant
-        result = TileType(shape.rows, vectors_of(shape), shape.lanes, shape.dot == "int8")
+@intrinsic
+def zero_scores(typingctx, variant):
+    result = scores_type(variant.variant)
 
-        def codegen(context, builder, signature, args):
-            return ir.Constant(context.get_value_type(result), None)
+    def codegen(context, builder, signature, args):
+        return ir.Constant(result.value, None)
 
-        return result(variant), codegen
-
-    return make
-
-
-zero_scores = _tile_maker(lambda shape: shape.score_vectors)
-zero_values = _tile_maker(lambda shape: shape.value_vectors)
-
-
-def _each(builder, tile_type, tile, emit):
-    """The tile with ``emit(row, vector, accumulator)`` in the place of each accumulator."""
-    for row in range(tile_type.rows):
-        for vector in range(tile_type.vectors):
-            index = row * tile_type.vectors + vector
-            value = emit(row, vector, builder.extract_value(tile, index))
-            tile = builder.insert_value(tile, value, index)
-    return tile
+    return result(variant), codegen
 
 
 # --- cells → operands of a product --------------------------------------------------------------------------------
@@ -132,7 +101,7 @@ def _half_to_float(builder, half, lanes: int):
     return builder.bitcast(builder.or_(bits, sign), kind)
 
 
-def _unpack(builder, shape, address, offset: int):
+def _unpack(builder, shape, address, offset: int, biased: bool):
     """The float32 vectors, one for each packed element, that a vector of cells holds."""
     lanes = shape.lanes
     if shape.dtype == "float32":
@@ -149,7 +118,8 @@ def _unpack(builder, shape, address, offset: int):
         high = builder.and_(cells, constant(I32, lanes, 0xFFFF0000))
         return [builder.bitcast(half, vec(F32, lanes)) for half in (low, high)]
     bits = 32 // shape.pack
-    flipped = builder.xor(cells, constant(I32, lanes, 0x80808080 if bits == 8 else 0x88888888))
+    signs = 0x88888888 if bits == 4 else 0x80808080
+    flipped = builder.xor(cells, constant(I32, lanes, signs)) if biased or bits == 4 else cells
     parts = []
     for element in range(shape.pack):
         top = 32 - bits - (8 * (element % 4) + 4 * (element // 4))
@@ -163,93 +133,114 @@ def _operand(builder, address, row: int, offset: int, lanes: int, element):
     return broadcast(builder, load_at(builder, address, element, row * ROW_BYTES + offset), lanes)
 
 
-def _accumulate_fma(builder, shape, tile_type, tile, operands, cells):
+def _multiply(builder, tile_type, tile, scalars, vectors, emit):
+    """tile[r][c] = emit(tile[r][c], scalars[r], vectors[c])"""
+    for row in range(tile_type.rows):
+        for vector in range(tile_type.vectors):
+            index = row * tile_type.vectors + vector
+            value = emit(builder.extract_value(tile, index), scalars[row], vectors[vector])
+            tile = builder.insert_value(tile, value, index)
+    return tile
+
+
+def _accumulate_fma(builder, shape, tile_type, tile, operands, cells, of_keys: bool):
     lanes = shape.lanes
-    vectors = [_unpack(builder, shape, cells, vector * lanes * shape.cell_bytes) for vector in range(tile_type.vectors)]
+    vectors = [
+        _unpack(builder, shape, cells, vector * lanes * shape.cell_bytes, of_keys)
+        for vector in range(tile_type.vectors)
+    ]
     for part in range(shape.pack):
         scalars = [_operand(builder, operands, row, 4 * part, lanes, F32) for row in range(tile_type.rows)]
-        tile = _each(
-            builder, tile_type, tile,
-            lambda row, vector, value, part=part, scalars=scalars: multiply_add(
-                builder, scalars[row], vectors[vector][part], value, shape.has_fma
-            ),
+        parts = [vector[part] for vector in vectors]
+        tile = _multiply(
+            builder, tile_type, tile, scalars, parts,
+            lambda value, scalar, vector: multiply_add(builder, scalar, vector, value, shape.has_fma),
         )  # fmt: skip
     return tile
 
 
-def _accumulate_bf16(builder, shape, tile_type, tile, operands, cells, planes: int):
+def _accumulate_bf16(builder, shape, tile_type, tile, operands, cells, of_keys: bool):
     kind = vec(BF16, 32)
     vectors = [load_at(builder, cells, kind, 64 * vector) for vector in range(tile_type.vectors)]
-    for plane in range(planes):
+    for plane in range(shape.q_planes if of_keys else shape.p_planes):
         scalars = [
             builder.bitcast(_operand(builder, operands, row, plane * PLANE_BYTES, 16, I32), kind)
             for row in range(tile_type.rows)
         ]
-        tile = _each(
-            builder, tile_type, tile,
-            lambda row, vector, value, scalars=scalars: call(
-                builder, "llvm.x86.avx512bf16.dpbf16ps.512", value.type,
-                [value, scalars[row], vectors[vector]],
+        tile = _multiply(
+            builder, tile_type, tile, scalars, vectors,
+            lambda value, scalar, vector: call(
+                builder, "llvm.x86.avx512bf16.dpbf16ps.512", value.type, [value, scalar, vector]
             ),
         )  # fmt: skip
     return tile
 
 
-def _accumulate_int8(builder, shape, tile_type, tile, operands, cells):
-    loaded = [load_at(builder, cells, vec(I32, 16), 64 * vector) for vector in range(tile_type.vectors)]
-    parts = [loaded]
-    if shape.dtype == "int4":
-        nibbles = constant(I32, 16, 0x0F0F0F0F)
-        parts = [
-            [builder.and_(cell, nibbles) for cell in loaded],
-            [builder.and_(builder.lshr(cell, constant(I32, 16, 4)), nibbles) for cell in loaded],
-        ]
-    for part, vectors in enumerate(parts):
+def _integer_cells(builder, shape, cells, vector: int, of_keys: bool):
+    """The byte vectors of a vector of cells: unsigned (and biased) for K, signed for V."""
+    loaded = load_at(builder, cells, vec(I32, 16), 64 * vector)
+    if shape.dtype == "int8":
+        return [loaded]
+    nibbles = constant(I32, 16, 0x0F0F0F0F)
+    halves = [loaded, builder.lshr(loaded, constant(I32, 16, 4))]
+    halves = [builder.and_(half, nibbles) for half in halves]
+    if of_keys:
+        return halves
+    bias = constant(I8, 64, 8)
+    return [builder.bitcast(builder.sub(builder.bitcast(half, vec(I8, 64)), bias), vec(I32, 16)) for half in halves]
+
+
+def _accumulate_int8(builder, shape, tile_type, tile, operands, cells, of_keys: bool):
+    vectors = [_integer_cells(builder, shape, cells, vector, of_keys) for vector in range(tile_type.vectors)]
+
+    def emit(value, scalar, vector):
+        pair = [vector, scalar] if of_keys else [scalar, vector]  # unsigned, signed
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", value.type, [value, *pair])
+
+    for part in range(len(vectors[0])):
         scalars = [_operand(builder, operands, row, 4 * part, 16, I32) for row in range(tile_type.rows)]
-        tile = _each(
-            builder, tile_type, tile,
-            lambda row, vector, value, vectors=vectors, scalars=scalars: call(
-                builder, "llvm.x86.avx512.vpdpbusd.512", value.type, [value, vectors[vector], scalars[row]]
-            ),
-        )  # fmt: skip
+        tile = _multiply(builder, tile_type, tile, scalars, [vector[part] for vector in vectors], emit)
     return tile
 
 
-def _accumulator(planes_of):
+def _accumulator(of_keys: bool):
     @intrinsic
     def accumulate(typingctx, variant, tile, operands, cells):
         shape = variant.variant
+        emit = {"bf16": _accumulate_bf16, "int8": _accumulate_int8, "fma": _accumulate_fma}[shape.dot]
 
         def codegen(context, builder, signature, args):
-            arguments = (builder, shape, tile, *args[1:])
-            if shape.dot == "bf16":
-                return _accumulate_bf16(*arguments, planes_of(shape))
-            if shape.dot == "int8":
-                return _accumulate_int8(*arguments)
-            return _accumulate_fma(*arguments)
+            return emit(builder, shape, tile, *args[1:], of_keys)
 
         return tile(variant, tile, types.int64, types.int64), codegen
 
     return accumulate
 
 
-accumulate_scores = _accumulator(lambda shape: shape.q_planes)
+accumulate_scores = _accumulator(True)
 """tile += (query operands of one dim word) · (K cells of one dim word)."""
-accumulate_values = _accumulator(lambda shape: shape.p_planes)
+accumulate_values = _accumulator(False)
 """tile += (weight operands of one token word) · (V cells of one token word)."""
 
 
-@intrinsic
-def begin_low_plane(typingctx, tile):
-    """Integer tiles: what the high plane summed up is worth 128 times the low plane's."""
+def _low_plane(bits: int):
+    @intrinsic
+    def begin_low_plane(typingctx, tile):
+        def codegen(context, builder, signature, args):
+            if not tile.integer:
+                return args[0]
+            shift = constant(I32, tile.lanes, bits)
+            return map_tile(builder, tile, lambda value: builder.shl(value, shift), args[0])
 
-    def codegen(context, builder, signature, args):
-        if not tile.integer:
-            return args[0]
-        seven = constant(I32, tile.lanes, 7)
-        return _each(builder, tile, args[0], lambda row, vector, value: builder.shl(value, seven))
+        return tile(tile), codegen
 
-    return tile(tile), codegen
+    return begin_low_plane
+
+
+begin_low_scores = _low_plane(7)
+"""Integer tiles: what the high plane summed up is worth 128 times the low plane's."""
+begin_low_values = _low_plane(8)
+"""The same, 256 times."""
 
 
 @intrinsic
@@ -265,13 +256,7 @@ def prefetch_cells(typingctx, variant, tile, address):
     return types.void(variant, tile, types.int64), codegen
 
 
-# --- tiles → memory -----------------------------------------------------------------------------------------------
-
-
-def _as_float(builder, tile, value, row: int, operands):
-    """An accumulator in units of its operand row, as float32."""
-    bias = _operand(builder, operands, row, BIAS, tile.lanes, I32)
-    return builder.sitofp(builder.sub(value, bias), vec(F32, tile.lanes))
+# --- tiles and memory ---------------------------------------------------------------------------------------------
 
 
 @intrinsic
@@ -280,52 +265,76 @@ def store_scores(typingctx, variant, tile, operands, address):
 
     def codegen(context, builder, signature, args):
         _, value, rows, target = args
-
-        def emit(row, vector, accumulator):
-            if tile.integer:
-                unit = _operand(builder, rows, row, UNIT, tile.lanes, F32)
-                result = builder.fmul(_as_float(builder, tile, accumulator, row, rows), unit)
-            else:
-                result = accumulator
-            store_at(builder, result, target, row * ROW_BYTES + vector * tile.lanes * 4)
-            return accumulator
-
-        _each(builder, tile, value, emit)
+        for row in range(tile.rows):
+            for vector in range(tile.vectors):
+                result = builder.extract_value(value, row * tile.vectors + vector)
+                if tile.integer:
+                    bias = _operand(builder, rows, row, BIAS, tile.lanes, I32)
+                    unit = _operand(builder, rows, row, UNIT, tile.lanes, F32)
+                    exact = builder.sitofp(builder.sub(result, bias), vec(F32, tile.lanes))
+                    result = builder.fmul(exact, unit)
+                store_at(builder, result, target, row * ROW_BYTES + vector * tile.lanes * 4)
         return context.get_dummy_value()
 
     return types.void(variant, tile, types.int64, types.int64), codegen
 
 
+def _row_addresses(builder, tile, address, stride):
+    return [builder.add(address, builder.mul(stride, stride.type(row))) for row in range(tile.rows)]
+
+
 @intrinsic
-def fold_values(typingctx, variant, tile, operands, state, row_bytes):
-    """state[r] = state[r] · rescale[r] + tile[r], in float32 [rows][row_bytes]."""
+def begin_values(typingctx, variant, operands, state, row_bytes, rescaling):
+    """The tile that a block's weights · V is added to: the state (times its rescale factor, if that's still due), or
+    zeros where products are summed in integers."""
+    result = values_type(variant.variant)
+
+    def codegen(context, builder, signature, args):
+        _, rows, address, stride, due = args
+        if result.integer:
+            return ir.Constant(result.value, None)
+        targets = _row_addresses(builder, result, address, stride)
+        factors = [
+            builder.select(due, load_at(builder, rows, F32, row * ROW_BYTES + RESCALE), F32(1.0))
+            for row in range(result.rows)
+        ]
+
+        def emit(row, vector):
+            old = load_at(builder, targets[row], result.vector, vector * result.lanes * 4)
+            return builder.fmul(old, broadcast(builder, factors[row], result.lanes))
+
+        return make_tile(builder, result, emit)
+
+    return result(variant, types.int64, types.int64, types.int64, types.boolean), codegen
+
+
+@intrinsic
+def end_values(typingctx, variant, tile, operands, state, row_bytes, rescaling):
+    """The tile back to the state, in float32 [rows][row_bytes]."""
     shape = variant.variant
 
     def codegen(context, builder, signature, args):
-        _, value, rows, address, stride = args
+        _, value, rows, address, stride, due = args
         lanes = tile.lanes
-        targets = [builder.add(address, builder.mul(stride, stride.type(row))) for row in range(tile.rows)]
-
-        def emit(row, vector, accumulator):
-            offset = vector * lanes * 4
-            old = load_at(builder, targets[row], vec(F32, lanes), offset)
-            rescale = _operand(builder, rows, row, RESCALE, lanes, F32)
+        targets = _row_addresses(builder, tile, address, stride)
+        for row in range(tile.rows):
             if tile.integer:
+                factor = builder.select(due, load_at(builder, rows, F32, row * ROW_BYTES + RESCALE), F32(1.0))
+                factor = broadcast(builder, factor, lanes)
                 unit = _operand(builder, rows, row, UNIT, lanes, F32)
-                new = _as_float(builder, tile, accumulator, row, rows)
-                result = multiply_add(builder, new, unit, builder.fmul(old, rescale), shape.has_fma)
-            else:
-                result = multiply_add(builder, old, rescale, accumulator, shape.has_fma)
-            store_at(builder, result, targets[row], offset)
-            return accumulator
-
-        _each(builder, tile, value, emit)
+            for vector in range(tile.vectors):
+                result = builder.extract_value(value, row * tile.vectors + vector)
+                if tile.integer:
+                    old = load_at(builder, targets[row], vec(F32, lanes), vector * lanes * 4)
+                    exact = builder.sitofp(result, vec(F32, lanes))
+                    result = multiply_add(builder, exact, unit, builder.fmul(old, factor), shape.has_fma)
+                store_at(builder, result, targets[row], vector * lanes * 4)
         return context.get_dummy_value()
 
-    return types.void(variant, tile, types.int64, types.int64, types.int64), codegen
+    return types.void(variant, tile, types.int64, types.int64, types.int64, types.boolean), codegen
 
 
-# --- vectors → operand rows ---------------------------------------------------------------------------------------
+# --- columns → operand rows ---------------------------------------------------------------------------------------
 
 
 def _round_to_bf16(builder, value):
@@ -336,50 +345,73 @@ def _round_to_bf16(builder, value):
     return bits, builder.bitcast(wide, vec(F32, 16))
 
 
-def _store_bf16(builder, value, address, planes: int):
+def _store_bf16(builder, value, address, offset: int, planes: int) -> None:
     bits, effective = _round_to_bf16(builder, value)
-    store_at(builder, bits, address, align=2)
-    if planes == 1:
-        return effective
-    bits, _ = _round_to_bf16(builder, builder.fsub(value, effective))
-    store_at(builder, bits, address, PLANE_BYTES, align=2)
-    return value
+    store_at(builder, bits, address, offset, align=2)
+    if planes > 1:
+        bits, _ = _round_to_bf16(builder, builder.fsub(value, effective))
+        store_at(builder, bits, address, offset + PLANE_BYTES, align=2)
 
 
-def _store_int8(builder, value, address):
+def _store_int8(builder, value, address, offset: int, planes: int, bits: int):
+    """``bits`` of each integer go to the low plane: 7 for signed planes, 8 for unsigned ones."""
     shifted = builder.bitcast(builder.fadd(value, constant(F32, 16, _ROUNDING)), vec(I32, 16))
     integer = builder.sub(shifted, constant(I32, 16, _ROUNDING_BITS))
-    seven = constant(I32, 16, 7)
-    high = builder.ashr(builder.add(integer, constant(I32, 16, 64)), seven)
-    low = builder.sub(integer, builder.shl(high, seven))
+    shift = constant(I32, 16, bits)
+    if planes == 1:
+        store_at(builder, builder.trunc(integer, vec(I8, 16)), address, offset, align=1)
+        return builder.sitofp(integer, vec(F32, 16))
+    if bits == 7:
+        high = builder.ashr(builder.add(integer, constant(I32, 16, 64)), shift)
+        low = builder.sub(integer, builder.shl(high, shift))
+    else:
+        high, low = builder.lshr(integer, shift), integer
     for plane, part in enumerate((high, low)):
-        store_at(builder, builder.trunc(part, vec(I8, 16)), address, plane * PLANE_BYTES, align=1)
+        store_at(builder, builder.trunc(part, vec(I8, 16)), address, offset + plane * PLANE_BYTES, align=1)
     return builder.sitofp(integer, vec(F32, 16))
 
 
-def _operand_store(planes_of):
-    @intrinsic
-    def store_operands(typingctx, variant, value, address):
-        shape = variant.variant
+@intrinsic
+def store_query(typingctx, variant, value, address):
+    """Write a column of query elements into operand rows; returns what integer planes hold."""
+    shape = variant.variant
 
-        def codegen(context, builder, signature, args):
-            _, vector, target = args
+    def codegen(context, builder, signature, args):
+        _, column, target = args
+
+        def emit(row, vector):
+            element, offset = builder.extract_value(column, row), row * ROW_BYTES
             if shape.dot in ("bf16", "tile"):
-                return _store_bf16(builder, vector, target, planes_of(shape))
-            if shape.dot == "int8":
-                return _store_int8(builder, vector, target)
-            store_at(builder, vector, target)
-            return vector
+                _store_bf16(builder, element, target, offset, shape.q_planes)
+            elif shape.dot == "int8":
+                return _store_int8(builder, element, target, offset, shape.q_planes, 7)
+            else:
+                store_at(builder, element, target, offset)
+            return element
 
-        return value(variant, value, types.int64), codegen
+        return make_tile(builder, value, emit)
 
-    return store_operands
+    return value(variant, value, types.int64), codegen
 
 
-store_query = _operand_store(lambda shape: shape.q_planes)
-"""Write a vector of query elements into an operand row; returns what the planes hold."""
-store_weights = _operand_store(lambda shape: shape.p_planes)
-"""The same for softmax weights."""
+@intrinsic
+def store_weights(typingctx, variant, value, address):
+    """Write a column of softmax weights into operand rows."""
+    shape = variant.variant
+
+    def codegen(context, builder, signature, args):
+        _, column, target = args
+        for row in range(value.rows):
+            element, offset = builder.extract_value(column, row), row * ROW_BYTES
+            if shape.dot in ("bf16", "tile"):
+                _store_bf16(builder, element, target, offset, shape.p_planes)
+            elif shape.dot == "int8":
+                _store_int8(builder, element, target, offset, shape.p_planes, 8)
+            else:
+                store_at(builder, element, target, offset)
+        return context.get_dummy_value()
+
+    return types.void(variant, value, types.int64), codegen
 
 
 @intrinsic
@@ -392,25 +424,3 @@ def copy_low_halves(typingctx, source, target):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
-
-
-__all__ = [
-    "MAX_INTEGER",
-    "MAX_OPERANDS",
-    "PLANE_BYTES",
-    "ROW_BYTES",
-    "TileType",
-    "VecType",
-    "accumulate_scores",
-    "accumulate_values",
-    "begin_low_plane",
-    "copy_low_halves",
-    "fold_values",
-    "pointer",
-    "prefetch_cells",
-    "store_query",
-    "store_scores",
-    "store_weights",
-    "zero_scores",
-    "zero_values",
-]

@@ -1,0 +1,96 @@
+# mypy: ignore-errors
+# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
+"""Pure reads of memory: the ceiling that attention is measured against."""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from cpu_kernels.simd import I32, TileType, as_record, emit_prefetch, fold_lanes, keep_alive, load_at, store_i64, vec
+from cpu_kernels.team import run_units
+
+READ_JOB = np.dtype([(name, np.int64) for name in ("address", "num_bytes", "unit_bytes", "ahead", "sink")])
+STEP_BYTES = 512
+
+
+@intrinsic
+def _nothing_read(typingctx, variant):
+    lanes = variant.variant.lanes
+    result = TileType(1, STEP_BYTES // (4 * lanes), lanes, True)
+
+    def codegen(context, builder, signature, args):
+        return ir.Constant(result.value, None)
+
+    return result(variant), codegen
+
+
+@intrinsic
+def _read_step(typingctx, tile, address):
+    """tile ^= the next STEP_BYTES"""
+
+    def codegen(context, builder, signature, args):
+        value, source = args
+        for index in range(tile.vectors):
+            line = load_at(builder, source, vec(I32, tile.lanes), 4 * tile.lanes * index)
+            value = builder.insert_value(value, builder.xor(builder.extract_value(value, index), line), index)
+        return value
+
+    return tile(tile, types.int64), codegen
+
+
+@intrinsic
+def _fold(typingctx, tile):
+    def codegen(context, builder, signature, args):
+        total = builder.extract_value(args[0], 0)
+        for index in range(1, tile.vectors):
+            total = builder.xor(total, builder.extract_value(args[0], index))
+        return builder.sext(fold_lanes(builder, total, builder.xor), context.get_value_type(types.int64))
+
+    return types.int64(tile), codegen
+
+
+@intrinsic
+def _prefetch_step(typingctx, address):
+    def codegen(context, builder, signature, args):
+        for offset in range(0, STEP_BYTES, 64):
+            emit_prefetch(builder, args[0], offset)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@njit(nogil=True, cache=True)
+def read_unit(variant, job_address, unit, scratch):
+    """Read one stretch of memory, asking for what lies ``ahead`` bytes further (0: leave it to the hardware)."""
+    job = as_record(job_address, READ_JOB)
+    begin = job.address + unit * job.unit_bytes
+    end = min(job.address + job.num_bytes, begin + job.unit_bytes)
+    tile = _nothing_read(variant)
+    if job.ahead > 0:
+        for address in range(begin, end, STEP_BYTES):
+            _prefetch_step(address + job.ahead)
+            tile = _read_step(tile, address)
+    else:
+        for address in range(begin, end, STEP_BYTES):
+            tile = _read_step(tile, address)
+    store_i64(job.sink + 8 * unit, _fold(tile))
+
+
+@njit(nogil=True, cache=True)
+def run_read(entry, team, scratch, memory, unit_bytes, ahead):
+    """Read all of ``memory`` (uint8, a multiple of STEP_BYTES), ``unit_bytes`` at a time. Returns the xor of all."""
+    jobs = np.zeros(1, READ_JOB)
+    job = jobs[0]
+    num_units = (memory.size + unit_bytes - 1) // unit_bytes
+    sink = np.zeros(num_units, np.int64)
+    job.address, job.num_bytes, job.unit_bytes = memory.ctypes.data, memory.size, unit_bytes
+    job.ahead, job.sink = ahead, sink.ctypes.data
+    run_units(team, entry, jobs.ctypes.data, num_units, scratch)
+    keep_alive(jobs)
+    total = np.int64(0)
+    for unit in range(num_units):
+        total ^= sink[unit]
+    return total
