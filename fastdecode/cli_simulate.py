@@ -78,12 +78,18 @@ def _add_schedule(group: Any) -> None:
         ("--prefill-chunk", int, default.prefill_chunk, "N", "most prompt tokens of one sequence in a step"),
         ("--max-step-tokens", int, None, "N", "most tokens of a lane's step; default: B + 2048, or B + a chunk"),
         ("--load-limit", int, None, "W", "W_lim in tokens; default: the load whose R-part takes as long as the S-part"),
-        ("--target-length", int, None, "S", "for fixed intervals; default: the longest in the trace"),
+        ("--target-length", int, None, "S", "tokens generated, for fixed intervals; default: the trace's mean"),
         ("--interval", int, None, "F", "for fixed intervals, in steps; default: S/16, or S/B if that is longer"),
-        ("--length-quantile", float, None, "Q", "learn output lengths; default: each may run to its max_tokens"),
+        ("--length-quantile", float, None, "Q", "reserve blocks by this quantile of lengths; default: for max_tokens"),
     ):
         shown = "" if value is None else " (default: %(default)s)"
         group.add_argument(flag, type=kind, default=value, metavar=metavar, help=text + shown)
+    group.add_argument(
+        "--learn-lengths",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="project load by the lengths of finished requests, not by max_tokens (default: yes)",
+    )
     group.add_argument(
         "--cold-start", default=default.cold_start, choices=COLD_STARTS, help="of stabilized (default: %(default)s)"
     )
@@ -105,7 +111,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     trace = read_trace(args.trace)
     outcomes: dict[str, Outcome] = {}
     for mode in modes:
-        options = _options(args, mode, trace.longest)
+        options = _options(args, mode, round(trace.mean_output_tokens))
         scheduler = make_scheduler(options, worker_blocks, args.block_size, times)
         simulator = Simulator(
             trace,
@@ -160,7 +166,7 @@ def _modes(text: str) -> list[Mode]:
     return modes
 
 
-def _options(args: argparse.Namespace, mode: Mode, longest: int) -> ScheduleOptions:
+def _options(args: argparse.Namespace, mode: Mode, mean_length: int) -> ScheduleOptions:
     max_step_tokens = args.max_step_tokens
     if max_step_tokens is None:
         max_step_tokens = args.max_num_sequences + max(2048, args.prefill_chunk)
@@ -171,8 +177,9 @@ def _options(args: argparse.Namespace, mode: Mode, longest: int) -> ScheduleOpti
         max_step_tokens=max_step_tokens,
         num_lanes=args.lanes,
         load_limit=args.load_limit,
-        target_length=longest if args.target_length is None else args.target_length,
+        target_length=mean_length if args.target_length is None else args.target_length,
         interval=args.interval,
         cold_start=args.cold_start,
+        learn_lengths=args.learn_lengths,
         length_quantile=args.length_quantile,
     )

@@ -159,7 +159,7 @@ class Simulator:
         while self._coming and self._coming[0].arrival <= now and self._scheduler.num_waiting < _QUEUE_AHEAD:
             traced = self._coming.popleft()
             sequence_id, self._num_arrived = self._num_arrived, self._num_arrived + 1
-            request = _request(traced.num_prompt_tokens, traced.max_tokens)
+            request = _request(traced)
             try:
                 self._scheduler.add([Sequence.of(sequence_id, request, 0)])
             except CapacityError:
@@ -261,8 +261,10 @@ def _prompt(num_tokens: int) -> tuple[int, ...]:
     return (0,) * num_tokens
 
 
-_PARAMS = SamplingParams()
+_KNOWN, _UNKNOWN = SamplingParams(ignore_eos=True), SamplingParams()
 
 
-def _request(num_prompt_tokens: int, max_tokens: int) -> Request:
-    return Request("", _prompt(num_prompt_tokens), _PARAMS, max_tokens, seed=0)
+def _request(traced: TracedRequest) -> Request:
+    """Its length is known to the scheduler if it runs to its max_tokens."""
+    params = _KNOWN if traced.num_output_tokens == traced.max_tokens else _UNKNOWN
+    return Request("", _prompt(traced.num_prompt_tokens), params, traced.max_tokens, seed=0)

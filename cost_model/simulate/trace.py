@@ -2,7 +2,7 @@
 
 A line is ``{"num_prompt_tokens": 512, "num_output_tokens": 128}`` and may say more:
 
-``max_tokens``                     what the scheduler knows of the output's length; as long as the output if absent
+``max_tokens``                     all that the scheduler knows of the output's length; if absent, it knows the length
 ``arrival_s`` or ``arrival_step``  when the request arrives, in seconds or in steps, the same for all lines; 0 if absent
 """
 
@@ -31,12 +31,8 @@ class TracedRequest:
     num_prompt_tokens: int
     num_output_tokens: int
     max_tokens: int
-    """At least ``num_output_tokens``: the scheduler only knows this."""
+    """At least ``num_output_tokens``. If they are equal, the scheduler knows the length."""
     arrival: float = 0.0
-
-    @property
-    def max_cached_tokens(self) -> int:
-        return self.num_prompt_tokens + self.max_tokens - 1
 
 
 @dataclass(frozen=True)
@@ -48,9 +44,8 @@ class Trace:
     """Of ``arrival``."""
 
     @property
-    def longest(self) -> int:
-        """Most tokens that a request may have cached at its end."""
-        return max(request.max_cached_tokens for request in self.requests)
+    def mean_output_tokens(self) -> float:
+        return sum(request.num_output_tokens for request in self.requests) / len(self.requests)
 
 
 def read_trace(path: Path) -> Trace:

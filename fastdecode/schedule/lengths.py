@@ -39,17 +39,17 @@ class LongestLengths:
 class LearntLengths:
     """Mean and quantile of the lengths seen lately, among those that got longer than the sequence at hand is.
 
-    Until enough are known to have got that far, max_tokens. Sequences that were cancelled, or cut off by a low
-    max_tokens, count with the length they had.
+    Until enough are known to have got that far, max_tokens; and always for a sequence that nothing else can end.
+    Sequences that were cancelled, or cut off by a low max_tokens, count with the length they had.
 
     Args:
-        quantile: the part of sequences that are expected to end within ``safe``.
+        quantile: the part of sequences that are to end within ``safe``; None: that is max_tokens.
         window: how many of the last finished sequences count.
         min_observed: fewer give no forecast.
     """
 
-    def __init__(self, quantile: float = 0.9, *, window: int = 1024, min_observed: int = 32) -> None:
-        assert 0 < quantile <= 1 and 1 <= min_observed <= window
+    def __init__(self, quantile: float | None = None, *, window: int = 1024, min_observed: int = 32) -> None:
+        assert (quantile is None or 0 < quantile <= 1) and 1 <= min_observed <= window
         self._quantile = quantile
         self._window = window
         self._min_observed = min_observed
@@ -61,6 +61,8 @@ class LearntLengths:
         return min(sequence.request.max_tokens, round(sum(longer) / len(longer)))
 
     def safe(self, sequence: Sequence) -> int:
+        if self._quantile is None:
+            return sequence.request.max_tokens
         longer = self._longer(sequence)
         return min(sequence.request.max_tokens, longer[math.ceil(self._quantile * len(longer)) - 1])
 
@@ -72,5 +74,7 @@ class LearntLengths:
 
     def _longer(self, sequence: Sequence) -> list[int]:
         """Lengths above the sequence's own so far, ascending."""
+        params = sequence.request.params
+        ends_at_max = params.ignore_eos and not params.stop and not params.stop_token_ids
         longer = self._ascending[bisect_right(self._ascending, sequence.num_generated) :]
-        return longer if len(longer) >= self._min_observed else [sequence.request.max_tokens]
+        return [sequence.request.max_tokens] if ends_at_max or len(longer) < self._min_observed else longer

@@ -26,9 +26,7 @@ def make_scheduler(
         ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
     """
     capacity = tuple(blocks * block_size for blocks in worker_blocks)
-    lengths: LengthPredictor = LongestLengths()
-    if options.length_quantile is not None:
-        lengths = LearntLengths(options.length_quantile)
+    lengths: LengthPredictor = LearntLengths(options.length_quantile) if options.learn_lengths else LongestLengths()
     return ContinuousScheduler(
         BlockLedger(worker_blocks, block_size),
         [_admission(options, capacity, times) for _ in range(options.num_lanes)],

@@ -38,14 +38,18 @@ class ScheduleOptions:
     """W_lim in tokens, over all lanes and R-workers; None: what step times say, else half of what a full batch has
     if all of it ends together."""
     target_length: int | None = None
-    """S: tokens that a sequence typically reaches, prompt included. Only fixed intervals need it."""
+    """S: steps that a sequence typically takes, which is the tokens that it generates. Only fixed intervals need it."""
     interval: int | None = None
     """F in steps, for fixed intervals; None: S/16, or S/B if that is longer."""
     cold_start: ColdStartMode = "headroom"
     """How ``stabilized`` fills an empty lane: the way it goes on later, by leaving room for those that are still to
     start; by raising the load limit; at fixed intervals; or at once."""
+    learn_lengths: bool = True
+    """Project load by the lengths of finished requests; else every sequence may run to its max_tokens, which keeps the
+    load below its limit at all times, and far below it where most end early."""
     length_quantile: float | None = None
-    """Forecast lengths by this quantile of those seen; None: every sequence may run to its max_tokens."""
+    """Reserve KV blocks by this quantile of those lengths, not for max_tokens; where it is exceeded and blocks run out,
+    sequences are suspended and recomputed."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -64,9 +68,13 @@ class ScheduleOptions:
             )
         if self.length_quantile is not None and not 0 < self.length_quantile <= 1:
             raise ConfigError(f"length_quantile={self.length_quantile} is not above 0 and at most 1")
+        if self.length_quantile is not None and not self.learn_lengths:
+            raise ConfigError(f"length_quantile={self.length_quantile} needs learn_lengths")
         needs_length = self.mode == "fixed-f" or (self.mode == "stabilized" and self.cold_start == "fixed-f")
         if needs_length and self.target_length is None:
-            raise ConfigError("fixed intervals need target_length (--target-length): tokens that a sequence reaches")
+            raise ConfigError(
+                "fixed intervals need target_length (--target-length): tokens that a sequence typically generates"
+            )
 
     @staticmethod
     def _check_int(name: str, value: object) -> None:

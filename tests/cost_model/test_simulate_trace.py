@@ -25,7 +25,7 @@ def test_reads_requests_in_order_of_arrival(tmp_path: Path) -> None:
     trace = read_trace(path)
     assert trace.unit == "s"
     assert trace.requests == (TracedRequest(3, 4, 4, 0), TracedRequest(1, 2, 9, 0.5), TracedRequest(5, 7, 7, 2.5))
-    assert trace.longest == 11
+    assert trace.mean_output_tokens == pytest.approx(13 / 3)
 
 
 def test_arrivals_may_be_steps() -> None:

@@ -124,6 +124,26 @@ def test_fixed_f_peaks_at_the_closed_form() -> None:
     assert len(outcome.steps) == (30 * 32 // 2 - 1) * 8 + 128
 
 
+def test_learnt_lengths_make_up_for_high_max_tokens() -> None:
+    rng = random.Random(1)
+    lengths = [1 + min(199, int(rng.expovariate(1 / 40))) for _ in range(600)]
+    requests = [TracedRequest(1, length, 200) for length in lengths]
+    known, learnt, bound = (
+        simulate(
+            [TracedRequest(1, r.num_output_tokens, r.num_output_tokens) for r in requests] if i == 0 else requests,
+            constant(0.010, 0.010 / 1000),
+            mode="stabilized",
+            max_num_sequences=64,
+            max_step_tokens=64 + 512,
+            learn_lengths=i < 2,
+        )
+        for i in range(3)
+    )
+    assert bound.total_s > 1.5 * learnt.total_s
+    assert learnt.total_s < 1.15 * known.total_s
+    assert learnt.num_suspended == bound.num_suspended == 0
+
+
 def test_load_goes_where_it_is_fast() -> None:
     rng = random.Random(0)
     lengths = [rng.randint(20, 200) for _ in range(300)]

@@ -9,8 +9,8 @@ from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.schedule.lengths import LearntLengths, LongestLengths
 
 
-def sequence(num_generated: int, max_tokens: int) -> Sequence:
-    request = Request("r", (1, 2, 3), SamplingParams(), max_tokens, seed=0)
+def sequence(num_generated: int, max_tokens: int, params: SamplingParams | None = None) -> Sequence:
+    request = Request("r", (1, 2, 3), params or SamplingParams(), max_tokens, seed=0)
     return Sequence(0, request, 0, [0] * (3 + num_generated))
 
 
@@ -30,6 +30,23 @@ def test_learns_mean_and_quantile_of_those_that_got_as_far() -> None:
     assert lengths.safe(sequence(40, 500)) == 300
     assert lengths.expected(sequence(40, 500)) == 250
     assert lengths.safe(sequence(100, 500)) == 500, "three are too few"
+
+
+def test_without_a_quantile_only_the_load_is_forecast() -> None:
+    lengths = LearntLengths(min_observed=2)
+    for length in (10, 20):
+        lengths.observe(sequence(length, 500))
+    assert (lengths.expected(sequence(0, 500)), lengths.safe(sequence(0, 500))) == (15, 500)
+
+
+def test_the_length_of_what_only_max_tokens_can_end_is_known() -> None:
+    lengths = LearntLengths(0.5, min_observed=2)
+    for length in (10, 20):
+        lengths.observe(sequence(length, 500))
+    known = sequence(0, 500, SamplingParams(ignore_eos=True))
+    assert lengths.expected(known) == lengths.safe(known) == 500
+    stopped = sequence(0, 500, SamplingParams(ignore_eos=True, stop=("x",)))
+    assert (lengths.expected(stopped), lengths.safe(stopped)) == (15, 10)
 
 
 @settings(max_examples=300, deadline=None)
