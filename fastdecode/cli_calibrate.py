@@ -1,7 +1,7 @@
 """``fastdecode calibrate``: measure this machine, for ``fastdecode size`` to plan with.
 
 ``s`` measures the S-part of a model on a device and needs torch; ``r`` measures the R-part of its head shape on this
-host and does not.
+host, ``net`` the way to an R-worker of an MPI job and back; these do not.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ def add_calibrate(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "calibrate",
         help="measure this machine, to plan with `fastdecode size`",
-        description="Measure the S-part on a device (s), or the R-part on a host (r), into a profile for `size`.",
+        description="Measure the S-part on a device (s), the R-part on a host (r), or the network between an S-worker "
+        "and an R-worker (net), into a profile for `size`.",
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     _add_s(kinds)
     _add_r(kinds)
+    _add_net(kinds)
 
 
 def _add_s(kinds: Any) -> None:
@@ -46,15 +48,31 @@ def _add_r(kinds: Any) -> None:
     parser.add_argument("--max-memory-gb", type=float, default=2.0, metavar="GB", help="while measuring (default: 2)")
 
 
+def _add_net(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "net",
+        help="round trip, bandwidth and cost of a message to an R-worker, over MPI",
+        description="Measure the way to the first R-worker of an MPI job: "
+        "mpirun -n 1 fastdecode calibrate net ... : -n 1 fastdecode r-worker",
+    )
+    parser.set_defaults(run=run_calibrate_net)
+    _add_common(parser, "model directory, config.json, or a name that `size` knows: its head shape is sent")
+    parser.add_argument("--batches", type=_sizes, metavar="N,N,...", help="sequences (default: 1,16,64,256,1024)")
+
+
 def _add_shared(parser: argparse.ArgumentParser, model: str) -> None:
-    parser.add_argument("--model", required=True, metavar="M", help=model)
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the profile, JSON")
-    parser.add_argument("--dtype", default="auto", help="weights and activations; auto is the checkpoint's")
+    _add_common(parser, model)
     parser.add_argument("--kv-dtype", default="auto", help="KV cache; auto is --dtype")
     parser.add_argument("--block-size", type=int, default=32, metavar="N", help="tokens in a KV block (default: 32)")
     parser.add_argument("--r-workers", type=int, default=1, metavar="N", help="R-workers of this host (default: 1)")
     parser.add_argument("--r-threads", type=int, metavar="N", help="threads of each; default: the cores shared out")
     parser.add_argument("--kv-memory-gb", type=float, metavar="GB", help="KV cache of each R-worker in earnest")
+
+
+def _add_common(parser: argparse.ArgumentParser, model: str) -> None:
+    parser.add_argument("--model", required=True, metavar="M", help=model)
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the profile, JSON")
+    parser.add_argument("--dtype", default="auto", help="weights and activations; auto is the checkpoint's")
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="of each size (default: 9)")
     parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
 
@@ -145,6 +163,44 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
         f"{fit.relative_error:.1%}"
     )
     tell(f"wrote {args.out}; use it with: fastdecode size --cpu {args.out}")
+    return 0
+
+
+def run_calibrate_net(args: argparse.Namespace) -> int:
+    """Measure the way to the first R-worker of this MPI job. Returns the exit code."""
+    from cost_model.shapes import read_model
+    from cost_model.stages import Link
+    from fastdecode.core.dtype import DType
+    from fastdecode.core.machine import this_machine
+    from fastdecode.core.measurement import NetProfile, write_profile
+    from fastdecode.wire import mpi_job
+    from fastdecode.wire.measure import measure_link
+    from fastdecode.wire.messages import Shutdown
+    from fastdecode.wire.mpi import connect_workers
+
+    _check_repeats(args)
+    spec = read_model(args.model)
+    dtype = spec.dtype if args.dtype == "auto" else DType.parse(args.dtype)
+    job = mpi_job.join()
+    hub = connect_workers(job)
+    batches = args.batches or (1, 16, 64, 256, 1024)
+    try:
+        times = measure_link(
+            hub.connections[0], spec.kv_spec(dtype), spec.attention[0], dtype, batches, repeats=args.repeats
+        )
+    finally:
+        for connection in hub.connections:
+            connection.send(Shutdown())
+        hub.close()
+    machine = this_machine("network", ("numpy", "mpi4py", "fastdecode"))
+    profile = NetProfile(machine, f"MPI ({job.library})", times.transfer, times.round_trip, times.message)
+    write_profile(args.out, profile)
+    link = Link.from_profile(profile)
+    tell(
+        f"  round trip {link.round_trip_s * 1e6:.3g} us, {link.bytes_per_s / 1e9:.3g} GB/s each way, a message costs "
+        f"the S-worker's thread {link.message_s * 1e6:.3g} us"
+    )
+    tell(f"wrote {args.out}; use it with: fastdecode size --nic {args.out}")
     return 0
 
 

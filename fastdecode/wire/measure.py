@@ -1,0 +1,185 @@
+"""Measures the way to one R-worker and back, in the messages that decode steps are made of.
+
+What counts is what the S-worker sees: from handing over an ``Attend`` to having its ``AttendResult``, less the seconds
+that the R-worker says it computed. Codec, transport, wire and both loops are in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ProtocolError, WorkerError
+from fastdecode.core.measurement import Point, Timing
+from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.wire.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Attend,
+    AttendResult,
+    BeginStep,
+    CloseSequence,
+    Failed,
+    FromRWorker,
+    Hello,
+    OpenSequence,
+    Refused,
+    ToRWorker,
+    Welcome,
+)
+from fastdecode.wire.transport import Connection
+
+T = TypeVar("T")
+RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
+
+NUM_LAYERS = 6
+"""Of a step: its first layer isn't counted, since the step's beginning travels before it."""
+WARM_UP_STEPS = 2
+TIMEOUT_S = 60.0
+SETTLE_S = 5e-3
+"""Longer than a small answer takes."""
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """As the fields of the same names in ``fastdecode.core.measurement.NetProfile``."""
+
+    transfer: tuple[Point, ...]
+    round_trip: Timing
+    message: Timing
+
+
+def measure_link(
+    connection: RConnection,
+    kv: KVSpec,
+    attention: AttentionSpec,
+    activation_dtype: DType,
+    batches: Sequence[int],
+    *,
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+    wait: Callable[[float], None] = time.sleep,
+) -> LinkTimes:
+    """Time round trips to a fresh R-worker.
+
+    Args:
+        kv, attention: the head shape; the R-worker is greeted with a few layers of it.
+        batches: sequences whose q, k, v go out and whose o comes back.
+        repeats: steps of each batch, after ``WARM_UP_STEPS``.
+
+    Raises:
+        WorkerError: the R-worker refused, failed, or didn't answer in time.
+    """
+    few = replace(kv, num_layers=NUM_LAYERS)
+    hello = Hello(PROTOCOL_VERSION, "measured", few, (attention,) * NUM_LAYERS, activation_dtype)
+    _expect(_ask(connection, hello), Welcome)
+    transfer = []
+    for batch in batches:
+        peer = _Peer(connection, batch, attention, activation_dtype, clock)
+        peer.open(WARM_UP_STEPS + repeats)
+        seconds = [peer.step() for _ in range(WARM_UP_STEPS + repeats)]
+        peer.close()
+        trips = [trip for step in seconds[WARM_UP_STEPS:] for trip in step]
+        transfer.append(Point(peer.bytes_one_way, Timing(tuple(trip / 2 for trip in trips))))
+    single = _Peer(connection, 1, attention, activation_dtype, clock)
+    single.open(WARM_UP_STEPS + 2 * repeats)
+    trips = [trip for _ in range(WARM_UP_STEPS + repeats) for trip in single.step()]
+    costs = [cost for _ in range(repeats) for cost in single.step_at_leisure(wait)]
+    single.close()
+    return LinkTimes(tuple(transfer), Timing(tuple(trips[WARM_UP_STEPS:])), Timing(tuple(costs)))
+
+
+class _Peer:
+    """An R-worker, and a batch of sequences on it that step together."""
+
+    def __init__(
+        self,
+        connection: RConnection,
+        batch: int,
+        spec: AttentionSpec,
+        activation_dtype: DType,
+        clock: Callable[[], float],
+    ) -> None:
+        self._connection, self._clock = connection, clock
+        self._ids = np.arange(batch, dtype=np.int64)
+        self._num_steps = 0
+        shapes = [(batch, heads, spec.head_dim) for heads in (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        self._q, self._k, self._v = (np.ones(shape, activation_dtype.carrier) for shape in shapes)
+
+    @property
+    def bytes_one_way(self) -> int:
+        """The mean of out (q, k, v) and back (o, as large as q)."""
+        return (2 * int(self._q.nbytes) + int(self._k.nbytes) + int(self._v.nbytes)) // 2
+
+    def open(self, num_tokens: int) -> None:
+        for sequence in self._ids.tolist():
+            _expect(_ask(self._connection, OpenSequence(sequence, num_tokens)), Accepted)
+
+    def close(self) -> None:
+        for sequence in self._ids.tolist():
+            self._connection.send(CloseSequence(sequence))
+
+    def step(self) -> list[float]:
+        """One step. The round trips of all layers but the first, the R-worker's compute taken off."""
+        self._begin()
+        trips = []
+        for layer in range(NUM_LAYERS):
+            attend = self._attend(layer)
+            started = self._clock()
+            result = _ask(self._connection, attend)
+            elapsed = self._clock() - started
+            trips.append(max(1e-9, elapsed - _expect(result, AttendResult).compute_s))
+        return trips[1:]
+
+    def step_at_leisure(self, wait: Callable[[float], None]) -> list[float]:
+        """One step. What sending and receiving take of this thread when it needn't wait, for all layers but the
+        first."""
+        self._begin()
+        costs = []
+        for layer in range(NUM_LAYERS):
+            attend = self._attend(layer)
+            started = self._clock()
+            self._connection.send(attend)
+            sent = self._clock()
+            wait(SETTLE_S)
+            resumed = self._clock()
+            result = self._connection.receive(TIMEOUT_S)
+            costs.append(max(1e-9, sent - started + self._clock() - resumed))
+            _expect(result, AttendResult)
+        return costs[1:]
+
+    def _begin(self) -> None:
+        count, past = len(self._ids), self._num_steps
+        one = np.ones(count, np.int32)
+        begin = BeginStep(
+            step=self._num_steps,
+            lane=0,
+            sequence_ids=self._ids,
+            num_past=one * past,
+            num_new=one,
+            num_queries=one,
+            num_visible=one * (past + 1),
+        )
+        self._connection.send(begin)
+        self._num_steps += 1
+
+    def _attend(self, layer: int) -> Attend:
+        return Attend(self._num_steps - 1, 0, layer, self._q, self._k, self._v)
+
+
+def _ask(connection: RConnection, message: ToRWorker) -> FromRWorker:
+    connection.send(message)
+    return connection.receive(TIMEOUT_S)
+
+
+def _expect(answer: FromRWorker, kind: type[T]) -> T:
+    if isinstance(answer, (Failed, Refused)):
+        raise WorkerError(f"the R-worker can't be measured: {answer.message}", code=answer.code)
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"the R-worker answered {type(answer).__name__} where {kind.__name__} was due")
+    return answer
