@@ -60,7 +60,7 @@ def test_text_needs_a_tokenizer(llm: LLM) -> None:
         {"min_p": -0.1}, {"n": 0}, {"n": 10**9}, {"max_tokens": 0}, {"max_tokens": -5}, {"max_tokens": 10**12},
         {"max_tokens": 2.5}, {"min_tokens": 20}, {"stop": [""]}, {"stop": [1]}, {"logit_bias": {"x": 1}},
         {"logit_bias": {1: math.inf}}, {"stop_token_ids": [-1]}, {"seed": 1.5}, {"logprobs": 10**6}, {"top_k": -2},
-        {"temperature": 10**400}, {"logit_bias": {1: 10**400}}, {"logit_bias": {1.5: 1.0}}, {"logit_bias": {math.inf: 1}},
+        {"temperature": 10**400}, {"logit_bias": {1: 10**400}}, {"logit_bias": {1.5: 1}}, {"logit_bias": {math.inf: 1}},
         {"seed": 10**5000}, {"repetition_penalty": 0}, {"presence_penalty": math.nan}, {"ignore_eos": 1},
     ],
 )  # fmt: skip
