@@ -64,6 +64,7 @@ class RWorkerState:
         kv_bytes: memory for K and V; as many blocks as fit in it are offered.
         num_threads: what to tell the peer; the loop's executor has them.
         max_sequences: most sequences open at once.
+        model_hash: serve S-workers that run this model only; None: any.
 
     Raises:
         ConfigError: an option is out of range.
@@ -76,6 +77,7 @@ class RWorkerState:
         kv_bytes: int,
         num_threads: int = 1,
         max_sequences: int = DEFAULT_MAX_SEQUENCES,
+        model_hash: str | None = None,
     ) -> None:
         for option, value in (
             ("kv_bytes", kv_bytes),
@@ -88,6 +90,7 @@ class RWorkerState:
         self._kv_bytes = kv_bytes
         self._num_threads = num_threads
         self._max_sequences = max_sequences
+        self._model_hash = model_hash
         self._session: _Session | None = None
         self._steps: dict[int, _OpenStep] = {}  # by lane
         self._settled: dict[int, int] = {}  # sequence in an open step → tokens cached before that step
@@ -136,6 +139,11 @@ class RWorkerState:
                 f"{self._session.store.num_sequences} sequences are still open: close them before greeting again"
             )
         _check_hello(hello)
+        if self._model_hash not in (None, hello.model_hash):
+            raise ProtocolError(
+                f"the S-worker runs the model {hello.model_hash}, this R-worker is kept for {self._model_hash}",
+                code="model_mismatch",
+            )
         kv = hello.kv
         try:
             layout = BlockLayout(kv.num_kv_heads, kv.head_dim, kv.dtype.value, kv.block_size)

@@ -73,6 +73,7 @@ class MpiWorkers:
     def close(self, lost: Collection[int], timeout_s: float) -> None:
         for index, connection in enumerate(self.hub.connections):
             if index in lost:
+                connection.give_up()
                 continue
             try:
                 connection.send(Shutdown())

@@ -260,7 +260,7 @@ def read_head(data: Array | bytes | memoryview, *, max_body_bytes: int = MAX_BOD
         raise ProtocolError(
             f"the peer speaks protocol version {version}, this side {PROTOCOL_VERSION}: install the same FastDecode on "
             "every host",
-            code="version_mismatch",
+            code="protocol_version",
         )
     layout = _BY_OPCODE.get(opcode)
     if layout is None or zero != 0:

@@ -34,7 +34,7 @@ from fastdecode.wire import codec
 from fastdecode.wire.arrays import aligned
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
-from fastdecode.wire.mpi_job import S_RANK, MpiJob
+from fastdecode.wire.mpi_job import DEFAULT_TAG, S_RANK, MpiJob
 from fastdecode.wire.patience import Pump, look_until_found
 from fastdecode.wire.transport import CLOSED, closed_error, timeout_error
 
@@ -42,7 +42,6 @@ SendT = TypeVar("SendT", bound=Message)
 ReceiveT = TypeVar("ReceiveT", bound=Message)
 T = TypeVar("T")
 
-DEFAULT_TAG: Final = 64
 INLINE_BYTES: Final = 1 << 16
 """Messages of up to so many bytes travel in one piece: copying them costs less than a second MPI message."""
 PUMP_INTERVAL_S: Final = 250e-6
@@ -139,6 +138,12 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self._take_back_receives()
             self._let_leave()
         self._hub.stir()
+
+    def give_up(self) -> None:
+        """Close, and have the launcher end the peer when this rank leaves, unless it is dead already: it hangs."""
+        if not self._gone:
+            self._job.hanging.add(self._rank)
+        self.close()
 
     def advance(self) -> None:
         """Take in what has arrived, and let go of what has left. Never raises; the job's lock is held."""

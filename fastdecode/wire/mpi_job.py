@@ -6,6 +6,7 @@ started this process.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -34,6 +35,9 @@ _OPEN_MPI_DEFAULTS: Final = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 S_RANK: Final = 0
 """The S-worker's rank. All others are R-workers."""
+DEFAULT_TAG: Final = 64
+"""Of the connections between S-worker and R-workers."""
+LEAVING_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class MpiJob:
     host: str
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held around every MPI call: MPI was asked for calls by several threads, one at a time (MPI_THREAD_SERIALIZED)."""
+    hanging: set[int] = field(default_factory=set)
+    """Ranks that were given up though nobody says that they are dead."""
     abandoned: list[object] = field(default_factory=list)
     """Requests that never ended, and their memory, which MPI may still touch."""
     threads_may_take_turns: bool = True
@@ -56,6 +62,10 @@ class MpiJob:
     @property
     def r_ranks(self) -> range:
         return range(1, self.size)
+
+
+# A process is in one MPI job, from joining it to its end: MPI says so, and this is where we remember it.
+_joined: Final[list[MpiJob]] = []
 
 
 def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -82,7 +92,7 @@ def _slurm_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJob:
-    """Join the MPI job that this process was started in.
+    """Join the MPI job that this process was started in. Whoever joins again gets the same.
 
     Args:
         min_ranks: an S-worker and at least one R-worker by default.
@@ -91,6 +101,8 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
         MissingExtraError: mpi4py or the MPI library isn't there.
         ConfigError: started without a launcher, by another MPI's launcher, or with too few ranks.
     """
+    if _joined:
+        return _joined[0]
     launched = launched_size(environ)
     if launched is None:
         raise ConfigError(
@@ -115,7 +127,9 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
     granted = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
     if not granted:
         logger.warning("%s doesn't let threads take turns: large messages move only while FastDecode waits", library)
-    return MpiJob(comm, comm.rank, comm.size, library, MPI.Get_processor_name(), threads_may_take_turns=granted)
+    job = MpiJob(comm, comm.rank, comm.size, library, MPI.Get_processor_name(), threads_may_take_turns=granted)
+    _joined.append(job)
+    return job
 
 
 def check_size(size: int, launched: int, library: str) -> None:
@@ -145,22 +159,56 @@ def _prepare() -> None:
         os.environ.setdefault(name, value)
     # Any thread, one at a time: full multi-threading has been seen to hang over TCP when a rank is killed.
     mpi4py.rc.thread_level = "serialized"
-    # A rank that ends without ``leave`` has crashed: the launcher is to notice, not to wait for it in MPI_Finalize.
+    # mpi4py would call MPI_Finalize when Python ends, without a deadline.
     mpi4py.rc.finalize = False
+    atexit.register(_part)
 
 
-def leave(exit_code: int, *, end_job: bool = False, timeout_s: float = 5.0) -> NoReturn:
-    """End this process, and its part in the MPI job. Close the hub first.
-
-    After another rank has failed, MPI_Finalize may never return; then the process ends without it.
+def leave(exit_code: int, *, end_job: bool = False, timeout_s: float = LEAVING_TIMEOUT_S) -> NoReturn:
+    """End this process, and its part in the MPI job if it has joined one. Close hubs first.
 
     Args:
         exit_code: this process's. mpirun's own exit code says little once a rank was lost.
-        end_job: have the launcher kill every rank that is left: for ranks that hang, which nobody else would end. It
-            doesn't do that for an exit code of 0; 4, workers were lost, takes its place.
+        end_job: have the launcher kill every rank that is left; it is asked to anyway if ranks hang, which nobody else
+            would end. It doesn't do that for an exit code of 0; 4, workers were lost, takes its place.
         timeout_s: how long leaving may take.
     """
+    _flush()
+    if "mpi4py.MPI" in sys.modules:
+        if end_job or any(job.hanging for job in _joined):
+            _abort(exit_code or WorkerError.exit_code, timeout_s)
+        _part(exit_code, timeout_s)
+    _exit(exit_code)
 
+
+def _part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
+    """Say goodbye, and finalize MPI; end the process with that exit code if MPI doesn't let it go.
+
+    Without the goodbye, ranks would wait for one that never got as far as connecting to them. MPI_Finalize waits for
+    all ranks, and after one has failed it may never return.
+    """
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        return
+    timer = _exit_later(exit_code, timeout_s)
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    for peer in range(1, size) if rank == S_RANK else (S_RANK,):
+        with contextlib.suppress(MPI.Exception):
+            MPI.COMM_WORLD.Isend([b"", MPI.BYTE], peer, DEFAULT_TAG)
+    _finalize(MPI.__file__)
+    timer.cancel()
+
+
+def _abort(exit_code: int, timeout_s: float) -> None:
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        _exit_later(exit_code, timeout_s)
+        MPI.COMM_WORLD.Abort(exit_code)
+
+
+def _exit_later(exit_code: int, timeout_s: float) -> threading.Timer:
     def give_up() -> None:
         logger.warning("MPI doesn't let this rank go; it leaves all the same")
         _exit(exit_code)
@@ -168,15 +216,13 @@ def leave(exit_code: int, *, end_job: bool = False, timeout_s: float = 5.0) -> N
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()
-    if "mpi4py.MPI" in sys.modules:
-        from mpi4py import MPI
+    return timer
 
-        _flush()
-        if end_job and not MPI.Is_finalized():
-            MPI.COMM_WORLD.Abort(exit_code or WorkerError.exit_code)
-        elif not MPI.Is_finalized():
-            _finalize(MPI.__file__)
-    _exit(exit_code)
+
+def _exit(exit_code: int) -> NoReturn:
+    logging.shutdown()
+    _flush()
+    os._exit(exit_code)
 
 
 def _finalize(mpi4py_library: str) -> None:
@@ -189,12 +235,6 @@ def _finalize(mpi4py_library: str) -> None:
         MPI.Finalize()
     else:
         finalize()
-
-
-def _exit(exit_code: int) -> NoReturn:
-    logging.shutdown()
-    _flush()
-    os._exit(exit_code)
 
 
 def _flush() -> None:

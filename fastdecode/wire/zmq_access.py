@@ -41,7 +41,7 @@ class ClusterKey:
         if mode & 0o077:
             raise ConfigError(f"key file {path} can be read by others: chmod 600 {path}")
         if not _SECRET.fullmatch(text):
-            raise ConfigError(f"key file {path} holds no key: make one with fastdecode new-key FILE")
+            raise ConfigError(f"key file {path} holds no key: make one with fastdecode r-worker --new-key FILE")
         return cls(zmq.curve_public(text), text)
 
     @staticmethod
@@ -75,7 +75,7 @@ def check_address(address: str, key: ClusterKey | None, *, option: str) -> None:
     if key is None and not (found and all(ip.is_loopback for ip in found)):
         raise ConfigError(
             f"{option}={address!r} can be reached from other hosts, which needs a key: "
-            "make one with fastdecode new-key FILE, copy it to every host, and give it with --key FILE"
+            "make one with fastdecode r-worker --new-key FILE, copy it to every host, and give it with --key FILE"
         )
 
 

@@ -45,8 +45,15 @@ class Line(Protocol):
     epoch: int
 
     @property
+    def is_reached(self) -> bool:
+        """Whether the peer is known to be at its end."""
+
+    @property
     def sockets(self) -> Sequence[Socket]:
         """Readable when ``receive`` might have news."""
+
+    def check(self) -> None:
+        """Note what has happened. Raises LostError."""
 
     def send(self, data: Any, *, copy: bool) -> None:
         """Raises LostError."""
@@ -76,13 +83,18 @@ class DealerLine:
             self._socket.curve_secretkey, self._socket.curve_publickey = key.secret, key.public
             self._socket.curve_serverkey = key.public
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
-        self._is_connected = False
+        self.is_reached = False
         self._lost = ""
         self._socket.connect(address)
 
     @property
     def sockets(self) -> Sequence[Socket]:
         return self._socket, self._monitor
+
+    def check(self) -> None:
+        self._read_events()
+        if self._lost:
+            raise LostError(self._lost)
 
     def send(self, data: Any, *, copy: bool) -> None:
         if self._lost:
@@ -115,10 +127,10 @@ class DealerLine:
         while self._monitor.poll(0):
             event: int = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._is_connected = True
+                self.is_reached = True
             elif event in _REFUSED:
                 self._lost = _REFUSED[event]
-            elif event == zmq.EVENT_DISCONNECTED and self._is_connected:
+            elif event == zmq.EVENT_DISCONNECTED and self.is_reached:
                 self._lost = self._lost or "its process has ended, or is silent, or the network to it has failed"
 
 
@@ -139,9 +151,14 @@ class RouterLine:
         self._receive = receive
         self._asked_s = time.monotonic()
 
+    is_reached = True
+
     @property
     def sockets(self) -> Sequence[Socket]:
         return (self._socket,)
+
+    def check(self) -> None:
+        pass  # receive asks
 
     def send(self, data: Any, *, copy: bool) -> None:
         try:
@@ -166,7 +183,11 @@ class NoLine:
     """What is left of a line that has been closed."""
 
     epoch = 0
+    is_reached = False
     sockets: Sequence[Socket] = ()
+
+    def check(self) -> None:
+        raise LostError("closed")
 
     def send(self, data: Any, *, copy: bool) -> None:
         raise LostError("closed")

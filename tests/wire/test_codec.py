@@ -222,7 +222,7 @@ def forged(message: Message, at: int, value: bytes) -> bytes:
 
 def test_another_version_is_refused_naming_both() -> None:
     error = refuse(forged(Shutdown(), 4, struct.pack("<H", 77)), f"version 77, this side {PROTOCOL_VERSION}:")
-    assert error.code == "version_mismatch"
+    assert error.code == "protocol_version"
 
 
 @pytest.mark.parametrize(

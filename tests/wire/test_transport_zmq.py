@@ -26,8 +26,9 @@ from fastdecode.core.errors import ConfigError  # noqa: E402
 from fastdecode.wire import codec  # noqa: E402
 from fastdecode.wire.messages import Accepted, Failed, OpenSequence  # noqa: E402
 from fastdecode.wire.transport import CLOSED, TIMEOUT  # noqa: E402
-from fastdecode.wire.zmq import ZmqHub, ZmqListener  # noqa: E402
+from fastdecode.wire.zmq import ZmqHub  # noqa: E402
 from fastdecode.wire.zmq_access import ClusterKey, check_address  # noqa: E402
+from fastdecode.wire.zmq_listener import ZmqListener  # noqa: E402
 
 HELLO = to_r_worker()[0]
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -291,7 +292,7 @@ def test_a_peer_of_another_version_is_told_both(stage: Stage, hub: ZmqHub) -> No
         dealer.send(bytes(head))
         assert dealer.poll(int(WAIT_S * 1000))
         answered, _ = codec.decode(np.frombuffer(dealer.recv(), np.uint8))
-    assert isinstance(answered, Failed) and answered.code == "version_mismatch"
+    assert isinstance(answered, Failed) and answered.code == "protocol_version"
     assert "version 77, this side 1" in answered.message
     # And is still there for others.
     hub.add(address).send(HELLO)

@@ -1,0 +1,201 @@
+"""``fastdecode r-worker --bind``: real processes, served over ZeroMQ as threads are served."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi_launch import Running, running
+
+from fastdecode.cli import main
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import WorkerError
+from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.wire.inproc import InprocHub
+from fastdecode.wire.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Attend,
+    BeginStep,
+    Failed,
+    FromRWorker,
+    Hello,
+    OpenSequence,
+    Shutdown,
+    ToRWorker,
+    Welcome,
+)
+from fastdecode.wire.transport import CLOSED
+from rworker.worker import start_worker_thread
+
+pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+
+from fastdecode.wire.zmq import ZmqHub
+from fastdecode.wire.zmq_access import ClusterKey
+
+WAIT_S = 120.0
+SPEC = AttentionSpec(4, 2, 32, scale=0.2)
+HELLO = Hello(PROTOCOL_VERSION, "a model", KVSpec(2, 2, 32, DType.FLOAT32, 32), (SPEC, SPEC), DType.FLOAT32)
+R_WORKER = [sys.executable, "-m", "fastdecode.cli", "r-worker", "--threads", "1", "--kv-memory-gb", "0.001"]
+PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+@contextmanager
+def r_worker(*options: str) -> Iterator[tuple[Running, str]]:
+    """A process, and the address that it says it listens at."""
+    with running([*R_WORKER, "--bind", "tcp://127.0.0.1:*", *options], **PATHS) as job:
+        job.wait_until(lambda: " listens at " in job.output() and job.output().endswith("\n"))
+        yield job, job.output().split(" listens at ")[1].split()[0]
+
+
+def converse(connection: Any) -> list[np.ndarray]:
+    """A few steps; what the R-worker computed."""
+    rng = np.random.default_rng(0)
+    connection.send(HELLO)
+    assert isinstance(connection.receive(WAIT_S), Welcome)
+    connection.send(OpenSequence(7, 40))
+    assert connection.receive(WAIT_S) == Accepted(7)
+    results = []
+    past = 0
+    for step, new in enumerate((20, 1, 1)):
+        counts = [np.array([n], np.int32) for n in (past, new, 1, past + new)]
+        connection.send(BeginStep(step, 0, np.array([7]), *counts))
+        for layer in range(2):
+            q, k, v = (rng.standard_normal((n, h, 32), np.float32) for n, h in ((1, 4), (new, 2), (new, 2)))
+            connection.send(Attend(step, 0, layer, q, k, v))
+            results.append(connection.receive(WAIT_S).o.copy())
+        past += new
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[np.ndarray]:
+    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    thread = start_worker_thread("r0", kv_bytes=1_000_000, hub=hub)
+    results = converse(hub.connections[0])
+    thread.stop()
+    thread.join(WAIT_S)
+    return results
+
+
+def test_it_serves_one_s_worker_and_ends(expected: list[np.ndarray]) -> None:
+    with r_worker() as (job, address):
+        hub = ZmqHub()
+        connection = hub.add(address)
+        hub.await_workers(WAIT_S)
+        assert all(np.array_equal(x, y) for x, y in zip(converse(connection), expected, strict=True))
+        connection.send(Shutdown())
+        hub.close()
+        outcome = job.wait()
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+
+
+def test_it_serves_one_after_another_under_a_key(expected: list[np.ndarray], tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    assert main(["r-worker", "--new-key", str(path)]) == 0
+    assert main(["r-worker", "--new-key", str(path)]) == 2
+    with r_worker("--key", str(path), "--keep-serving") as (job, address):
+        for _ in range(2):
+            hub = ZmqHub(ClusterKey.read(path))
+            assert all(np.array_equal(x, y) for x, y in zip(converse(hub.add(address)), expected, strict=True))
+            hub.close()
+        assert job.processes()
+
+
+def test_it_ends_when_its_s_worker_is_killed() -> None:
+    with r_worker("--silence-s", "1") as (job, address):
+        script = (
+            "import sys, time; from fastdecode.wire.zmq import ZmqHub; from test_r_worker import HELLO; "
+            "hub = ZmqHub(); c = hub.add(sys.argv[1]); c.send(HELLO); print(c.receive(100)); time.sleep(600)"
+        )
+        paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), PATHS["PYTHONPATH"]])
+        with running([sys.executable, "-c", script, address], PYTHONPATH=paths) as s_worker:
+            s_worker.wait_until(lambda: "Welcome" in s_worker.output())
+            s_worker.kill()
+        outcome = job.wait()
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+
+
+def test_it_ends_with_its_parent() -> None:
+    command = [*R_WORKER, "--bind", "tcp://127.0.0.1:*", "--exit-with-parent"]
+    script = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
+    with running([sys.executable, "-c", script, *command], **PATHS) as job:
+        job.wait_until(lambda: " listens at " in job.output())
+        parent = next(p for p in job.processes() if "-c" in p.cmdline())
+        parent.send_signal(signal.SIGKILL)
+        outcome = job.wait(grace_s=10.0)
+    assert not outcome.orphans and "has ended, and so does it" in outcome.output, outcome
+
+
+def test_another_model_is_refused_naming_both() -> None:
+    with r_worker("--model-hash", "abc") as (_, address):
+        hub = ZmqHub()
+        connection = hub.add(address)
+        connection.send(HELLO)
+        answer = connection.receive(WAIT_S)
+        assert isinstance(answer, Failed) and answer.code == "model_mismatch"
+        assert "a model" in answer.message and "abc" in answer.message
+        connection.close()
+        hub.close()
+
+
+def test_a_hello_of_another_version_is_refused() -> None:
+    with r_worker() as (_, address):
+        hub = ZmqHub()
+        connection = hub.add(address)
+        connection.send(replace(HELLO, protocol_version=PROTOCOL_VERSION + 1))
+        answer = connection.receive(WAIT_S)
+        assert isinstance(answer, Failed) and answer.code == "protocol_version"
+        hub.close()
+
+
+def test_nobody_at_the_address() -> None:
+    hub = ZmqHub()
+    hub.add("tcp://127.0.0.1:9")
+    with pytest.raises(WorkerError, match=r"can't reach R-worker tcp://127.0.0.1:9 within 0.3 s") as caught:
+        hub.await_workers(0.3)
+    assert caught.value.code == "worker_unreachable"
+    hub.close()
+
+
+def test_a_wrong_key_is_told_at_once(tmp_path: Path) -> None:
+    for name in ("ours", "theirs"):
+        ClusterKey.create(tmp_path / name)
+    with r_worker("--key", str(tmp_path / "ours")) as (_, address):
+        hub = ZmqHub(ClusterKey.read(tmp_path / "theirs"))
+        hub.add(address)
+        with pytest.raises(WorkerError, match="--key") as caught:
+            hub.await_workers(WAIT_S)
+        assert caught.value.code == CLOSED
+        hub.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ([], "needs a launcher"),
+        (["--key", "f"], "belong to --bind"),
+        (["--bind", "tcp://*:1"], "every interface"),
+        (["--bind", "tcp://10.0.0.1:1"], "needs a key"),
+        (["--bind", "tcp://127.0.0.1:*", "--threads", "0"], "threads=0"),
+        (["--bind", "tcp://127.0.0.1:*", "--kv-memory-gb", "nan"], "kv_memory_gb=nan"),
+        (["--bind", "tcp://127.0.0.1:*", "--silence-s", "nan"], "silence-s=nan"),
+        (["--bind", "tcp://127.0.0.1:*", "--key", "/nonexistent"], "/nonexistent"),
+        (["--cpus", "x"], "not a list of CPUs"),
+        (["--cpus", "0", "--numa-node", "0"], "not both"),
+    ],
+)
+def test_options_that_are_refused(options: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = threading.active_count()
+    assert main(["r-worker", *options]) == 2
+    assert match in capsys.readouterr().err
+    assert threading.active_count() == threads

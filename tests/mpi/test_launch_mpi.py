@@ -1,0 +1,109 @@
+"""Starting and ending an MPI job: launchers that don't match, roles that don't fit, errors before anything runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from mpi_launch import mpirun, needs_mpi, open_mpi_options, run
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.wire import mpi_job
+
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({}, None),
+        ({"HOME": "/", "OMPI_COMM_WORLD_SIZE": ""}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, 2),
+        ({"SLURM_NTASKS": "8"}, None),  # an allocation, but no launcher
+        ({"SLURM_STEP_NUM_TASKS": "8", "PMIX_RANK": "3"}, 8),
+    ],
+)
+def test_what_launchers_say_of_the_size(environ: dict[str, str], size: int | None) -> None:
+    assert mpi_job.launched_size(environ) == size
+
+
+def test_what_launchers_say_of_this_host() -> None:
+    assert mpi_job.local_size({}) == 1
+    assert mpi_job.local_size({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}) == 3
+    assert mpi_job.local_size({"MPI_LOCALNRANKS": "2"}) == 2
+
+
+def test_without_a_launcher_mpi_is_not_even_loaded() -> None:
+    with pytest.raises(ConfigError, match="needs a launcher") as caught:
+        mpi_job.join(environ={})
+    assert caught.value.code == "no_mpi_launcher"
+
+
+def test_singletons_are_told_from_a_job() -> None:
+    mpi_job.check_size(4, 4, "Some MPI 1.0")
+    with pytest.raises(ConfigError, match=r"started 4 ranks, but Some MPI 1.0 sees 1") as caught:
+        mpi_job.check_size(1, 4, "Some MPI 1.0")
+    assert caught.value.code == "mpi_launcher_mismatch"
+    assert "mpirun" in caught.value.message
+
+
+@needs_mpi
+def test_another_mpis_launcher() -> None:
+    """What a process sees that the launcher of another MPI has started: its variables, and nobody else."""
+    outcome = run([*FASTDECODE, "r-worker"], PMI_SIZE="4", PMI_RANK="1", **PATHS)
+    assert outcome.exit_code == 2 and not outcome.orphans, outcome
+    assert "the launcher started 4 ranks, but Open MPI" in outcome.output and "sees 1" in outcome.output
+
+
+@needs_mpi
+@pytest.mark.parametrize("fault_tolerant", [True, False])
+def test_an_error_of_the_s_worker_ends_the_job(fault_tolerant: bool) -> None:
+    options = open_mpi_options()[0 if fault_tolerant else 2 :]
+    generate = ["generate", "--model", "/nonexistent", "--input", "/nonexistent", "--output", "/nonexistent/out"]
+    command = [mpirun(), *options, "-n", "1", *FASTDECODE, *generate, ":", "-n", "2", *FASTDECODE, "r-worker"]
+    outcome = run(command, timeout_s=60.0, **PATHS)
+    assert outcome.exit_code == 2 and not outcome.orphans, outcome
+    assert "Traceback" not in outcome.output
+
+
+@needs_mpi
+def test_an_r_worker_may_not_be_the_first_rank() -> None:
+    outcome = run([mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, "r-worker"], timeout_s=60.0, **PATHS)
+    assert outcome.exit_code == 2 and not outcome.orphans, outcome
+    assert "started as rank 0" in outcome.output
+
+
+CRASH = """
+import sys
+from fastdecode.wire import mpi_job
+job = mpi_job.join()
+if job.rank == int(sys.argv[1]):
+    raise RuntimeError("a mistake")
+from fastdecode.core.errors import WorkerError
+from fastdecode.wire.mpi import connect_to_s_worker, connect_workers
+if job.rank == 0:
+    hub = connect_workers(job)
+    try:
+        hub.receive_any(60.0)
+    except WorkerError as error:
+        print("told:", error.message)
+else:
+    hub = connect_to_s_worker(job)
+    try:
+        hub.connections[0].receive(60.0)
+    except WorkerError as error:
+        print("told:", error.message)
+hub.close()
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize(("rank", "told"), [(0, "the S-worker (rank 0)"), (1, "R-worker rank 1")])
+def test_a_rank_that_crashes_before_it_connects_keeps_nobody_waiting(rank: int, told: str) -> None:
+    command = [mpirun(), *open_mpi_options(), "-n", "3", sys.executable, "-c", CRASH, str(rank)]
+    outcome = run(command, timeout_s=60.0, **PATHS)
+    assert outcome.exit_code is not None and not outcome.orphans, outcome
+    assert "a mistake" in outcome.output and f"told: {told}" in outcome.output, outcome.output
