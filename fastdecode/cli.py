@@ -35,15 +35,15 @@ from fastdecode.wire import mpi_job
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit code; in an MPI job, leaves the job with it and doesn't return."""
-    code = _main(argv)
+    args = _parser().parse_args(argv)
+    code = _run(args, argv)
     if "mpi4py.MPI" in sys.modules and mpi_job.launched_size() is not None:
         # Ranks that hang would keep the launcher waiting for ever: have it end them.
-        mpi_job.leave(code, end_job=code == EXIT_WORKERS_LOST)
+        mpi_job.leave(code, end_job=code == EXIT_WORKERS_LOST or getattr(args, "has_hung_workers", False))
     return code
 
 
-def _main(argv: Sequence[str] | None) -> int:
-    args = _parser().parse_args(argv)
+def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     args.argv = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
         level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -133,6 +133,7 @@ def _generate(args: argparse.Namespace) -> int:
                 bar.print(_shown(prompt, line))
 
         result = batch.run_batch(llm, args.input, args.output, defaults, on_output)
+        args.has_hung_workers = llm.has_hung_r_workers
         summary = summarise(llm, num_requests=result.num_requests, num_failed=result.num_failed)
     if args.summary is not None:
         batch.write_json(args.summary, summary)

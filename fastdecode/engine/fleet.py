@@ -87,7 +87,7 @@ class Fleet:
         except WorkerError as error:
             if error.code == TIMEOUT:
                 text = f"{self.peer(oldest)} hasn't answered for {self._timeout_s:g} s (--worker-timeout-s)"
-                self.lose(oldest, WorkerError(text, code="worker_timeout"))
+                self.lose(oldest, WorkerError(text, code=TIMEOUT))
             else:
                 self._find_closed()
             return None

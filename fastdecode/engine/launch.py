@@ -27,6 +27,7 @@ from fastdecode.schedule.modes import ScheduleOptions, make_scheduler
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
 from fastdecode.wire.mpi_job import launched_size
+from fastdecode.wire.transport import TIMEOUT
 from sworker.weights import load_model, load_spec, model_hash
 from sworker.worker import SWorker
 
@@ -168,6 +169,10 @@ class RunningEngine:
             s_worker, pipeline, self._fleet, scheduler, self.codec, self.spec.eos_token_ids, trace, times
         )
         self.load_s = time.perf_counter() - started
+
+    @property
+    def has_hung_r_workers(self) -> bool:
+        return any(error.code == TIMEOUT for error in self._fleet.lost.values())
 
     @property
     def num_live_r_workers(self) -> int:

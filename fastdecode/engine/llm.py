@@ -97,6 +97,11 @@ class LLM:
         return self._running.num_live_r_workers
 
     @property
+    def has_hung_r_workers(self) -> bool:
+        """Whether an R-worker was given up because it didn't answer: it may still be there, and hang."""
+        return self._running.has_hung_r_workers
+
+    @property
     def dtype(self) -> DType:
         """Of weights and activations."""
         return self._running.resolved.dtype
