@@ -83,7 +83,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self._status = MPI.Status()
         self._slots = deque(self._post_slot() for _ in range(_NUM_SLOTS))  # in the order in which they are filled
         self._arriving: deque[_Arriving] = deque()
-        self._leaving: deque[tuple[MPI.Request, object]] = deque()  # with what mustn't be freed before it is done
+        # What MPI isn't done with, and the memory that it needs for that.
+        self._leaving: deque[tuple[MPI.Request, object]] = deque()
         self._closed = False
         self._gone = False  # the peer has closed, or died
         self._end: WorkerError | None = None  # nothing more will be received, because of this
@@ -226,7 +227,9 @@ class MpiConnection(Generic[SendT, ReceiveT]):
     def _let_leave(self) -> None:
         try:
             while self._leaving and self._leaving[0][0].Test():
-                self._leaving.popleft()
+                request, _ = self._leaving.popleft()
+                if request != MPI.REQUEST_NULL:  # a posted receive's stays
+                    request.Free()
         except MPI.Exception as error:
             self._lose(error)
 
@@ -239,13 +242,13 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.abandon()
 
     def _take_back_receives(self) -> None:
-        """Nothing more is wanted. What can't be taken back keeps its memory until the process ends."""
+        """Nothing more is wanted: cancel what is posted, and see it off like what is being sent."""
         for slot in self._slots:
             with contextlib.suppress(MPI.Exception):
                 slot.request.Cancel()
-                slot.request.Test()
-        self._job.abandoned.extend(self._slots)
-        self._job.abandoned.extend(x for x in self._arriving if x.request is not None)
+            self._leaving.append((slot.request, slot.buffer))
+        self._slots.clear()
+        self._leaving.extend((x.request, x.body) for x in self._arriving if x.request is not None)
         self._arriving.clear()
 
 
