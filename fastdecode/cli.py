@@ -28,6 +28,7 @@ from fastdecode.cli_options import (
 )
 from fastdecode.cli_r_worker import add_r_worker, serve_if_r_rank
 from fastdecode.cli_run_batch import add_run_batch
+from fastdecode.cli_simulate import add_simulate
 from fastdecode.cli_size import add_size
 from fastdecode.core.errors import FastDecodeError, MissingExtraError, RequestError
 from fastdecode.wire import mpi_job
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add_size(commands)
     add_calibrate(commands)
     add_bench(commands)
+    add_simulate(commands)
     add_r_worker(commands)
     return parser
 
