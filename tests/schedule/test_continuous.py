@@ -302,7 +302,8 @@ def test_the_latest_arrivals_are_suspended_and_resume_where_they_were() -> None:
     scheduler = make_scheduler(options("greedy", 1, length_quantile=0.1), (6,), BLOCK_SIZE)
     scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
     harness = Harness(scheduler, [Store(6)], 1)
-    harness.arrive(1, (1,), 1)
+    for length in (1, 9):  # what is expected of the others: 1 token, and 9 of those that get further
+        harness.arrive(1, (length,), length)
     harness.run_out()
     for _ in range(3):
         harness.arrive(4, (12,), 12)  # 4 blocks each in the end, 1 at first
@@ -315,9 +316,9 @@ def test_the_latest_arrivals_are_suspended_and_resume_where_they_were() -> None:
         suspended += [suspend.sequence.sequence_id for suspend in plan.suspends]
         harness._begin(0, plan)
         harness._complete(plan)
-    assert suspended[0] == 3 and 1 not in suspended
-    assert [harness.finished[i] for i in (1, 2, 3)] == [[1000 * i + k for k in range(12)] for i in (1, 2, 3)]
-    assert list(harness.finished) == [0, 1, 2, 3]
+    assert suspended[0] == 4 and 2 not in suspended
+    assert [harness.finished[i] for i in (2, 3, 4)] == [[1000 * i + k for k in range(12)] for i in (2, 3, 4)]
+    assert list(harness.finished) == [0, 1, 2, 3, 4]
 
 
 def test_a_sequence_above_a_given_limit_is_refused_by_name() -> None:
