@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    args.started_s = time.perf_counter()
     args.argv = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
         level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -136,7 +138,9 @@ def _generate(args: argparse.Namespace) -> int:
 
         result = batch.run_batch(llm, args.input, args.output, defaults, on_output)
         args.has_hung_workers = llm.has_hung_r_workers
-        summary = summarise(llm, num_requests=result.num_requests, num_failed=result.num_failed)
+        summary = summarise(
+            llm, started_s=args.started_s, num_requests=result.num_requests, num_failed=result.num_failed
+        )
     if args.summary is not None:
         batch.write_json(args.summary, summary)
     print(render(summary), file=sys.stderr)

@@ -40,11 +40,22 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--max-step-tokens", int, "most tokens of all sequences in a step")
     add("--lanes", int, "parts of the running batch that take turns on the S-worker; default: 1 on a CPU, 2 on a GPU")
     add("--schedule", str, "stabilized, fixed-f, greedy or synchronized; auto: stabilized with 2 lanes or more", "MODE")
-    add("--load-limit", int, "most cached tokens over all running sequences; default: from measured step times")
-    add("--target-length", int, "tokens that a sequence reaches, prompt included; needed by fixed intervals")
-    add("--interval", int, "steps between micro-batches, of fixed intervals; default: target length / 16")
+    add("--load-limit", int, "most cached tokens over all running sequences, W; default: from measured step times", "W")
+    add("--target-length", int, "tokens that a sequence typically generates, S; needed by fixed intervals", "S")
+    add(
+        "--interval",
+        int,
+        "steps between micro-batches, of fixed intervals; default: S/16 or more",
+        "F",
+    )
     add("--cold-start", str, "how stabilized fills an empty lane: headroom, ramp, fixed-f, none", "HOW")
-    add("--length-quantile", float, "forecast lengths by this quantile of those seen; default: by max_tokens", "Q")
+    group.add_argument(
+        "--learn-lengths",
+        action=argparse.BooleanOptionalAction,
+        default=default["learn_lengths"],
+        help="project load by the lengths of finished requests, not by max_tokens (default: yes)",
+    )
+    add("--length-quantile", float, "reserve KV blocks by this quantile of lengths; default: for max_tokens", "Q")
     add("--worker-timeout-s", float, "wait so long for an R-worker before giving it up", "S")
 
 

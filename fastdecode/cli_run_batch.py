@@ -139,7 +139,9 @@ def _run(job: BatchJob, config: EngineConfig, args: argparse.Namespace) -> tuple
         _interrupts(stopping),
     ):
         result = job.run(llm, stopping, progress)
-        return result, summarise(llm, num_requests=result.num_run, num_failed=result.num_run_failed)
+        return result, summarise(
+            llm, started_s=args.started_s, num_requests=result.num_run, num_failed=result.num_run_failed
+        )
 
 
 def _job_options(args: argparse.Namespace) -> JobOptions:

@@ -55,13 +55,16 @@ class EngineConfig:
     load_limit: int | None = None
     """Most cached tokens over all running sequences, W_lim; None: what measured step times say."""
     target_length: int | None = None
-    """Tokens that a sequence typically reaches, prompt included; fixed intervals need it."""
+    """Tokens that a sequence typically generates, S; fixed intervals need it."""
     interval: int | None = None
-    """Steps between micro-batches, F, of fixed intervals; None: a sixteenth of the target length."""
+    """Steps between micro-batches, F, of fixed intervals; None: S/16, or S over a lane's sequences if that is more."""
     cold_start: str = "headroom"
     """How stabilized fills an empty lane: headroom, ramp, fixed-f or none."""
+    learn_lengths: bool = True
+    """Project load by the lengths of finished requests; else every sequence may run to its max_tokens."""
     length_quantile: float | None = None
-    """Forecast lengths by this quantile of those seen; None: every sequence may run to its max_tokens."""
+    """Reserve KV blocks by this quantile of those lengths, not for max_tokens; sequences that outgrow them when blocks
+    have run out are suspended and recomputed."""
     worker_timeout_s: float = 60.0
     """How long to wait for an R-worker's answer before it is given up."""
 

@@ -12,15 +12,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, WorkerError
 from fastdecode.core.sequence import RequestOutput, SamplingParams
+from fastdecode.engine.held_back import HeldBack
+from fastdecode.engine.line_format import LineId
 from fastdecode.engine.lines import LineReader, too_long
 from fastdecode.engine.llm import LLM, PromptRequest
-from fastdecode.engine.simple_lines import BadLine, error_object, output_fields, parse_line
+from fastdecode.engine.simple_lines import BadLine, SimpleRequest, error_object, output_fields, parse_line
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,12 @@ def run_batch(
         defaults: what a line doesn't say itself.
         on_output: told every output line as it is written, with its prompt if that is text.
     """
-    with input_path.open("rb") as lines, output_path.open("w", encoding="utf-8") as out:
-        writer = _OrderedWriter(out, on_output)
+    with (
+        input_path.open("rb") as lines,
+        output_path.open("w", encoding="utf-8") as out,
+        HeldBack(output_path.resolve().parent) as held_back,
+    ):
+        writer = _OrderedWriter(out, held_back, on_output)
         try:
             for output in llm.stream(writer.requests(_read(lines, defaults))):
                 writer.add(output)
@@ -99,60 +105,67 @@ def run_batch(
 
 
 class _OrderedWriter:
-    """Writes output lines in the order of the input, holding back those that are done early.
+    """Writes output lines in the order of the input; those that are done early are held back.
 
     Requests get their place in the file as internal id, so that duplicate or odd ids can't confuse the engine.
     """
 
-    def __init__(self, out: IO[str], on_output: Callable[[str | None, dict[str, Any]], None]) -> None:
+    def __init__(self, out: IO[str], early: HeldBack, on_output: Callable[[str | None, dict[str, Any]], None]) -> None:
         self._out = out
+        self._early = early
         self._on_output = on_output
-        self._ids: dict[int, str] = {}
-        self._early: dict[int, tuple[str | None, dict[str, Any]]] = {}
+        self._ids: dict[int, LineId] = {}
         self._next = 0
         self._num_failed = 0
         self._num_prompt_tokens = 0
         self._lost: FastDecodeError | None = None
 
-    def requests(self, lines: Iterator[tuple[int, PromptRequest | BadLine]]) -> Iterator[PromptRequest]:
+    def requests(self, lines: Iterator[tuple[int, SimpleRequest | BadLine]]) -> Iterator[PromptRequest]:
         """The good lines, with internal ids; the bad ones are answered here. Lines come with their number."""
         seen: set[str] = set()
         for place, (number, item) in enumerate(lines):
-            if isinstance(item, PromptRequest) and item.request_id in seen:
-                text = f"the id {item.request_id!r} was used by an earlier line: give each line an id of its own"
-                item = BadLine(item.request_id, RequestError(text, code="duplicate_id"))
+            if isinstance(item, SimpleRequest) and str(item.line_id) in seen:
+                text = f"the id {item.line_id!r} was used by an earlier line: give each line an id of its own"
+                item = BadLine(item.line_id, RequestError(text, code="duplicate_id"))
             if isinstance(item, BadLine):
                 self._num_failed += 1
-                line = {"id": item.request_id, "line": number, "error": error_object(item.error)}
+                line = {"id": item.line_id, "line": number, "error": error_object(item.error)}
                 self._put(place, None, line)
             else:
-                seen.add(item.request_id)
-                self._ids[place] = item.request_id
-                yield replace(item, request_id=str(place))
+                seen.add(str(item.line_id))
+                self._ids[place] = item.line_id
+                yield PromptRequest(str(place), item.prompt, item.params)
 
     def add(self, output: RequestOutput) -> None:
         place = int(output.request_id)
-        request_id = self._ids.pop(place)
+        line_id = self._ids.pop(place)
         if output.error is not None:
             self._num_failed += 1
             if isinstance(output.error, WorkerError):
                 self._lost = output.error
-            line: dict[str, Any] = {"id": request_id, "error": error_object(output.error)}
+            line: dict[str, Any] = {"id": line_id, "error": error_object(output.error)}
         else:
             self._num_prompt_tokens += len(output.prompt_token_ids)
-            line = {"id": request_id, **output_fields(output)}
+            line = {"id": line_id, **output_fields(output)}
         self._put(place, output.prompt, line)
 
     def flush(self) -> None:
         """Write what is still held back, in order, though lines before it are missing."""
-        for place in sorted(self._early):
+        for place in self._early.places():
             self._write(*self._early.pop(place))
 
     def result(self) -> BatchResult:
         return BatchResult(self._next, self._num_failed, self._num_prompt_tokens, self._lost)
 
     def _put(self, place: int, prompt: str | None, line: dict[str, Any]) -> None:
-        self._early[place] = (prompt, line)
+        if place != self._next:
+            try:
+                self._early.put(place, (prompt, line))
+            except OSError as error:
+                raise ConfigError(f"can't hold back an answer beside the output file: {error.strerror}") from None
+            return
+        self._write(prompt, line)
+        self._next += 1
         while self._next in self._early:
             self._write(*self._early.pop(self._next))
             self._next += 1
@@ -166,7 +179,7 @@ class _OrderedWriter:
         self._on_output(prompt, line)
 
 
-def _read(lines: IO[bytes], defaults: SamplingParams) -> Iterator[tuple[int, PromptRequest | BadLine]]:
+def _read(lines: IO[bytes], defaults: SamplingParams) -> Iterator[tuple[int, SimpleRequest | BadLine]]:
     for number, raw in LineReader(lines):
         yield number, BadLine(None, too_long(number)) if raw is None else parse_line(raw, number, defaults)
 

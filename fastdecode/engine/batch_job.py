@@ -27,7 +27,7 @@ from fastdecode.engine.chat_template import ChatTemplate
 from fastdecode.engine.job_progress import JobProgress
 from fastdecode.engine.journal import Journal, Recovered, create, discard, reopen
 from fastdecode.engine.launch import resolve
-from fastdecode.engine.line_format import Chat, LineError, LineFormat, LineRequest, Turn
+from fastdecode.engine.line_format import Chat, LineError, LineFormat, LineId, LineRequest, Turn
 from fastdecode.engine.lines import LineReader, too_long
 from fastdecode.engine.llm import LLM, Prompt, PromptRequest
 from fastdecode.engine.manifest import Manifest, identify_model, new_manifest
@@ -295,7 +295,7 @@ class BatchJob:
 
     def _read(self, number: int, raw: bytes | None, llm: LLM) -> tuple[LineRequest | None, list[Prompt]]:
         """A line's request and its prompts; None if it was answered with an error."""
-        line_id: str | None = None
+        line_id: LineId | None = None
         try:
             if raw is None:
                 raise too_long(number)

@@ -98,6 +98,7 @@ def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
         target_length=config.target_length,
         interval=config.interval,
         cold_start=config.cold_start,  # type: ignore[arg-type]
+        learn_lengths=config.learn_lengths,
         length_quantile=config.length_quantile,
     )
 

@@ -23,13 +23,15 @@ class Chat:
 
 
 Turn: TypeAlias = "Prompt | Chat"
+LineId: TypeAlias = "str | int"
+"""As the line gave it. 1 and "1" are the same."""
 
 
 @dataclass(frozen=True)
 class LineRequest:
     """What a line asks: some prompts, all to be continued in the same way."""
 
-    line_id: str
+    line_id: LineId
     prompts: tuple[Turn, ...]
     params: SamplingParams
     model: str | None = None
@@ -40,7 +42,7 @@ class LineRequest:
 class LineError(RequestError):
     """A line that can't be answered. ``line_id`` and ``param`` (the field to blame), as far as they are known."""
 
-    def __init__(self, message: str, *, code: str, line_id: str | None = None, param: str | None = None) -> None:
+    def __init__(self, message: str, *, code: str, line_id: LineId | None = None, param: str | None = None) -> None:
         super().__init__(message, code=code)
         self.line_id = line_id
         self.param = param
@@ -61,7 +63,7 @@ class LineFormat(Protocol):
     ) -> dict[str, Any]:
         """The answer to a request of which every prompt was continued."""
 
-    def refusal(self, number: int, line_id: str | None, error: FastDecodeError) -> dict[str, Any]:
+    def refusal(self, number: int, line_id: LineId | None, error: FastDecodeError) -> dict[str, Any]:
         """The answer to a line that is answered with an error."""
 
     def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:

@@ -7,6 +7,8 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
+from fastdecode.engine.line_format import LineId
+
 
 class LineSet:
     """Line numbers (from 1), one bit each."""
@@ -43,8 +45,8 @@ class DuplicateFinder:
         self._digests = bytearray()
         self._numbers = bytearray()
 
-    def add(self, number: int, line_id: str) -> None:
-        self._digests += hashlib.blake2b(line_id.encode(), digest_size=16).digest()
+    def add(self, number: int, line_id: LineId) -> None:
+        self._digests += hashlib.blake2b(str(line_id).encode(), digest_size=16).digest()
         self._numbers += number.to_bytes(8, "little")
 
     def find(self) -> NDArray[np.int64]:

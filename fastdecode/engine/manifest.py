@@ -18,6 +18,7 @@ from typing import Any
 
 from fastdecode import __version__
 from fastdecode.core.errors import CheckpointError, ConfigError
+from fastdecode.engine.line_format import LineId
 
 FORMAT = "fastdecode.batch/1"
 MAX_MANIFEST_BYTES = 16 << 20
@@ -104,7 +105,7 @@ class Manifest:
         """When the run began, as a clock on the wall showed it."""
         return datetime.fromisoformat(self.created).replace(tzinfo=None)
 
-    def seed_of(self, line_id: str, prompt: int = 0) -> int:
+    def seed_of(self, line_id: LineId, prompt: int = 0) -> int:
         """The seed of a prompt of a line; the same in every run that has this ``run_seed``."""
         digest = hashlib.blake2b(f"{prompt}:{line_id}".encode(), digest_size=8, key=self.run_seed.to_bytes(8, "little"))
         return int.from_bytes(digest.digest(), "little") >> 1

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from fastdecode.core.errors import CapacityError, FastDecodeError
 from fastdecode.core.sequence import Completion, RequestOutput, TokenLogprob
-from fastdecode.engine.line_format import Chat, LineError, LineRequest
+from fastdecode.engine.line_format import Chat, LineError, LineId, LineRequest
 from fastdecode.engine.openai_requests import RequestReader
 from fastdecode.engine.text import TextCodec
 from fastdecode.engine.token_text import TokenText
@@ -71,7 +71,7 @@ class OpenAILines:
         }
         return self._line(number, request.line_id, 200, body)
 
-    def refusal(self, number: int, line_id: str | None, error: FastDecodeError) -> dict[str, Any]:
+    def refusal(self, number: int, line_id: LineId | None, error: FastDecodeError) -> dict[str, Any]:
         status, kind = _status(error)
         param = error.param if isinstance(error, LineError) else None
         shown = {"message": str(error), "type": kind, "param": param, "code": error.code}
@@ -83,7 +83,7 @@ class OpenAILines:
             raise ValueError("an answer of another run")
         return int(number), int(answer["response"]["status_code"]) >= 400
 
-    def _line(self, number: int, line_id: str | None, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    def _line(self, number: int, line_id: LineId | None, status: int, body: dict[str, Any]) -> dict[str, Any]:
         response = {"status_code": status, "request_id": f"req_{self.run_id}_{number}", "body": body}
         return {
             "id": f"{ID_PREFIX}_{self.run_id}_{number}",

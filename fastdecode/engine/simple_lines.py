@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import Completion, RequestOutput, SamplingParams
-from fastdecode.engine.line_format import LineError, LineRequest
+from fastdecode.engine.line_format import LineError, LineId, LineRequest
 from fastdecode.engine.lines import load_object, utf8
-from fastdecode.engine.llm import Prompt, PromptRequest
+from fastdecode.engine.llm import Prompt
 from fastdecode.engine.text import TextCodec
 
 SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
@@ -24,28 +24,37 @@ LINE_FIELDS = ("id", "prompt", "prompt_token_ids", *SAMPLING_FIELDS)
 
 
 @dataclass(frozen=True)
+class SimpleRequest:
+    """What a line asks."""
+
+    line_id: LineId
+    prompt: Prompt
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
 class BadLine:
     """A line that is no request."""
 
-    request_id: str | None
+    line_id: LineId | None
     error: RequestError
 
 
-def parse_line(raw: bytes, number: int, defaults: SamplingParams) -> PromptRequest | BadLine:
+def parse_line(raw: bytes, number: int, defaults: SamplingParams) -> SimpleRequest | BadLine:
     """A request, or what is wrong with it. ``defaults``: what the line doesn't say itself."""
-    request_id: str | None = None
+    line_id: LineId | None = None
     try:
         line = load_object(raw, number)
         given_id = line.get("id")
         if isinstance(given_id, bool) or not isinstance(given_id, (str, int)) or given_id == "":
             raise RequestError(f'line {number} has no "id" that is a string or a whole number', code="invalid_id")
-        request_id = utf8(str(given_id), "id")
+        line_id = utf8(given_id, "id") if isinstance(given_id, str) else given_id
         _refuse_unknown_fields(line)
         # null is the same as not given
         overrides = {name: line[name] for name in SAMPLING_FIELDS if line.get(name) is not None}
-        return PromptRequest(request_id, _prompt_of(line), replace(defaults, **overrides))
+        return SimpleRequest(line_id, _prompt_of(line), replace(defaults, **overrides))
     except RequestError as error:
-        return BadLine(request_id, error)
+        return BadLine(line_id, error)
 
 
 def _refuse_unknown_fields(line: dict[str, Any]) -> None:
@@ -119,8 +128,8 @@ class SimpleLines:
     def parse(self, raw: bytes, number: int) -> LineRequest:
         item = parse_line(raw, number, self._defaults)
         if isinstance(item, BadLine):
-            raise LineError(str(item.error), code=item.error.code, line_id=item.request_id)
-        return LineRequest(item.request_id, (item.prompt,), item.params)
+            raise LineError(str(item.error), code=item.error.code, line_id=item.line_id)
+        return LineRequest(item.line_id, (item.prompt,), item.params)
 
     def answer(
         self, number: int, request: LineRequest, outputs: Sequence[RequestOutput], codec: TextCodec
@@ -128,7 +137,7 @@ class SimpleLines:
         (output,) = outputs
         return {"id": request.line_id, "line": number, **output_fields(output)}
 
-    def refusal(self, number: int, line_id: str | None, error: FastDecodeError) -> dict[str, Any]:
+    def refusal(self, number: int, line_id: LineId | None, error: FastDecodeError) -> dict[str, Any]:
         return {"id": line_id, "line": number, "error": error_object(error)}
 
     def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from typing import Any
 
 from fastdecode.engine.latency import LatencyHistogram
@@ -12,8 +13,11 @@ from fastdecode.engine.llm import LLM
 PERCENTILES = (50, 90, 99)
 
 
-def summarise(llm: LLM, *, num_requests: int, num_failed: int) -> dict[str, Any]:
+def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int) -> dict[str, Any]:
     """Timings in seconds, measured inside this process; see ``render`` for how to read them.
+
+    ``total_s`` is wall time since ``started_s`` (of ``time.perf_counter``); beside loading and steps it holds imports,
+    reading and writing.
 
     ``s_idle`` and ``r_idle`` are the bubbles: the parts of the time in which the S-worker waited for R-workers, and in
     which an R-worker, on average, computed nothing.
@@ -26,7 +30,7 @@ def summarise(llm: LLM, *, num_requests: int, num_failed: int) -> dict[str, Any]
         "load_s": llm.load_s,
         "prefill_s": stats.prefill_s,
         "decode_s": stats.decode_s,
-        "total_s": llm.load_s + stats.step_s,
+        "total_s": time.perf_counter() - started_s,
         "steps": stats.num_steps,
         "prompt_tokens": stats.num_prompt_tokens,
         "output_tokens": stats.num_output_tokens,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.engine.line_format import LineError, LineFormat
+from fastdecode.engine.line_format import LineError, LineFormat, LineId
 from fastdecode.engine.line_set import DuplicateFinder, LineSet
 from fastdecode.engine.lines import LineReader, too_long
 
@@ -73,7 +73,7 @@ def survey(path: Path, lines: LineFormat) -> Survey:
         for number, raw in reader:
             found.num_lines += 1
             found.last_line = number
-            line_id: str | None = None
+            line_id: LineId | None = None
             try:
                 if raw is None:
                     raise LineError(str(too_long(number)), code="line_too_long")
@@ -97,7 +97,7 @@ def _note_duplicates(found: Survey, finder: DuplicateFinder, lines: LineFormat) 
         found.bad.add(number)
 
 
-def _complain(found: Survey, number: int, line_id: str | None, code: str, problem: str) -> None:
+def _complain(found: Survey, number: int, line_id: LineId | None, code: str, problem: str) -> None:
     found.bad.add(number)
     if len(found.complaints) < MAX_COMPLAINTS:
         named = "" if line_id is None else f" ({line_id!r})"

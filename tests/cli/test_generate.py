@@ -69,6 +69,8 @@ def test_bad_lines_cost_the_good_ones_nothing(run: Run) -> None:
         line("m", prompt_token_ids=[1], temprature=1): "unknown_field",
         line("n", prompt="\ud800"): "invalid_text",
         line("good", prompt_token_ids=[9]): "duplicate_id",
+        line(7, prompt_token_ids=[-1]): "invalid_token_id",
+        line("7", prompt_token_ids=[9]): "duplicate_id",
     }
     lines: list[str | bytes] = [good, *bad, b'{"id": "o", "prompt": "\xff"}', line("last", prompt_token_ids=[5, 6, 7])]
     code, out = run(lines)
@@ -98,6 +100,7 @@ def test_options_are_defaults_that_lines_override(run: Run) -> None:
     code, out = run(lines, "--max-tokens", "6", "--temperature", "0", "--ignore-eos")
     assert code == 0
     assert [len(answer["token_ids"]) for answer in out] == [6, 2]
+    assert [answer["id"] for answer in out] == [1, 2]  # as they were given, not as text
 
 
 def test_summary_holds_what_was_measured(run: Run, tmp_path: Path) -> None:
@@ -110,6 +113,7 @@ def test_summary_holds_what_was_measured(run: Run, tmp_path: Path) -> None:
     assert summary["r_workers"] == 2
     for name in ("load_s", "prefill_s", "decode_s", "total_s", "output_tokens_per_s", "peak_rss_bytes"):
         assert summary[name] > 0, name
+    assert summary["total_s"] > summary["load_s"] + summary["prefill_s"] + summary["decode_s"]
     assert summary["s_share"] + summary["wait_share"] == pytest.approx(1)
     assert 0 < summary["r_share"] < 1
 

@@ -455,7 +455,7 @@ def test_simple_lines_are_answered_as_generate_does_with_their_line(make: Callab
     job.run(skip_bad_lines=True, sampling={"temperature": 0})
     answers = {answer["line"]: answer for answer in job.answers}
     assert set(answers[1]) == {"id", "line", "completions", "usage"}
-    assert answers[1]["id"] == "1"
+    assert answers[1]["id"] == 1
     assert answers[4]["error"]["code"] == "invalid_prompt"
     assert answers[5] == {"id": None, "line": 5, "error": answers[5]["error"]}
     assert job.run(begin="resume", skip_bad_lines=True, sampling={"temperature": 0}).num_run == 0

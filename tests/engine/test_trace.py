@@ -145,9 +145,9 @@ def test_a_run_tells_every_step_of_every_lane_and_worker(
 
 def test_load_and_latencies_are_counted(tiny_checkpoint: Callable[..., Path]) -> None:
     with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
-        empty = summarise(llm, num_requests=0, num_failed=0)
+        empty = summarise(llm, started_s=0.0, num_requests=0, num_failed=0)
         llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-        stats, summary = llm.stats, summarise(llm, num_requests=1, num_failed=0)
+        stats, summary = llm.stats, summarise(llm, started_s=0.0, num_requests=1, num_failed=0)
         llm.generate([[5, 6, 7]] * 2, SamplingParams(n=2, max_tokens=1))
     assert empty["ttft_s"] == {"p50": None, "p90": None, "p99": None}
     assert "-" in render(empty)
