@@ -29,7 +29,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", str, "weights and activations: float32, bfloat16, float16; auto is the checkpoint's", "DTYPE")
     add("--kv-dtype", str, "KV cache: float32, bfloat16, float16; auto is like --dtype", "DTYPE")
     add("--device", str, "where the S-part runs: cpu, cuda, cuda:1, ...", "DEVICE")
-    add("--transport", str, "inproc (R-workers are threads) or mpi (they are the job's other ranks)", "HOW")
+    add("--transport", str, "R-workers are: inproc (threads), mpi (the job's other ranks), zmq (at addresses)", "HOW")
+    group.add_argument(
+        "--r-worker", dest="r_worker_addresses", action="append", default=[], metavar="ADDRESS",
+        help="an R-worker's address, tcp://HOST:PORT, where fastdecode r-worker --bind runs; repeatable",
+    )  # fmt: skip
+    add("--key", str, "the cluster's key, for R-workers on other hosts", "FILE")
     add("--r-workers", int, "R-workers, as threads of this process")
     add("--r-threads", int, "CPU threads of each R-worker; default: this machine's cores shared out")
     add("--kv-memory-gb", float, "KV cache of each R-worker; default: half of the free memory, shared out", "GB")
@@ -56,7 +61,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="project load by the lengths of finished requests, not by max_tokens (default: yes)",
     )
     add("--length-quantile", float, "reserve KV blocks by this quantile of lengths; default: for max_tokens", "Q")
-    add("--worker-timeout-s", float, "wait so long for an R-worker before giving it up", "S")
+    add("--worker-silence-s", float, "give up an R-worker (mpi, zmq) that gives no sign of life for so long", "S")
+    add("--worker-timeout-s", float, "give up an R-worker that lives, but owes an answer for so long", "S")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

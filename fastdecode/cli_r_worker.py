@@ -75,7 +75,7 @@ def add_r_worker(commands: Any) -> None:
 
 def serve_if_r_rank(args: argparse.Namespace) -> None:
     """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but the first serves, and doesn't return."""
-    if mpi_job.launched_size() is None or args.transport not in ("auto", "mpi"):
+    if mpi_job.launched_size() is None or args.transport not in ("auto", "mpi") or args.r_worker_addresses:
         return
     job = mpi_job.join()
     if job.rank != mpi_job.S_RANK:

@@ -8,7 +8,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 
 MAX_R_WORKERS = 4096
-TRANSPORTS = ("auto", "inproc", "mpi")
+TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,12 @@ class EngineConfig:
     device: str = "cpu"
     """Where the S-part runs: cpu, cuda, cuda:1, …"""
     transport: str = "auto"
-    """How R-workers are reached: inproc (threads of this process) or mpi (the job's other ranks); auto: mpi if a
-    launcher started this process, else inproc."""
+    """How R-workers are reached: inproc (threads of this process), mpi (the job's other ranks) or zmq (processes at
+    addresses); auto: zmq if addresses are given, else mpi if a launcher started this process, else inproc."""
+    r_worker_addresses: tuple[str, ...] = ()
+    """Where R-workers listen, tcp://HOST:PORT each; with zmq."""
+    key: str | None = None
+    """File with the cluster's key, for R-workers that aren't on this host; with zmq."""
     r_workers: int = 1
     """R-workers to start as threads of this process."""
     r_threads: int | None = None
@@ -65,8 +69,11 @@ class EngineConfig:
     length_quantile: float | None = None
     """Reserve KV blocks by this quantile of those lengths, not for max_tokens; sequences that outgrow them when blocks
     have run out are suspended and recomputed."""
-    worker_timeout_s: float = 60.0
-    """How long to wait for an R-worker's answer before it is given up."""
+    worker_silence_s: float = 5.0
+    """An R-worker on another process that gives no sign of life for so long is given up: it hangs, or can't be reached.
+    Those that compute do give signs of life."""
+    worker_timeout_s: float = 300.0
+    """How long to wait for the answer of an R-worker that does give signs of life before it is given up."""
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -76,6 +83,7 @@ class EngineConfig:
                 DType.parse(getattr(self, name), option=name)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport={self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        self._check_addresses()
         self._check_int("r_workers", 1, MAX_R_WORKERS)
         self._check_int("r_threads", 1, 4096)
         self._check_int("block_size", 16, 256)
@@ -87,12 +95,32 @@ class EngineConfig:
         self._check_int("max_step_tokens", 2, 1 << 26)
         self._check_int("lanes", 1, 64)
         self._check_float("kv_memory_gb", 1e-6, 1e6, "GB")
+        self._check_float("worker_silence_s", 0.5, 3600, "s")
         self._check_float("worker_timeout_s", 1e-3, 1e6, "s")
         if self.max_step_tokens is not None and self.max_step_tokens <= self.max_num_sequences:
             raise ConfigError(
                 f"max_step_tokens={self.max_step_tokens} must exceed max_num_sequences="
                 f"{self.max_num_sequences}: every running sequence decodes one token a step, and prompts need the rest"
             )
+
+    def _check_addresses(self) -> None:
+        """What an address looks like is the transport's business; here, only that there are some where there must."""
+        addresses = self.r_worker_addresses
+        if not isinstance(addresses, (list, tuple)) or not all(isinstance(address, str) for address in addresses):
+            raise ConfigError(f"r_worker_addresses={addresses!r} is not a list of addresses")
+        object.__setattr__(self, "r_worker_addresses", tuple(addresses))
+        if len(set(addresses)) < len(addresses) or len(addresses) > MAX_R_WORKERS:
+            raise ConfigError(f"r_worker_addresses: give each address once, and {MAX_R_WORKERS} at most")
+        if self.transport == "zmq" and not addresses:
+            raise ConfigError(
+                "transport='zmq' needs the R-workers' addresses: --r-worker tcp://HOST:PORT, once for each"
+            )
+        if self.transport in ("inproc", "mpi") and addresses:
+            raise ConfigError(
+                f"transport={self.transport!r} has no use for addresses: leave --r-worker out, or use zmq"
+            )
+        if self.key is not None and not addresses:
+            raise ConfigError("a key is for R-workers at addresses: give --r-worker tcp://HOST:PORT too")
 
     def _check_int(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)

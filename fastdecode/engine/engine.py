@@ -14,49 +14,29 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
-from fastdecode.core.sequence import Completion, FinishReason, Request, RequestOutput, Sequence, TokenLogprob
+from fastdecode.core.sequence import Completion, FinishReason, Request, RequestOutput, Sequence
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.layout import StepBatch
+from fastdecode.engine.live import Group, Run, opening
 from fastdecode.engine.pipeline import LaneStep, Pipeline
 from fastdecode.engine.stats import EngineStats
-from fastdecode.engine.text import SequenceText, TextCodec
-from fastdecode.schedule.scheduler import Chunk, Scheduler, Start, StepPlan
+from fastdecode.engine.text import TextCodec
+from fastdecode.schedule.scheduler import Chunk, Scheduler, StepPlan
 from fastdecode.schedule.times import MeasuredTimes
-from fastdecode.wire.messages import CloseSequence, ExtendSequence, ForkSequence, OpenSequence, Refused
+from fastdecode.wire.messages import CloseSequence, ExtendSequence, Refused
 from sworker.sampler import SampledToken, SamplingState
 from sworker.worker import SWorker
 
+if TYPE_CHECKING:
+    from fastdecode.engine.replacements import Replacements  # needs pyzmq
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Run:
-    """A live sequence, and what it has said so far."""
-
-    sequence: Sequence
-    sampling: SamplingState
-    text: SequenceText
-    submitted_s: float
-    first_token_s: float | None = None
-    is_open: bool = False
-    """Its R-worker has accepted it."""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Group:
-    """A live request, and those of its completions that are done."""
-
-    request: Request
-    prompt: str | None
-    runs: list[_Run]
-    completions: list[Completion] = field(default_factory=list)
 
 
 class Engine:
@@ -71,6 +51,7 @@ class Engine:
         eos_token_ids: any of them ends a sequence, unless the request ignores EOS.
         trace: told what every step did.
         times: told how long the parts of every decode step took.
+        replacements: R-workers that take the place of lost ones.
     """
 
     def __init__(
@@ -83,7 +64,9 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         trace: Trace | None = None,
         times: MeasuredTimes | None = None,
+        replacements: Replacements | None = None,
     ) -> None:
+        self._replacements = replacements
         self._times = times
         self._trace = trace or NoTrace()
         self._s_worker = s_worker
@@ -92,12 +75,12 @@ class Engine:
         self._scheduler = scheduler
         self._codec = codec
         self._eos_token_ids = eos_token_ids
-        self._groups: dict[str, _Group] = {}
-        self._runs: dict[int, _Run] = {}
-        self._dropped: dict[int, _Run] = {}
+        self._groups: dict[str, Group] = {}
+        self._runs: dict[int, Run] = {}
+        self._dropped: dict[int, Run] = {}
         self._sequence_ids = itertools.count()
         self._num_launched = 0
-        self._num_lost = 0
+        self._mourned: set[int] = set()  # lost R-workers of which the scheduler knows
         self._broken: FastDecodeError | None = None
         self.stats = EngineStats()
 
@@ -134,9 +117,9 @@ class Engine:
                 sample_index=index,
             )
             text = self._codec.sequence_text(request.params, request.prompt_token_ids)
-            runs.append(_Run(sequence, sampling, text, now))
+            runs.append(Run(sequence, sampling, text, now))
         self._scheduler.add(run.sequence for run in runs)
-        self._groups[request.request_id] = _Group(request, prompt, runs)
+        self._groups[request.request_id] = Group(request, prompt, runs)
         self._runs.update((run.sequence.sequence_id, run) for run in runs)
 
     def step(self) -> list[RequestOutput]:
@@ -213,12 +196,12 @@ class Engine:
         groups = list(self._groups.values())
         self._groups.clear()
         self._runs.clear()
-        return [_failed(group, error) for group in groups]
+        return [group.failed(error) for group in groups]
 
     def _launch(self, lane: int, plan: StepPlan) -> list[RequestOutput]:
         """Start a lane's step. Returns the requests whose sequences were refused by their R-worker."""
         refused = self._make_room(plan)
-        chunks = [c for c in plan.chunks if c.sequence.sequence_id in self._runs]
+        chunks = [c for c in plan.chunks if c.sequence.sequence_id in self._runs and c.sequence.worker is not None]
         if chunks:
             batch = StepBatch.build(chunks, step=self._num_launched, lane=lane)
             self._num_launched += 1
@@ -237,22 +220,34 @@ class Engine:
             message = ExtendSequence(extend.sequence.sequence_id, extend.num_reserved_tokens)
             self._fleet.send(extend.sequence.worker, message)
         for start in plan.starts:
-            self._fleet.send(start.worker, _opening(start))
+            self._fleet.send(start.worker, opening(start))
         sequences = [*(extend.sequence for extend in plan.extends), *(start.sequence for start in plan.starts)]
         answers = self._pipeline.await_openings({sequence.sequence_id: sequence for sequence in sequences})
-        refusals: list[tuple[str, Refused]] = []
+        refusals: list[tuple[Run, Refused]] = []
         for sequence in sequences:
-            answer = answers.get(sequence.sequence_id)
+            answer, run = answers.get(sequence.sequence_id), self._runs[sequence.sequence_id]
             if isinstance(answer, Refused):
-                refusals.append((sequence.request.request_id, answer))
+                refusals.append((run, answer))
             else:  # accepted, or its R-worker was lost: then its rows go nowhere, and it is requeued after the step
-                self._runs[sequence.sequence_id].is_open = True
+                run.is_open = True
         # Only now, when every answer is in, is it known which sequences have to be closed again.
-        return [
-            self._fail(self._groups[request_id], CapacityError(refused.message, code=refused.code))
-            for request_id, refused in refusals
-            if request_id in self._groups
-        ]
+        outputs = [self._refused(run, answer) for run, answer in refusals]
+        return [output for output in outputs if output is not None]
+
+    def _refused(self, run: Run, answer: Refused) -> RequestOutput | None:
+        """An R-worker has less room than it said. The sequence waits until there is some; returns the request, failed,
+        if there never will be: not if nothing of ours takes room there, as then nothing that ends would make any."""
+        sequence, worker = run.sequence, run.sequence.worker
+        if sequence.sequence_id not in self._runs:
+            return None  # a sibling was refused for good
+        neighbours = (x for x in self._runs.values() if x is not run and x.is_open and x.sequence.worker == worker)
+        if answer.code == CapacityError.default_code and any(neighbours):
+            logger.warning("sequence %d waits: %s", sequence.sequence_id, answer.message)
+            self._close(run)
+            self._scheduler.requeue(sequence)
+            return None
+        group = self._groups[sequence.request.request_id]
+        return self._fail(group, CapacityError(answer.message, code=answer.code))
 
     def _complete(self, step: LaneStep) -> list[RequestOutput]:
         """A lane's step is over: note what is cached now, draw the next tokens, finish what they end."""
@@ -300,9 +295,9 @@ class Engine:
         if len(lost) == len(self._fleet):
             raise next(iter(lost.values()))
         hopeless: list[Sequence] = []
-        for worker in list(lost)[self._num_lost :]:
+        for worker in lost.keys() - self._mourned:
             hopeless += self._scheduler.lose_worker(worker)
-        self._num_lost = len(lost)
+            self._mourned.add(worker)
         flying = self._flying()
         for run in self._runs.values():
             sequence = run.sequence
@@ -313,11 +308,26 @@ class Engine:
                     self._scheduler.requeue(sequence)
                 except CapacityError:
                     hopeless.append(sequence)
+        self._readmit()
         error = WorkerError("its R-worker was lost, and no R-worker that is left has room for it")
         request_ids = dict.fromkeys(sequence.request.request_id for sequence in hopeless)
         return [self._fail(self._groups[request_id], error) for request_id in request_ids]
 
-    def _accept(self, runs: list[_Run], sampled: list[SampledToken], now: float) -> list[RequestOutput]:
+    def _readmit(self) -> None:
+        """Use R-workers that have come in the place of lost ones, once no step in flight remembers those."""
+        if self._replacements is None:
+            return
+        flying = {span.worker for step in self._pipeline.in_flight for span in step.batch.spans}
+        for worker, welcome in self._replacements.look(self._fleet.lost).items():
+            if worker not in flying:
+                self._replacements.admit(worker)
+                self._fleet.revive(worker)
+                self._scheduler.regain_worker(worker, welcome.num_blocks)
+                self._mourned.remove(worker)
+                self.stats.num_rejoined += 1
+                logger.warning("%s has joined in the place of one that was lost", self._fleet.peer(worker))
+
+    def _accept(self, runs: list[Run], sampled: list[SampledToken], now: float) -> list[RequestOutput]:
         """Append the tokens drawn just now; finish the sequences that they end. Returns the requests that are over."""
         outputs = []
         for run, drawn in zip(runs, sampled, strict=True):
@@ -340,7 +350,7 @@ class Engine:
                     outputs.append(output)
         return outputs
 
-    def _append(self, run: _Run, drawn: SampledToken) -> FinishReason | None:
+    def _append(self, run: Run, drawn: SampledToken) -> FinishReason | None:
         sequence, params = run.sequence, run.sequence.request.params
         token = drawn.token_id
         sequence.token_ids.append(token)
@@ -353,7 +363,7 @@ class Engine:
             return "stop"
         return "length" if sequence.num_generated >= sequence.request.max_tokens else None
 
-    def _finish(self, group: _Group, run: _Run, reason: FinishReason) -> RequestOutput | None:
+    def _finish(self, group: Group, run: Run, reason: FinishReason) -> RequestOutput | None:
         """One sequence is over. Returns the request's output once all of its sequences are."""
         sequence = run.sequence
         group.completions.append(
@@ -373,12 +383,12 @@ class Engine:
         completions = tuple(sorted(group.completions, key=lambda completion: completion.index))
         return RequestOutput(request.request_id, group.prompt, request.prompt_token_ids, completions)
 
-    def _fail(self, group: _Group, error: FastDecodeError) -> RequestOutput:
+    def _fail(self, group: Group, error: FastDecodeError) -> RequestOutput:
         self._drop(group)
         logger.warning("request %s failed: %s", group.request.request_id, error)
-        return _failed(group, error)
+        return group.failed(error)
 
-    def _drop(self, group: _Group) -> None:
+    def _drop(self, group: Group) -> None:
         flying = self._flying()
         for run in group.runs:
             sequence_id = run.sequence.sequence_id
@@ -393,21 +403,13 @@ class Engine:
         """Sequences whose step is in flight."""
         return {chunk.sequence.sequence_id for step in self._pipeline.in_flight for chunk in step.batch.chunks}
 
-    def _release(self, run: _Run) -> None:
-        sequence, worker = run.sequence, run.sequence.worker
-        self._scheduler.finish(sequence)
+    def _release(self, run: Run) -> None:
+        self._close(run)
+        self._scheduler.finish(run.sequence)
+
+    def _close(self, run: Run) -> None:
+        """Free what its R-worker holds of a sequence, if that was opened."""
         if run.is_open:
-            assert worker is not None
-            self._fleet.send(worker, CloseSequence(sequence.sequence_id))
-
-
-def _failed(group: _Group, error: FastDecodeError) -> RequestOutput:
-    return RequestOutput(group.request.request_id, group.prompt, group.request.prompt_token_ids, error=error)
-
-
-def _opening(start: Start) -> OpenSequence | ForkSequence:
-    sequence_id = start.sequence.sequence_id
-    reserve = start.sequence.max_cached_tokens if start.num_reserved_tokens is None else start.num_reserved_tokens
-    if start.parent is None:
-        return OpenSequence(sequence_id, reserve)
-    return ForkSequence(start.parent.sequence_id, sequence_id, start.num_shared_tokens, reserve)
+            assert run.sequence.worker is not None
+            self._fleet.send(run.sequence.worker, CloseSequence(run.sequence.sequence_id))
+            run.is_open = False

@@ -35,7 +35,7 @@ class Fleet:
     """Sends to R-workers by index, receives from whichever answers first, and notices the dead and the silent.
 
     A worker is **lost** when its connection breaks, when it says ``Failed``, or when an answer is overdue. What is sent
-    to a lost worker goes nowhere; it never comes back.
+    to a lost worker goes nowhere. It never comes back, though another one may take its place (``revive``).
 
     Args:
         hub: one connection a worker; a worker's index is its connection's.
@@ -164,6 +164,11 @@ class Fleet:
             self._lost[worker] = error if isinstance(error, WorkerError) else WorkerError(str(error), code=error.code)
             self._due[worker].clear()
             logger.error("%s is lost: %s", self.peer(worker), error)
+
+    def revive(self, worker: int) -> None:
+        """The hub has another connection in the place of a lost worker's: whoever is there has said ``Welcome``."""
+        del self._lost[worker]
+        self._early = deque(early for early in self._early if early[0] != worker)
 
 
 def _failure(failed: Failed) -> WorkerError:

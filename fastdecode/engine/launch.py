@@ -22,7 +22,7 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.pipeline import Pipeline
 from fastdecode.engine.text import TextCodec
-from fastdecode.engine.workers import MpiWorkers, ThreadWorkers, Workers
+from fastdecode.engine.workers import MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
 from fastdecode.schedule.modes import ScheduleOptions, make_scheduler
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
@@ -50,7 +50,8 @@ class ResolvedConfig:
     """Of each R-worker."""
     max_model_len: int
     schedule: ScheduleOptions
-    uses_mpi: bool
+    transport: str
+    """inproc, mpi or zmq."""
 
 
 def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes: int) -> ResolvedConfig:
@@ -71,7 +72,9 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
     else:
         kv_bytes = int(config.kv_memory_gb * 1e9)
     device = _device(config.device)
-    uses_mpi = config.transport == "mpi" or (config.transport == "auto" and launched_size() is not None)
+    transport = config.transport
+    if transport == "auto":
+        transport = "zmq" if config.r_worker_addresses else "inproc" if launched_size() is None else "mpi"
     return ResolvedConfig(
         config=config,
         dtype=dtype,
@@ -81,8 +84,10 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
         kv_bytes=kv_bytes,
         max_model_len=max_model_len,
         # Threads of this process that do both parts would only get into each other's way.
-        schedule=_schedule(config, num_lanes=config.lanes or (2 if uses_mpi or device.type == "cuda" else 1)),
-        uses_mpi=uses_mpi,
+        schedule=_schedule(
+            config, num_lanes=config.lanes or (1 if transport == "inproc" and device.type == "cpu" else 2)
+        ),
+        transport=transport,
     )
 
 
@@ -145,18 +150,18 @@ class RunningEngine:
         free_bytes = psutil.virtual_memory().available
         resolved = self.resolved = resolve(config, self.spec, num_cores=available_cores(), free_bytes=free_bytes)
         self.codec = TextCodec.load(config.model)
-        tell(f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype})")
-        _, model = load_model(config.model, device=resolved.device, dtype=_torch_dtype(resolved.dtype))
-        if resolved.uses_mpi:
-            self._workers: Workers | None = MpiWorkers()
-        else:
-            self._workers = ThreadWorkers(config.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)
-        self._fleet = Fleet(self._workers.hub, config.worker_timeout_s)
+        # R-workers first: that one of them can't be reached is better known before than after a large model is loaded.
+        workers = _reach_workers(resolved)
+        self._workers: Workers | None = workers
+        self._fleet = Fleet(workers.hub, config.worker_timeout_s)
         try:
+            tell(f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype})")
+            _, model = load_model(config.model, device=resolved.device, dtype=_torch_dtype(resolved.dtype))
             tell(
                 f"greeting {len(self._fleet)} R-worker(s): {', '.join(map(self._fleet.peer, range(len(self._fleet))))}"
             )
-            self.welcomes = self._fleet.greet(_hello(self.spec, resolved))
+            hello = _hello(self.spec, resolved)
+            self.welcomes = self._fleet.greet(hello)
             times = MeasuredTimes()
             blocks = tuple(welcome.num_blocks for welcome in self.welcomes)
             scheduler = make_scheduler(resolved.schedule, blocks, config.block_size, times)
@@ -167,7 +172,15 @@ class RunningEngine:
         attention = AttentionPlan(self.spec.attention, _torch_dtype(resolved.kv_dtype), self._fleet)
         pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
         self.engine = Engine(
-            s_worker, pipeline, self._fleet, scheduler, self.codec, self.spec.eos_token_ids, trace, times
+            s_worker,
+            pipeline,
+            self._fleet,
+            scheduler,
+            self.codec,
+            self.spec.eos_token_ids,
+            trace,
+            times,
+            workers.replacements(hello),
         )
         self.load_s = time.perf_counter() - started
 
@@ -184,6 +197,15 @@ class RunningEngine:
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.close(self._fleet.lost, self.resolved.config.worker_timeout_s)
+
+
+def _reach_workers(resolved: ResolvedConfig) -> Workers:
+    config = resolved.config
+    if resolved.transport == "mpi":
+        return MpiWorkers()
+    if resolved.transport == "zmq":
+        return ZmqWorkers(config.r_worker_addresses, key_file=config.key, silence_s=config.worker_silence_s)
+    return ThreadWorkers(config.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)
 
 
 def _hello(spec: ModelSpec, resolved: ResolvedConfig) -> Hello:

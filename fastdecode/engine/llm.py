@@ -113,8 +113,8 @@ class LLM:
 
     @property
     def r_threads(self) -> int:
-        """CPU threads of each R-worker."""
-        return self._running.resolved.r_threads
+        """CPU threads of each R-worker; where they differ, the most that one has."""
+        return max(welcome.num_threads for welcome in self._running.welcomes)
 
     @property
     def num_kv_blocks(self) -> int:

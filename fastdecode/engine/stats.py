@@ -33,6 +33,8 @@ class EngineStats:
     """(end to end - TTFT) / (n - 1) of every sequence that ended with n > 1 tokens."""
     num_recomputed: int = 0
     """Sequences that were started again after their R-worker was lost."""
+    num_rejoined: int = 0
+    """R-workers that took the place of lost ones."""
     num_suspended: int = 0
     """Sequences whose blocks were taken back for others, to be recomputed later."""
 

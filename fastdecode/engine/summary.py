@@ -48,7 +48,10 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "model": llm.config.model,
         "dtype": llm.dtype.value,
         "kv_dtype": llm.kv_dtype.value,
-        "r_workers": llm.config.r_workers,
+        "r_workers": llm.num_r_workers,
+        "r_workers_lost": llm.num_r_workers - llm.num_live_r_workers,
+        "r_workers_rejoined": stats.num_rejoined,
+        "recomputed": stats.num_recomputed,
         "r_threads": llm.r_threads,
     }
 
@@ -66,6 +69,12 @@ def peak_rss_bytes() -> int:
 def render(summary: dict[str, Any]) -> str:
     """The summary in a few lines for a person."""
     s = summary
+    trouble = []
+    if s["r_workers_lost"] or s["r_workers_rejoined"]:
+        trouble.append(
+            f"{s['r_workers_lost']} of {s['r_workers']} R-workers are lost, {s['r_workers_rejoined']} were replaced; "
+            f"{s['recomputed']} sequences were recomputed on others"
+        )
     return "\n".join(
         [
             f"{s['requests'] - s['failed']} requests done, {s['failed']} failed; "
@@ -78,6 +87,7 @@ def render(summary: dict[str, Any]) -> str:
             f"on average they idled {s['r_idle']:.0%})",
             f"load W {s['load_mean_tokens']:.0f} cached tokens on average, {s['load_peak_tokens']} at its peak; "
             f"TTFT {_shown(s['ttft_s'])}, TPOT {_shown(s['tpot_s'])}",
+            *trouble,
         ]
     )
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from fastdecode.core.errors import WorkerError
+from fastdecode.core.errors import MissingExtraError, WorkerError
 from fastdecode.engine.fleet import RHub
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.messages import FromRWorker, Shutdown, ToRWorker
+from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
+from fastdecode.wire.transport import Connection
 from rworker.worker import WorkerThread, start_worker_thread
 
+if TYPE_CHECKING:
+    from fastdecode.engine.replacements import Replacements  # needs pyzmq
+
 logger = logging.getLogger(__name__)
+
+REACH_TIMEOUT_S = 20.0
+"""For R-workers that are being started at the same time."""
 
 
 class Workers(Protocol):
@@ -21,6 +29,9 @@ class Workers(Protocol):
     @property
     def hub(self) -> RHub:
         """One connection a worker."""
+
+    def replacements(self, hello: Hello) -> Replacements | None:
+        """Who may take the place of those that are lost; None: nobody."""
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
         """Stop them all and let go of them. Those that are lost aren't waited for: they may hang for ever.
@@ -46,6 +57,9 @@ class ThreadWorkers:
             thread = start_worker_thread(f"r{index}", kv_bytes=kv_bytes, num_threads=num_threads, hub=self.hub)
             self._threads.append(thread)
 
+    def replacements(self, hello: Hello) -> None:
+        return None
+
     def close(self, lost: Collection[int], timeout_s: float) -> None:
         for thread in self._threads:
             thread.stop()
@@ -70,13 +84,63 @@ class MpiWorkers:
 
         self.hub: mpi.MpiHub[ToRWorker, FromRWorker] = mpi.connect_workers(mpi_job.join())
 
+    def replacements(self, hello: Hello) -> None:
+        return None
+
     def close(self, lost: Collection[int], timeout_s: float) -> None:
         for index, connection in enumerate(self.hub.connections):
             if index in lost:
                 connection.give_up()
-                continue
-            try:
-                connection.send(Shutdown())
-            except WorkerError:
-                logger.debug("%s has ended already", connection.peer)
+            else:
+                _shut_down(connection)
         self.hub.close()
+
+
+class ZmqWorkers:
+    """R-workers at addresses. Each decides its own memory and threads. Waits until all have been reached.
+
+    Args:
+        addresses: tcp://HOST:PORT, one a worker.
+        key_file: with the cluster's key; None: R-workers of this host only.
+        silence_s: one that gives no sign of life for so long is lost.
+
+    Raises:
+        ConfigError: an address or the key can't be used.
+        MissingExtraError: pyzmq is missing.
+        WorkerError: some couldn't be reached within ``REACH_TIMEOUT_S``, or refused the key.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, key_file: str | None, silence_s: float) -> None:
+        try:
+            from fastdecode.wire.zmq import ZmqHub
+            from fastdecode.wire.zmq_access import ClusterKey
+        except ModuleNotFoundError as error:
+            if error.name == "zmq":
+                raise MissingExtraError("pyzmq", "zmq", "the ZeroMQ transport") from None
+            raise
+        self.hub = ZmqHub(None if key_file is None else ClusterKey.read(Path(key_file)), silence_s=silence_s)
+        try:
+            for address in addresses:
+                self.hub.add(address)
+            self.hub.await_workers(REACH_TIMEOUT_S)
+        except BaseException:
+            self.hub.close()
+            raise
+
+    def replacements(self, hello: Hello) -> Replacements:
+        from fastdecode.engine.replacements import Replacements
+
+        return Replacements(self.hub, hello)
+
+    def close(self, lost: Collection[int], timeout_s: float) -> None:
+        for index, connection in enumerate(self.hub.connections):
+            if index not in lost:
+                _shut_down(connection)
+        self.hub.close()
+
+
+def _shut_down(connection: Connection[ToRWorker, FromRWorker]) -> None:
+    try:
+        connection.send(Shutdown())
+    except WorkerError:
+        logger.debug("%s has ended already", connection.peer)

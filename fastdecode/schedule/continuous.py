@@ -129,6 +129,9 @@ class ContinuousScheduler:
         waiting = [*self._interrupted, *self._waiting]
         return [sequence for sequence in waiting if not self._ledger.is_possible(sequence.max_cached_tokens)]
 
+    def regain_worker(self, worker: int, num_blocks: int) -> None:
+        self._ledger.regain(worker, num_blocks)
+
     def _plan(self, lane: _Lane) -> StepPlan:
         lane.step += 1
         lane.budget.next_step()

@@ -15,13 +15,19 @@ class BlockLedger:
     def __init__(self, worker_blocks: tuple[int, ...], block_size: int) -> None:
         assert worker_blocks and min(worker_blocks) >= 0 and block_size > 0
         self.block_size = block_size
-        self._capacity = worker_blocks
+        self._capacity = list(worker_blocks)
         self._free = list(worker_blocks)
         self._lost: set[int] = set()
 
     def lose(self, worker: int) -> None:
         """The worker is gone: nothing fits on it any more."""
         self._lost.add(worker)
+
+    def regain(self, worker: int, num_blocks: int) -> None:
+        """In the place of a lost worker there is an empty one, of so many blocks."""
+        assert worker in self._lost and self._free[worker] == self._capacity[worker]
+        self._lost.remove(worker)
+        self._free[worker] = self._capacity[worker] = num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of ``num_tokens`` cached tokens fills; a sequence always takes one."""

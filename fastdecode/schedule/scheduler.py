@@ -95,6 +95,10 @@ class Scheduler(Protocol):
             The waiting sequences that no R-worker that is left could ever hold.
         """
 
+    def regain_worker(self, worker: int, num_blocks: int) -> None:
+        """An empty R-worker with so many KV blocks is there in the place of a lost one, of which nothing runs any
+        more."""
+
     @property
     def num_waiting(self) -> int: ...
 

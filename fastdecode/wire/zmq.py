@@ -188,6 +188,8 @@ class ZmqHub:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._lock = threading.RLock()
         self._connections: list[ZmqConnection[ToRWorker, FromRWorker]] = []
+        self._addresses: list[str] = []
+        self._knocking: list[ZmqConnection[ToRWorker, FromRWorker]] = []
         self._first = 0
 
     @property
@@ -201,16 +203,29 @@ class ZmqHub:
         Raises:
             ConfigError: the address is none, or may not be used without a key.
         """
+        self._connections.append(self._connect(address))
+        self._addresses.append(address)
+        return self._connections[-1]
+
+    def knock(self, index: int) -> ZmqConnection[ToRWorker, FromRWorker]:
+        """Another connection to the same address, for whoever is there now; not yet one of the hub's."""
+        self._knocking = [x for x in self._knocking if x.is_open]
+        self._knocking.append(self._connect(self._addresses[index]))
+        return self._knocking[-1]
+
+    def replace(self, index: int, connection: ZmqConnection[ToRWorker, FromRWorker]) -> None:
+        """A connection that came of ``knock`` takes the place of the one that it was made after, which is closed."""
+        self._knocking.remove(connection)
+        self._connections[index].close()
+        self._connections[index] = connection
+
+    def _connect(self, address: str) -> ZmqConnection[ToRWorker, FromRWorker]:
         check_address(address, self._key, option="--r-worker")
         try:
             line = DealerLine(self._context, address, self._key, self._silence_s)
         except zmq.ZMQError as error:
             raise ConfigError(f"--r-worker={address!r}: {error.strerror}") from None
-        connection: ZmqConnection[ToRWorker, FromRWorker] = ZmqConnection(
-            line, f"R-worker {address}", frozenset(get_args(FromRWorker)), self._lock
-        )
-        self._connections.append(connection)
-        return connection
+        return ZmqConnection(line, f"R-worker {address}", frozenset(get_args(FromRWorker)), self._lock)
 
     def await_workers(self, timeout_s: float) -> None:
         """Wait until every R-worker has been reached.
@@ -235,7 +250,7 @@ class ZmqHub:
 
     def close(self) -> None:
         """Close every connection, and see off what was sent over them, for a few seconds at most."""
-        for connection in self._connections:
+        for connection in (*self._connections, *self._knocking):
             connection.close()
         self._context.term()
 

@@ -10,11 +10,12 @@ import pytest
 from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.core.errors import WorkerError
+from fastdecode.core.errors import CapacityError, WorkerError
 from fastdecode.engine import workers
 from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
+from rworker.kv_store import KVStore
 from rworker.worker import WorkerThread, start_worker_thread
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -57,6 +58,38 @@ def run(path: Path, lanes: int, timeout_s: float = 30.0) -> tuple[list[list[tupl
         asked = prompts([3, 30, 11, 1, 19, 8, 5], seed=2)
         outputs = llm.generate(asked, [GREEDY] * 5 + [FORKED] * 2)
         return [[c.token_ids for c in output.completions] for output in outputs], llm.stats.num_recomputed
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_an_r_worker_with_less_room_than_it_said_makes_sequences_wait(
+    lanes: int, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path, lanes)
+    refused = []
+    really_open = KVStore.open
+
+    def open_one(store: KVStore, sequence_id: int, num_reserved: int) -> None:
+        if store.num_sequences:
+            refused.append(sequence_id)
+            raise CapacityError("no room for a second sequence")
+        really_open(store, sequence_id, num_reserved)
+
+    monkeypatch.setattr(KVStore, "open", open_one)
+    assert run(path, lanes)[0] == expected
+    assert refused
+
+
+def test_what_an_empty_r_worker_refuses_has_failed(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    def refuse(store: KVStore, sequence_id: int, num_reserved: int) -> None:
+        raise CapacityError("no room at all")
+
+    monkeypatch.setattr(KVStore, "open", refuse)
+    with LLM(str(tiny_checkpoint("llama")), dtype="float32", r_threads=1, kv_memory_gb=0.01) as llm:
+        (output,) = llm.generate([[5, 6]], GREEDY)
+    assert isinstance(output.error, CapacityError) and "no room at all" in str(output.error)
 
 
 def crash() -> None:

@@ -25,3 +25,14 @@ def test_a_reservation_grows_by_whole_blocks_while_there_are_any() -> None:
     ledger.release(0, 12)
     assert ledger.free_blocks(0) == 3
     assert ledger.capacity_tokens(0) == 12
+
+
+def test_a_replacement_is_as_large_as_it_says() -> None:
+    ledger = BlockLedger((4, 2), block_size=16)
+    ledger.lose(0)
+    assert not ledger.is_possible(33)
+    ledger.regain(0, 3)
+    assert ledger.is_possible(48) and not ledger.is_possible(49)
+    assert ledger.workers_with_room(1, 1) == [0, 1]
+    ledger.reserve(0, 48)
+    assert ledger.workers_with_room(1, 1) == [1]

@@ -1,0 +1,168 @@
+"""``fastdecode generate --transport zmq``: R-workers are processes at addresses; their loss changes no token."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi_launch import Running, running
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.cli import main
+
+pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+@contextlib.contextmanager
+def r_workers(*ports: str, options: tuple[str, ...] = ()) -> Iterator[tuple[list[Running], list[str]]]:
+    """Processes, and the addresses at which they listen."""
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for port in ports:
+            command = [*FASTDECODE, "r-worker", "--threads", "1", "--kv-memory-gb", "0.01"]
+            jobs.append(
+                stack.enter_context(running([*command, "--bind", f"tcp://127.0.0.1:{port}", *options], **PATHS))
+            )
+        for job in jobs:
+            job.wait_until(lambda job=job: " listens at " in job.output() and job.output().endswith("\n"))
+        yield jobs, [job.output().split(" listens at ")[1].split()[0] for job in jobs]
+
+
+@pytest.fixture
+def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[int], tuple[list[str], Path, str]]:
+    """``asked(max_tokens)``: generate's options, its output file, and what threads put in there. The first request is
+    done long before the others."""
+
+    def make(max_tokens: int) -> tuple[list[str], Path, str]:
+        shared = {"temperature": 0, "ignore_eos": True}
+        lines: list[dict[str, Any]] = [
+            {"id": i, "prompt_token_ids": [5 + i] * (1 + 5 * i), "max_tokens": max_tokens if i else 3, **shared}
+            for i in range(8)
+        ]
+        source = tmp_path / "in.jsonl"
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        options = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--prefill-chunk", "16"]
+        options += ["--input", str(source), "--output"]
+        expected, output = tmp_path / "expected.jsonl", tmp_path / "out.jsonl"
+        assert main([*options, str(expected), "--kv-memory-gb", "0.01"]) == 0
+        return [*options, str(output)], output, expected.read_text()
+
+    return make
+
+
+def at(addresses: list[str]) -> list[str]:
+    return [word for address in addresses for word in ("--r-worker", address)]
+
+
+def test_tokens_are_those_of_threads_one_job_after_another(
+    asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
+) -> None:
+    options, output, expected = asked(12)
+    key, summary = tmp_path / "key", tmp_path / "summary.json"
+    assert main(["r-worker", "--new-key", str(key)]) == 0
+    with r_workers("*", "*", options=("--keep-serving", "--key", str(key))) as (jobs, addresses):
+        for transport in (["--transport", "zmq"], []):  # addresses say it
+            command = [*options, *transport, *at(addresses), "--key", str(key), "--summary", str(summary)]
+            assert main(command) == 0
+            assert output.read_text() == expected
+        assert all(job.processes() for job in jobs)
+    written = json.loads(summary.read_text())
+    assert (written["r_workers"], written["r_workers_lost"], written["r_threads"]) == (2, 0, 1)
+
+
+def test_the_python_api_and_workers_that_end_with_it(tiny_checkpoint: Callable[..., Path]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    path = str(tiny_checkpoint("llama"))
+    with LLM(path, dtype="float32", kv_memory_gb=0.01, r_threads=1) as llm:
+        expected = [x.completions for x in llm.generate([[5, 6, 7], [9]], params)]
+    with r_workers("*", "*") as (jobs, addresses):
+        with LLM(path, dtype="float32", transport="zmq", r_worker_addresses=addresses) as llm:
+            assert [x.completions for x in llm.generate([[5, 6, 7], [9]], params)] == expected
+        for job in jobs:
+            outcome = job.wait()
+            assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+
+
+@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_r_worker_changes_no_token(
+    trouble: signal.Signals, asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
+) -> None:
+    options, output, expected = asked(300)
+    summary = tmp_path / "summary.json"
+    with r_workers("*", "*") as (jobs, addresses):
+        command = [*FASTDECODE, *options, *at(addresses), "--summary", str(summary), "--worker-silence-s", "1"]
+        with running(command, **PATHS) as s_worker:
+            s_worker.wait_until(lambda: output.exists() and bool(output.read_text()))
+            jobs[0].processes()[0].send_signal(trouble)
+            outcome = s_worker.wait()
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome  # every request was answered
+    assert output.read_text() == expected, outcome.output
+    assert f"R-worker {addresses[0]} is lost" in outcome.output
+    written = json.loads(summary.read_text())
+    assert written["r_workers_lost"] == 1 and written["recomputed"] > 0
+
+
+def test_a_replacement_at_the_same_address_joins(
+    asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
+) -> None:
+    options, output, expected = asked(480)
+    summary = tmp_path / "summary.json"
+    with r_workers("*", "*", options=("--silence-s", "60")) as (jobs, addresses):
+        command = [*FASTDECODE, *options, *at(addresses), "--summary", str(summary), "--max-num-sequences", "1"]
+        with running([*command, "--worker-silence-s", "60"], **PATHS) as s_worker:
+            s_worker.wait_until(lambda: output.exists() and bool(output.read_text()))
+            jobs[0].kill()
+            s_worker.processes()[0].send_signal(signal.SIGSTOP)  # or all might be done before the replacement is there
+            with r_workers(addresses[0].rpartition(":")[2]):
+                s_worker.processes()[0].send_signal(signal.SIGCONT)
+                # It outlives the other one, so that the end is the replacement's work.
+                s_worker.wait_until(lambda: "has joined in the place" in s_worker.output())
+                jobs[1].kill()
+                outcome = s_worker.wait()
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+    assert output.read_text() == expected, outcome.output
+    written = json.loads(summary.read_text())
+    assert (written["r_workers_lost"], written["r_workers_rejoined"]) == (1, 1)
+
+
+def test_when_all_are_lost_the_exit_code_says_so(asked: Callable[[int], tuple[list[str], Path, str]]) -> None:
+    options, output, _ = asked(300)
+    with r_workers("*") as ((job,), (address,)), running([*FASTDECODE, *options, *at([address])], **PATHS) as s_worker:
+        s_worker.wait_until(lambda: output.exists() and bool(output.read_text()))
+        job.kill()
+        outcome = s_worker.wait()
+    assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
+    assert "workers were lost" in outcome.output and "Traceback" not in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--transport", "zmq"], "needs the R-workers' addresses"),
+        (["--transport", "inproc", "--r-worker", "tcp://127.0.0.1:1"], "no use for addresses"),
+        (["--r-worker", "tcp://127.0.0.1:1", "--r-worker", "tcp://127.0.0.1:1"], "each address once"),
+        (["--r-worker", "127.0.0.1:1"], "not of the form tcp://HOST:PORT"),
+        (["--r-worker", "tcp://10.0.0.1:1"], "needs a key"),
+        (["--r-worker", "tcp://127.0.0.1:1", "--key", "/nonexistent"], "/nonexistent"),
+        (["--key", "/nonexistent"], "for R-workers at addresses"),
+        (["--worker-silence-s", "nan"], "worker_silence_s=nan"),
+    ],
+)
+def test_options_that_are_refused(
+    options: list[str],
+    match: str,
+    asked: Callable[[int], tuple[list[str], Path, str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command, _, _ = asked(1)
+    assert main([*command, *options]) == 2
+    assert match in capsys.readouterr().err
