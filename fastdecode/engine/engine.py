@@ -50,7 +50,7 @@ class Engine:
         codec: between text and token ids.
         eos_token_ids: any of them ends a sequence, unless the request ignores EOS.
         trace: told what every step did.
-        times: told how long the parts of every decode step took.
+        times: told how long the parts of every step took.
         replacements: R-workers that take the place of lost ones.
     """
 
@@ -132,7 +132,7 @@ class Engine:
         wait_s = self._pipeline.wait_s
         outputs = self._recover()
         for lane in self._pipeline.idle_lanes:
-            outputs += self._launch(lane, self._scheduler.plan(lane))
+            outputs += self._launch(lane)
         if not self._pipeline.in_flight:
             return outputs
         is_prefill = any(chunk.num_tokens > 1 for step in self._pipeline.in_flight for chunk in step.batch.chunks)
@@ -140,8 +140,10 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.r_compute_s += finished.r_compute_s
         self.stats.r_busy_s += sum(finished.remote.r_compute_s.values())
-        self._measure(finished)
+        ran_s = time.perf_counter()
         outputs += self._complete(finished)
+        if self._times is not None:
+            finished.tell(self._times, self._fleet.lost, time.perf_counter() - ran_s)
         elapsed = time.perf_counter() - started
         self.stats.wait_s += self._pipeline.wait_s - wait_s
         if is_prefill:
@@ -149,18 +151,6 @@ class Engine:
         else:
             self.stats.decode_s += elapsed
         return outputs
-
-    def _measure(self, step: LaneStep) -> None:
-        """Tell the scheduler's clock of a step in which every sequence decoded; prompts would blur it."""
-        batch = step.batch
-        if self._times is None or len(batch.token_ids) != len(batch.chunks):
-            return
-        r_parts = {
-            span.worker: (int(span.begin.num_visible.sum()), step.remote.r_compute_s[span.worker])
-            for span in batch.spans
-            if span.worker not in self._fleet.lost
-        }
-        self._times.observe(len(batch.token_ids), step.s_compute_s, r_parts)
 
     def _count_load(self) -> float:
         """Note the load. Returns the time."""
@@ -198,15 +188,18 @@ class Engine:
         self._runs.clear()
         return [group.failed(error) for group in groups]
 
-    def _launch(self, lane: int, plan: StepPlan) -> list[RequestOutput]:
-        """Start a lane's step. Returns the requests whose sequences were refused by their R-worker."""
+    def _launch(self, lane: int) -> list[RequestOutput]:
+        """Plan and start a lane's step. Returns the requests whose sequences were refused by their R-worker."""
+        started, waited = time.perf_counter(), self._pipeline.wait_s
+        plan = self._scheduler.plan(lane)
         refused = self._make_room(plan)
         chunks = [c for c in plan.chunks if c.sequence.sequence_id in self._runs and c.sequence.worker is not None]
         if chunks:
             batch = StepBatch.build(chunks, step=self._num_launched, lane=lane)
             self._num_launched += 1
             ready = np.array([chunk.num_tokens == chunk.sequence.num_uncached for chunk in batch.chunks])
-            self._pipeline.launch(lane, batch, batch.last_rows[ready])
+            planned_s = time.perf_counter() - started - (self._pipeline.wait_s - waited)
+            self._pipeline.launch(lane, batch, batch.last_rows[ready], planned_s)
         return refused
 
     def _make_room(self, plan: StepPlan) -> list[RequestOutput]:

@@ -135,6 +135,7 @@ class RunningEngine:
         config: what the user chose.
         progress: told what is being done, one line at a time.
         trace: told what every step did.
+        times: what is known of step times before the first one, and told how long each took; None: all is learnt.
 
     Raises:
         ConfigError, ModelError: an option or the model directory is bad.
@@ -142,7 +143,11 @@ class RunningEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, progress: Callable[[str], None] | None = None, trace: Trace | None = None
+        self,
+        config: EngineConfig,
+        progress: Callable[[str], None] | None = None,
+        trace: Trace | None = None,
+        times: MeasuredTimes | None = None,
     ) -> None:
         tell = progress or logger.info
         started = time.perf_counter()
@@ -162,7 +167,7 @@ class RunningEngine:
             )
             hello = _hello(self.spec, resolved)
             self.welcomes = self._fleet.greet(hello)
-            times = MeasuredTimes()
+            times = MeasuredTimes() if times is None else times
             blocks = tuple(welcome.num_blocks for welcome in self.welcomes)
             scheduler = make_scheduler(resolved.schedule, blocks, config.block_size, times)
         except BaseException:

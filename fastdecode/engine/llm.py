@@ -17,6 +17,7 @@ from fastdecode.engine.launch import RunningEngine
 from fastdecode.engine.progress import Progress
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.text import TextCodec
+from fastdecode.schedule.times import MeasuredTimes
 from sworker.sampler import validate_for_vocab
 
 Prompt: TypeAlias = "str | Sequence[int]"
@@ -43,6 +44,7 @@ class LLM:
         options: the fields of ``EngineConfig``: dtype, kv_dtype, r_workers, device, …
         progress: told what start-up is doing, one line at a time.
         trace: told what every step does, from then on.
+        times: what is known of step times beforehand, for the schedule; told how long each step took.
 
     Raises:
         ConfigError, ModelError, WorkerError: as their docstrings say.
@@ -54,13 +56,14 @@ class LLM:
         *,
         progress: Callable[[str], None] | None = None,
         trace: Trace | None = None,
+        times: MeasuredTimes | None = None,
         **options: Any,
     ) -> None:
         try:
             config = EngineConfig(model=model, **options)
         except TypeError as error:
             raise ConfigError(f"LLM got an option it doesn't know: {error}") from None
-        self._running = RunningEngine(config, progress, trace)
+        self._running = RunningEngine(config, progress, trace, times)
         self.config = config
         self._is_closed = self._is_streaming = False
 

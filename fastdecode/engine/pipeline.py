@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +27,7 @@ from fastdecode.core.sequence import Sequence
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.attend import AttentionPlan, RemoteStep
 from fastdecode.engine.layout import StepBatch
+from fastdecode.schedule.times import MeasuredTimes, RPartTime
 from fastdecode.wire.messages import Accepted, AttendResult, FromRWorker, Refused
 from sworker.worker import Pass, SWorker
 
@@ -41,6 +43,7 @@ class LaneStep:
     forward: Pass
     logits: Tensor | None = None  # [R, vocab], once finished
     s_compute_s: float = 0.0
+    """All that the S-worker's thread did for it so far."""
     started_s: float = field(default_factory=time.perf_counter)
 
     @property
@@ -52,6 +55,22 @@ class LaneStep:
     def r_compute_s(self) -> float:
         """The busiest R-worker's compute for this step."""
         return max(self.remote.r_compute_s.values(), default=0.0)
+
+    def tell(self, times: MeasuredTimes, lost: Container[int], completed_s: float) -> None:
+        """Tell how long the finished step's parts took, those of R-workers that are lost aside. ``completed_s``: what
+        drawing tokens and handing them on has taken."""
+        num_decoding = num_prompt_tokens = 0
+        r_parts: dict[int, RPartTime] = {}
+        for span in self.batch.spans:
+            num_new = span.begin.num_new
+            decoding = int((num_new == 1).sum())
+            prompt_tokens = int(num_new.sum()) - decoding
+            num_decoding += decoding
+            num_prompt_tokens += prompt_tokens
+            if span.worker not in lost:
+                load = int(span.begin.num_visible.sum())
+                r_parts[span.worker] = RPartTime(load, prompt_tokens, self.remote.r_compute_s[span.worker])
+        times.observe(num_decoding, num_prompt_tokens, self.s_compute_s + completed_s, r_parts)
 
 
 class Pipeline:
@@ -75,12 +94,14 @@ class Pipeline:
     def in_flight(self) -> list[LaneStep]:
         return [step for step in self._lanes if step is not None]
 
-    def launch(self, lane: int, batch: StepBatch, logit_rows: NDArray[np.int64]) -> None:
-        """Start an idle lane's step: embed, the first layer's S-step, and off to the R-workers."""
+    def launch(self, lane: int, batch: StepBatch, logit_rows: NDArray[np.int64], planned_s: float = 0.0) -> None:
+        """Start an idle lane's step: embed, the first layer's S-step, and off to the R-workers. ``planned_s``: seconds
+        that it has taken so far."""
         assert self._lanes[lane] is None
         started = time.perf_counter()
         remote = RemoteStep(self._attention, batch)
-        step = LaneStep(lane, batch, logit_rows, remote, self._s_worker.begin(batch.token_ids, batch.positions))
+        forward = self._s_worker.begin(batch.token_ids, batch.positions)
+        step = LaneStep(lane, batch, logit_rows, remote, forward, s_compute_s=planned_s)
         self._lanes[lane] = step
         self._scatter(step)
         self._count_s_part(step, 0, started)

@@ -11,10 +11,12 @@ from typing import Protocol
 
 
 class StepTimes(Protocol):
-    """Seconds of a lane's step through all layers. Neither falls when its argument grows."""
+    """Seconds of a lane's step through all layers. Neither falls when its argument grows. Where prompts run beside the
+    decoding sequences all the time, they may be counted in, at their average."""
 
     def s_part_s(self, num_tokens: int) -> float:
-        """The S-part of a step that runs so many tokens: the paper's T(B), over all layers. NaN while unknown."""
+        """The S-part of a step in which so many sequences decode: the paper's T(B), over all layers. NaN while
+        unknown."""
 
     def r_part_s(self, worker: int, load_tokens: int) -> float:
         """One R-worker's part of a step whose sequences there have so many cached tokens: the paper's R·W."""
@@ -33,8 +35,23 @@ def balanced_loads(times: StepTimes, num_tokens: int, capacity_tokens: tuple[int
     )
 
 
+@dataclass(frozen=True)
+class RPartTime:
+    """What one R-worker did for a lane's step."""
+
+    load_tokens: int
+    """Cached tokens that it attended to."""
+    num_prompt_tokens: int
+    """Tokens of prompts that it stored."""
+    compute_s: float
+
+
 class MeasuredTimes:
     """Step times fitted to the steps that were run lately: straight lines, old steps weighing less and less.
+
+    With a large batch nearly every step runs a part of some prompt, too. What prompts cost is told apart from what
+    decoding costs by least squares over both, and then counted in at its average: a load is in balance if R-workers
+    need as long for it as the S-worker needs for its steps as they are.
 
     Args:
         prior: speaks until enough has been measured.
@@ -50,15 +67,23 @@ class MeasuredTimes:
         self._s_part = _Line()
         self._r_part: dict[int, _Line] = {}
 
-    def observe(self, num_tokens: int, s_part_s: float, r_parts: Mapping[int, tuple[int, float]]) -> None:
-        """A lane's step was run.
+    def observe(
+        self, num_decoding: int, num_prompt_tokens: int, s_part_s: float, r_parts: Mapping[int, RPartTime]
+    ) -> None:
+        """A lane's step was run. One in which nothing decoded says nothing of those to come, and is passed over.
 
         Args:
-            r_parts: R-worker → (cached tokens of the step's sequences there, seconds it computed).
+            num_decoding: sequences that decoded.
+            num_prompt_tokens: of all prompts that ran beside them.
+            s_part_s: all that the S-worker's thread did for the step.
+            r_parts: by R-worker.
         """
-        self._s_part.observe(num_tokens, s_part_s, self._keep)
-        for worker, (load_tokens, r_part_s) in r_parts.items():
-            self._r_part.setdefault(worker, _Line()).observe(load_tokens, r_part_s, self._keep)
+        if not num_decoding:
+            return
+        self._s_part.observe(num_decoding, num_prompt_tokens, s_part_s, self._keep)
+        for worker, part in r_parts.items():
+            line = self._r_part.setdefault(worker, _Line())
+            line.observe(part.load_tokens, part.num_prompt_tokens, part.compute_s, self._keep)
 
     def s_part_s(self, num_tokens: int) -> float:
         if self._s_part.num_observed < self._min_observed:
@@ -76,32 +101,46 @@ class MeasuredTimes:
 
 # Relative to the mean: less variation than this says nothing about a slope.
 _MIN_VARIATION = 0.02
+# Of the variation of x, the part that has to be left when what follows z is taken off.
+_MIN_OWN_VARIATION = 0.05
 
 
 @dataclass
 class _Line:
-    """A weighted least-squares line, updated in place."""
+    """y over x at the mean z: a weighted least-squares fit of y to x and z, updated in place."""
 
     num_observed: int = 0
     weight: float = 0.0
     mean_x: float = 0.0
     mean_y: float = 0.0
-    variance_x: float = 0.0  # times weight
-    covariance: float = 0.0  # times weight
+    mean_z: float = 0.0
+    # Sums of squares and products of the deviations from the means.
+    xx: float = 0.0
+    xz: float = 0.0
+    zz: float = 0.0
+    xy: float = 0.0
+    zy: float = 0.0
 
-    def observe(self, x: float, y: float, keep: float) -> None:
+    def observe(self, x: float, z: float, y: float, keep: float) -> None:
         """A new point of weight 1; what came before keeps the part ``keep`` of its weight."""
         self.num_observed += 1
         self.weight = self.weight * keep + 1
-        shift = x - self.mean_x
-        self.mean_x += shift / self.weight
+        dx, dz = x - self.mean_x, z - self.mean_z
+        self.mean_x += dx / self.weight
+        self.mean_z += dz / self.weight
         self.mean_y += (y - self.mean_y) / self.weight
-        self.variance_x = self.variance_x * keep + shift * (x - self.mean_x)
-        self.covariance = self.covariance * keep + shift * (y - self.mean_y)
+        self.xx = self.xx * keep + dx * (x - self.mean_x)
+        self.xz = self.xz * keep + dx * (z - self.mean_z)
+        self.zz = self.zz * keep + dz * (z - self.mean_z)
+        self.xy = self.xy * keep + dx * (y - self.mean_y)
+        self.zy = self.zy * keep + dz * (y - self.mean_y)
 
     def at(self, x: float, *, slope_if_unknown: float) -> float:
         """The line at x, with a slope of at least 0 and a value of at least 0."""
+        x_on_z = self.xz / self.zz if self.zz > 0 else 0.0
+        own_variation = self.xx - x_on_z * self.xz
         slope = slope_if_unknown
-        if self.variance_x > self.weight * (_MIN_VARIATION * self.mean_x) ** 2:
-            slope = max(0.0, self.covariance / self.variance_x)
+        enough = max(self.weight * (_MIN_VARIATION * self.mean_x) ** 2, _MIN_OWN_VARIATION * self.xx)
+        if own_variation > enough:
+            slope = max(0.0, (self.xy - x_on_z * self.zy) / own_variation)
         return max(0.0, self.mean_y + slope * (x - self.mean_x))

@@ -21,6 +21,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.engine.summary import render, summarise
 from fastdecode.engine.trace import ChromeTrace, open_trace
+from fastdecode.schedule.times import MeasuredTimes
 
 LAYERS = 3
 
@@ -157,6 +158,26 @@ def test_load_and_latencies_are_counted(tiny_checkpoint: Callable[..., Path]) ->
     assert summary["s_idle"] == summary["wait_share"]
     assert 0 < summary["tpot_s"]["p50"] < summary["decode_s"]
     assert (len(stats.ttft), len(stats.tpot)) == (5, 1)  # a sequence of one token has no TPOT
+
+
+def test_step_times_are_learnt_though_a_prompt_runs_in_every_step(tiny_checkpoint: Callable[..., Path]) -> None:
+    """With a large batch there is hardly a step without one."""
+    num_pure = 0
+
+    class Times(MeasuredTimes):
+        def observe(self, num_decoding: int, num_prompt_tokens: int, *rest: Any) -> None:
+            nonlocal num_pure
+            num_pure += num_prompt_tokens == 0
+            super().observe(num_decoding, num_prompt_tokens, *rest)
+
+    times = Times()
+    options = {"dtype": "float32", "kv_memory_gb": 0.01, "max_num_sequences": 32, "r_workers": 2, "lanes": 2}
+    with LLM(str(tiny_checkpoint("llama")), times=times, **options) as llm:
+        prompts = [[5 + i % 7] * (2 + i % 5) for i in range(480)]
+        llm.generate(prompts, [SamplingParams(max_tokens=2 + i % 4, ignore_eos=True) for i in range(480)])
+    assert num_pure < 32  # too few to learn from
+    assert times.s_part_s(4) > 0
+    assert all(times.r_part_s(worker, 1000) > 0 for worker in range(2))
 
 
 @given(st.lists(st.floats(1e-6, 1e5), min_size=1, max_size=200), st.sampled_from([1, 50, 90, 99, 100]))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.schedule.times import MeasuredTimes, balanced_loads
+from fastdecode.schedule.times import MeasuredTimes, RPartTime, balanced_loads
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ def test_limits_are_the_largest_loads_in_time(base_s: float, r_token_s: float, c
 
 def measured(truth: Linear, loads: list[int], batches: list[int], times: MeasuredTimes) -> MeasuredTimes:
     for load, batch in zip(loads, batches, strict=True):
-        r_parts = {worker: (load, truth.r_part_s(worker, load)) for worker in range(len(truth.r_token_s))}
-        times.observe(batch, truth.s_part_s(batch), r_parts)
+        workers = range(len(truth.r_token_s))
+        r_parts = {worker: RPartTime(load, 0, truth.r_part_s(worker, load)) for worker in workers}
+        times.observe(batch, 0, truth.s_part_s(batch), r_parts)
     return times
 
 
@@ -67,6 +68,28 @@ def test_a_constant_batch_and_load_don_t_make_up_a_slope() -> None:
     times = measured(truth, [5000] * 50, [100] * 50, MeasuredTimes())
     assert times.s_part_s(400) == pytest.approx(truth.s_part_s(100))
     assert times.r_part_s(0, 10_000) == pytest.approx(truth.r_part_s(0, 10_000))
+
+
+@pytest.mark.parametrize("chunk", [1, 30, 60])
+def test_prompts_count_at_their_average(chunk: int) -> None:
+    """In every step another part of a prompt runs, the longer the smaller the batch is, as in an engine whose steps
+    have a fixed budget."""
+    rng = random.Random(2)
+    truth, prompt_s, store_s = Linear(0.010, 0.0001, (1e-6,)), 0.0003, 2e-6
+    times, prompts = MeasuredTimes(half_life=1e9), []
+    for _ in range(400):
+        load, batch = rng.randrange(100, 9000), rng.randrange(20, 60)
+        prompts.append(rng.randrange(chunk) + 100 - batch)
+        part = RPartTime(load, prompts[-1], truth.r_part_s(0, load) + store_s * prompts[-1])
+        times.observe(batch, prompts[-1], truth.s_part_s(batch) + prompt_s * prompts[-1], {0: part})
+        times.observe(0, 5000, 99.0, {0: RPartTime(0, 5000, 99.0)})  # nothing decodes: what it took is no matter
+    mean = sum(prompts) / len(prompts)
+    assert times.r_part_s(0, 20_000) == pytest.approx(truth.r_part_s(0, 20_000) + store_s * mean, rel=1e-6)
+    if chunk == 1:
+        # How large the batch is and how long the prompts are can't be told apart: what steps took on average speaks.
+        assert times.s_part_s(90) == pytest.approx(truth.s_part_s(100) + (prompt_s - 0.0001) * mean, rel=1e-6)
+    else:
+        assert times.s_part_s(90) == pytest.approx(truth.s_part_s(90) + prompt_s * mean, rel=0.01)
 
 
 def test_a_worker_that_slows_down_is_noticed() -> None:
