@@ -61,6 +61,26 @@ def local_causal_attention(
     return o, lse
 
 
+def chunk_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """The last n tokens of one sequence attend to all of it, up to their own position.
+
+    Args:
+        q: [n, Hq, D].
+        k, v: [L, Hkv, D], L >= n, in q's dtype.
+
+    Returns:
+        o [n, Hq, D] in q's dtype; accuracy as in ``local_causal_attention``.
+    """
+    num_past = k.shape[0] - q.shape[0]
+    assert num_past >= 0
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_past == 0:
+        _attend_sequence(q, k, v, spec, o, None)
+    elif not _is_plain(spec, k.shape[0]) or not _fused_chunk(q, k, v, spec, num_past, o):
+        _tiled(q, k, v, spec, o, None)
+    return o
+
+
 def merge_attention(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention to two disjoint sets of keys, from the attention to each.
 
@@ -89,18 +109,44 @@ def merge_attention(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> t
 
 def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None) -> None:
     """One sequence: q [n, Hq, D], k and v [n, Hkv, D] → written to o [n, Hq, D] and lse [n, Hq]."""
-    num_tokens = q.shape[0]
-    sees_all = spec.sliding_window is None or spec.sliding_window >= num_tokens
-    if sees_all and spec.alibi_slopes is None and spec.logit_softcap is None and _fused(q, k, v, spec, o, lse):
+    if _is_plain(spec, q.shape[0]) and _fused(q, k, v, spec, o, lse):
         return
     _tiled(q, k, v, spec, o, lse)
+
+
+def _is_plain(spec: AttentionSpec, num_tokens: int) -> bool:
+    """Whether a sequence of so many tokens is attended without window, ALiBi or soft-cap."""
+    sees_all = spec.sliding_window is None or spec.sliding_window >= num_tokens
+    return sees_all and spec.alibi_slopes is None and spec.logit_softcap is None
 
 
 # --- torch's kernels -------------------------------------------------------------------------------------------------
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None) -> bool:
-    """Plain causal attention by a kernel that never holds all scores. False if torch has none that fits."""
+def _fused_chunk(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, num_past: int, o: Tensor) -> bool:
+    """Plain attention of a chunk to its past, and causally to itself, merged. False if torch has no kernel."""
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    past_o, past_lse = torch.empty_like(o), torch.empty_like(lse)
+    if not _fused(q, k[num_past:], v[num_past:], spec, o, lse):
+        return False
+    if not _fused(q, k[:num_past], v[:num_past], spec, past_o, past_lse, causal=False):
+        return False
+    o.copy_(merge_attention(o, lse, past_o, past_lse)[0])
+    return True
+
+
+def _fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    o: Tensor,
+    lse: Tensor | None,
+    *,
+    causal: bool = True,
+) -> bool:
+    """Plain attention, causal or to all keys, by a kernel that never holds all scores. False if torch has none that
+    fits."""
     num_tokens, Hkv, G = q.shape[0], spec.num_kv_heads, spec.group_size
     if q.device.type == "cpu":
         # The 16-bit kernels round the softmax weights, and without AMX are no faster (bfloat16) or slower (float16).
@@ -111,9 +157,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse:
     if lse is None:
         if not _has_kernel(queries, keys, values):
             return False
-        found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=spec.scale)
+        found = F.scaled_dot_product_attention(queries, keys, values, is_causal=causal, scale=spec.scale)
     else:
-        both = _fused_with_lse(queries, keys, values, spec.scale)
+        both = _fused_with_lse(queries, keys, values, spec.scale, causal)
         if both is None:
             return False
         found, log_sum = both  # [Hkv, G, n, D], [Hkv, G, n]
@@ -122,14 +168,16 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse:
     return True
 
 
-def _fused_with_lse(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+def _fused_with_lse(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor] | None:
     """The kernels under ``scaled_dot_product_attention`` that also give the log-sum-exp, where there is one."""
     aten = torch.ops.aten
     if queries.device.type == "cpu" and hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu"):
-        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, True, scale=scale)
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, causal, scale=scale)
         return o, lse
     if queries.device.type == "cuda" and queries.shape[-1] % 8 == 0 and _has_flash(queries, keys, values):
-        o, lse, *_ = aten._scaled_dot_product_flash_attention(queries, keys, values, 0.0, True, scale=scale)
+        o, lse, *_ = aten._scaled_dot_product_flash_attention(queries, keys, values, 0.0, causal, scale=scale)
         return o, lse
     return None
 
@@ -151,20 +199,23 @@ def _has_flash(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 # --- tiles -----------------------------------------------------------------------------------------------------------
 
 
-def tile_shape(num_q_heads: int, num_tokens: int, *, on_cpu: bool) -> tuple[int, int]:
+def tile_shape(num_q_heads: int, num_tokens: int, *, on_cpu: bool, num_keys: int | None = None) -> tuple[int, int]:
     """Queries and keys of a tile: its num_q_heads · queries · keys scores take at most ``MAX_TILE_BYTES``, whatever the
     length of the sequence. No fewer keys than queries, so that every query of a block sees a key in its first tile: the
     window of its last query begins less than ``queries`` after that of its first."""
     most = max(1, (MAX_CPU_TILE_BYTES if on_cpu else MAX_TILE_BYTES) // (4 * num_q_heads))  # queries · keys
     num_queries = min(num_tokens, MAX_CPU_TILE_QUERIES if on_cpu else num_tokens, math.isqrt(most))
-    return num_queries, min(num_tokens, most // num_queries)
+    return num_queries, min(num_keys or num_tokens, most // num_queries)
 
 
 def _tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None) -> None:
-    num_tokens, Hkv, G = q.shape[0], spec.num_kv_heads, spec.group_size
-    keys = k.transpose(0, 1).float()  # [Hkv, n, D]
+    """The queries are the last of the keys' tokens: q [n, Hq, D], k and v [L, Hkv, D]."""
+    num_tokens, num_past, Hkv, G = q.shape[0], k.shape[0] - q.shape[0], spec.num_kv_heads, spec.group_size
+    keys = k.transpose(0, 1).float()  # [Hkv, L, D]
     values = v.transpose(0, 1).float()
-    tile_queries, tile_keys = tile_shape(spec.num_q_heads, num_tokens, on_cpu=q.device.type == "cpu")
+    tile_queries, tile_keys = tile_shape(
+        spec.num_q_heads, num_tokens, on_cpu=q.device.type == "cpu", num_keys=k.shape[0]
+    )
     slopes = None
     if spec.alibi_slopes is not None:
         slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=q.device).view(Hkv, G, 1, 1)
@@ -173,11 +224,12 @@ def _tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse:
         queries = (q[start:end].float() * spec.scale).view(end - start, Hkv, G, -1)
         queries = queries.permute(1, 2, 0, 3).reshape(Hkv, G * (end - start), -1)  # [Hkv, G·b, D]
         total = _RunningSoftmax(queries)
-        first = 0 if spec.sliding_window is None else max(0, start - spec.sliding_window + 1)
-        for key_start in range(first, end, tile_keys):
-            seen = slice(key_start, min(key_start + tile_keys, end))
+        place = num_past + start  # of the first query
+        first = 0 if spec.sliding_window is None else max(0, place - spec.sliding_window + 1)
+        for key_start in range(first, num_past + end, tile_keys):
+            seen = slice(key_start, min(key_start + tile_keys, num_past + end))
             scores = torch.bmm(queries, keys[:, seen].mT)  # [Hkv, G·b, c]
-            _shape_scores(scores.view(Hkv, G, end - start, -1), start, key_start, spec, slopes)
+            _shape_scores(scores.view(Hkv, G, end - start, -1), place, key_start, spec, slopes)
             total.add(scores, values[:, seen])
         found, log_sum = total.result()  # [Hkv, G·b, D], [Hkv, G·b]
         o[start:end].view(-1, Hkv, G, o.shape[-1]).copy_(found.view(Hkv, G, end - start, -1).permute(2, 0, 1, 3))

@@ -9,6 +9,7 @@ from fastdecode.core.errors import ConfigError
 
 MAX_R_WORKERS = 4096
 TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
+KV_PLACEMENTS = ("r", "gpu")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class EngineConfig:
     """Of the KV cache on the R-workers; auto: like ``dtype``."""
     device: str = "cpu"
     """Where the S-part runs: cpu, cuda, cuda:1, …"""
+    kv_placement: str = "r"
+    """Where the KV cache is: r (on R-workers) or gpu (on ``device``, whatever it is; then there are no R-workers)."""
     transport: str = "auto"
     """How R-workers are reached: inproc (threads of this process), mpi (the job's other ranks) or zmq (processes at
     addresses); auto: zmq if addresses are given, else mpi if a launcher started this process, else inproc."""
@@ -83,6 +86,8 @@ class EngineConfig:
                 DType.parse(getattr(self, name), option=name)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport={self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        if self.kv_placement not in KV_PLACEMENTS:
+            raise ConfigError(f"kv_placement={self.kv_placement!r} is not one of {', '.join(KV_PLACEMENTS)}")
         self._check_addresses()
         self._check_int("r_workers", 1, MAX_R_WORKERS)
         self._check_int("r_threads", 1, 4096)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,14 +32,56 @@ from sworker.prefill import local_causal_attention, merge_attention
 MAX_OWED_ANSWERS = 4
 
 
+class LaneAttention(Protocol):
+    """Attention for one step of one lane, layer by layer: ``scatter``, until ``ready``, then ``take``."""
+
+    @property
+    def sent_s(self) -> Seq[float]:
+        """When each layer's q, k and v were ready to go, on ``time.perf_counter``."""
+
+    @property
+    def r_compute_s(self) -> dict[int, float]:
+        """Worker → seconds that it computed."""
+
+    def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Take a layer's q [T, Hq, D], k and v [T, Hkv, D]."""
+
+    def deliver(self, worker: int, result: AttendResult) -> None:
+        """Take in a worker's answer."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``take`` may be called."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the step may end."""
+
+    def take(self) -> Tensor:
+        """The layer's o [T, Hq, D]."""
+
+
+class Attention(Protocol):
+    """Makes ``LaneAttention``: on R-workers (``AttentionPlan``) or on the S-worker's device (``LocalAttention``)."""
+
+    @property
+    def fleet(self) -> Fleet: ...
+
+    def begin(self, batch: StepBatch) -> LaneAttention:
+        """A step begins: make room for its tokens where their K and V will be."""
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What every step of one engine has in common."""
+    """What every step of one engine has in common, with the KV cache on R-workers."""
 
     specs: Seq[AttentionSpec]
     """One a layer."""
     kv_dtype: torch.dtype
     fleet: Fleet
+
+    def begin(self, batch: StepBatch) -> RemoteStep:
+        return RemoteStep(self, batch)
 
 
 class RemoteStep:
@@ -55,7 +98,6 @@ class RemoteStep:
         self._o = torch.empty(0)
         self.r_compute_s = dict.fromkeys(self._spans, 0.0)
         self.sent_s: list[float] = []
-        """When each layer's q, k and v were ready to go, on ``time.perf_counter``."""
         for span in batch.spans:
             plan.fleet.send(span.worker, span.begin)
 

@@ -17,9 +17,10 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.model_spec import ModelSpec
 from fastdecode.core.spec import KVSpec
 from fastdecode.core.trace import Trace
-from fastdecode.engine.attend import AttentionPlan
+from fastdecode.engine.attend import Attention, AttentionPlan
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.fleet import Fleet
+from fastdecode.engine.local import LocalAttention, LocalWorkers
 from fastdecode.engine.pipeline import Pipeline
 from fastdecode.engine.text import TextCodec
 from fastdecode.engine.workers import MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
@@ -67,14 +68,17 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
         raise ConfigError(
             f"max_model_len={max_model_len} exceeds the {spec.max_model_len} tokens that {config.model} was made for"
         )
+    is_local = config.kv_placement == "gpu"
     if config.kv_memory_gb is None:
-        kv_bytes = int(free_bytes * DEFAULT_KV_SHARE) // config.r_workers
+        kv_bytes = int(free_bytes * DEFAULT_KV_SHARE) // (1 if is_local else config.r_workers)
     else:
         kv_bytes = int(config.kv_memory_gb * 1e9)
     device = _device(config.device)
-    transport = config.transport
+    transport = "local" if is_local else config.transport
     if transport == "auto":
         transport = "zmq" if config.r_worker_addresses else "inproc" if launched_size() is None else "mpi"
+    # Where S-part and R-part share their hardware, lanes would only get into each other's way.
+    num_lanes = config.lanes or (1 if is_local or (transport == "inproc" and device.type == "cpu") else 2)
     return ResolvedConfig(
         config=config,
         dtype=dtype,
@@ -83,10 +87,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
         r_threads=config.r_threads or max(1, num_cores // config.r_workers),
         kv_bytes=kv_bytes,
         max_model_len=max_model_len,
-        # Threads of this process that do both parts would only get into each other's way.
-        schedule=_schedule(
-            config, num_lanes=config.lanes or (1 if transport == "inproc" and device.type == "cpu" else 2)
-        ),
+        schedule=_schedule(config, num_lanes=num_lanes),
         transport=transport,
     )
 
@@ -174,7 +175,7 @@ class RunningEngine:
             self.close()
             raise
         s_worker = SWorker(self.spec, model, resolved.device)
-        attention = AttentionPlan(self.spec.attention, _torch_dtype(resolved.kv_dtype), self._fleet)
+        attention = _attention(workers, self._fleet, self.spec, resolved)
         pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
         self.engine = Engine(
             s_worker,
@@ -204,8 +205,16 @@ class RunningEngine:
             workers.close(self._fleet.lost, self.resolved.config.worker_timeout_s)
 
 
+def _attention(workers: Workers, fleet: Fleet, spec: ModelSpec, resolved: ResolvedConfig) -> Attention:
+    if isinstance(workers, LocalWorkers):
+        return LocalAttention(workers, fleet)
+    return AttentionPlan(spec.attention, _torch_dtype(resolved.kv_dtype), fleet)
+
+
 def _reach_workers(resolved: ResolvedConfig) -> Workers:
     config = resolved.config
+    if resolved.transport == "local":
+        return LocalWorkers(resolved.device, resolved.kv_bytes)
     if resolved.transport == "mpi":
         return MpiWorkers()
     if resolved.transport == "zmq":

@@ -25,7 +25,7 @@ from torch import Tensor
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.sequence import Sequence
 from fastdecode.core.trace import NoTrace, Trace
-from fastdecode.engine.attend import AttentionPlan, RemoteStep
+from fastdecode.engine.attend import Attention, LaneAttention
 from fastdecode.engine.layout import StepBatch
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 from fastdecode.wire.messages import Accepted, AttendResult, FromRWorker, Refused
@@ -39,7 +39,7 @@ class LaneStep:
     lane: int
     batch: StepBatch
     logit_rows: NDArray[np.int64]  # [R]
-    remote: RemoteStep
+    remote: LaneAttention
     forward: Pass
     logits: Tensor | None = None  # [R, vocab], once finished
     s_compute_s: float = 0.0
@@ -76,7 +76,7 @@ class LaneStep:
 class Pipeline:
     """Runs lanes' steps side by side. One thread drives it."""
 
-    def __init__(self, s_worker: SWorker, attention: AttentionPlan, num_lanes: int, trace: Trace | None = None) -> None:
+    def __init__(self, s_worker: SWorker, attention: Attention, num_lanes: int, trace: Trace | None = None) -> None:
         self._trace = trace or NoTrace()
         self._s_worker = s_worker
         self._attention = attention
@@ -99,7 +99,7 @@ class Pipeline:
         that it has taken so far."""
         assert self._lanes[lane] is None
         started = time.perf_counter()
-        remote = RemoteStep(self._attention, batch)
+        remote = self._attention.begin(batch)
         forward = self._s_worker.begin(batch.token_ids, batch.positions)
         step = LaneStep(lane, batch, logit_rows, remote, forward, s_compute_s=planned_s)
         self._lanes[lane] = step

@@ -48,6 +48,7 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "model": llm.config.model,
         "dtype": llm.dtype.value,
         "kv_dtype": llm.kv_dtype.value,
+        "kv_placement": llm.config.kv_placement,
         "r_workers": llm.num_r_workers,
         "r_workers_lost": llm.num_r_workers - llm.num_live_r_workers,
         "r_workers_rejoined": stats.num_rejoined,

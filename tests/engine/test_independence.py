@@ -47,6 +47,8 @@ def llms(tiny_checkpoint: Callable[..., Path]) -> list[LLM]:
         LLM(path, r_workers=2, schedule="stabilized", load_limit=150, length_quantile=0.5, block_size=16, **shared),
         LLM(path, r_workers=2, schedule="synchronized", **shared),
         LLM(path, r_workers=1, schedule="fixed-f", target_length=64, interval=4, **shared),
+        LLM(path, kv_placement="gpu", prefill_chunk=7, **shared),
+        LLM(path, kv_placement="gpu", prefill_chunk=16, lanes=3, max_num_sequences=5, block_size=16, **shared),
     ]
 
 
@@ -56,8 +58,8 @@ def alone(llms: list[LLM]) -> list[list[tuple[int, ...]]]:
     return [answers(llms[0], [request])[0] for request in requests]
 
 
-@settings(max_examples=30, deadline=None)
-@given(order=st.lists(st.integers(0, 5), min_size=1, max_size=8), which=st.integers(0, 7))
+@settings(max_examples=36, deadline=None)
+@given(order=st.lists(st.integers(0, 5), min_size=1, max_size=8), which=st.integers(0, 9))
 def test_tokens_depend_on_the_request_alone(
     llms: list[LLM], alone: list[list[tuple[int, ...]]], order: list[int], which: int
 ) -> None:

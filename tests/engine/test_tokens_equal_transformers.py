@@ -33,17 +33,24 @@ def reference(path: Path) -> tuple[list[list[int]], list[list[int]], list[torch.
     return asked, tokens, logprobs
 
 
-@pytest.mark.parametrize(("r_workers", "prefill_chunk"), [(1, 512), (3, 512), (1, 6), (3, 6)])
+@pytest.mark.parametrize(
+    ("where", "prefill_chunk"),
+    [({"r_workers": 1}, 512), ({"r_workers": 3}, 512), ({"r_workers": 1}, 6), ({"r_workers": 3}, 6),
+     ({"kv_placement": "gpu"}, 512), ({"kv_placement": "gpu"}, 6)],
+    ids=["r1", "r3", "r1-chunked", "r3-chunked", "gpu", "gpu-chunked"],
+)  # fmt: skip
 @pytest.mark.parametrize(("family", "overrides"), CASES, ids=[*FAMILIES, "opt_post_norm"])
 def test_greedy_tokens_and_logprobs(
-    family: str, overrides: dict[str, Any], r_workers: int, prefill_chunk: int, tiny_checkpoint: Callable[..., Path]
+    family: str,
+    overrides: dict[str, Any],
+    where: dict[str, Any],
+    prefill_chunk: int,
+    tiny_checkpoint: Callable[..., Path],
 ) -> None:
     path = tiny_checkpoint(family, **overrides)
     asked, expected, expected_logprobs = reference(path)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
-    with LLM(
-        str(path), dtype="float32", r_workers=r_workers, r_threads=1, prefill_chunk=prefill_chunk, kv_memory_gb=0.01
-    ) as llm:
+    with LLM(str(path), dtype="float32", r_threads=1, prefill_chunk=prefill_chunk, kv_memory_gb=0.01, **where) as llm:
         outputs = llm.generate(asked, params)
     for output, tokens, logprobs in zip(outputs, expected, expected_logprobs, strict=True):
         assert output.error is None
@@ -57,15 +64,17 @@ def test_greedy_tokens_and_logprobs(
 
 
 @pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float16", 2e-2), ("bfloat16", 2e-1)])
+@pytest.mark.parametrize("kv_placement", ["r", "gpu"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
 def test_16_bit_kv_stays_close(
-    family: str, kv_dtype: str, tolerance: float, tiny_checkpoint: Callable[..., Path]
+    family: str, kv_placement: str, kv_dtype: str, tolerance: float, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     """First generated token's logprobs: later ones may follow another token."""
     path = tiny_checkpoint(family)
     asked, _, expected = reference(path)
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
-    with LLM(str(path), dtype="float32", kv_dtype=kv_dtype, prefill_chunk=6, kv_memory_gb=0.01) as llm:
+    options = {"dtype": "float32", "kv_dtype": kv_dtype, "kv_placement": kv_placement, "kv_memory_gb": 0.01}
+    with LLM(str(path), prefill_chunk=6, **options) as llm:
         outputs = llm.generate(asked, params)
     worst = 0.0
     for output, logprobs in zip(outputs, expected, strict=True):
