@@ -30,7 +30,9 @@ class BufferPool:
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
         """uint8 [num_bytes], uninitialised, its start a multiple of ``ALIGNMENT``."""
         size = max(_SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
-        slabs = self._slabs.setdefault(size, [])
+        slabs = self._slabs.get(size)
+        if slabs is None:
+            slabs = self._slabs[size] = []
         for slab, start in slabs:
             if getrefcount(slab) == self._free_count:
                 return slab[start : start + num_bytes]

@@ -31,7 +31,7 @@ from zlib import crc32
 import numpy as np
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.wire.arrays import MAX_BODY_BYTES, Array, ArrayField, ArrayLayout, Body, aligned, is_array
+from fastdecode.wire.arrays import ALIGNMENT, MAX_BODY_BYTES, Array, ArrayField, ArrayLayout, Body, aligned, is_array
 from fastdecode.wire.fields import Cursor, Kind, kind_of
 from fastdecode.wire.messages import OPCODES, PROTOCOL_VERSION, Message
 
@@ -43,6 +43,7 @@ _HEADER_FORMAT = "<4sHBBIIQ"
 _HEADER = Struct(_HEADER_FORMAT)
 _CRC = Struct("<I")
 _NUM_HEADER_FIELDS = 7
+_PADDING = bytes(ALIGNMENT)
 
 assert sys.byteorder == "little", "arrays travel as they lie in memory, little-endian"
 
@@ -70,6 +71,21 @@ class Frame(NamedTuple):
         out[: len(head)] = head
         self.write_body(out[aligned(len(head)) :])
 
+    def whole(self) -> bytes:
+        """Head and body in one piece, padding zero: the fastest way for small messages."""
+        if not self.body.num_bytes:
+            return self.head
+        pieces: list[Any] = [self.head]
+        end, start = len(self.head), aligned(len(self.head))
+        for array, view in zip(self.arrays, self.body.views, strict=True):
+            if array is not None and view is not None and array.size:
+                offset = start + view[2]
+                if offset > end:
+                    pieces.append(_PADDING[: offset - end])
+                pieces.append(array)
+                end = offset + array.nbytes
+        return b"".join(pieces)
+
     def write_body(self, out: memoryview) -> None:
         """Copy the arrays into bytes [body_bytes]."""
         for array, view in zip(self.arrays, self.body.views, strict=True):
@@ -91,11 +107,16 @@ class Frame(NamedTuple):
         base = first.base
         if not isinstance(base, np.ndarray) or not base.flags.c_contiguous:
             return None
-        start = first.ctypes.data
+        start = _address(first)
         for array, offset in filled[1:]:
-            if array.base is not base or array.ctypes.data != start + offset:
+            if array.base is not base or _address(array) != start + offset:
                 return None
-        return np.ndarray((self.body.num_bytes,), np.uint8, base, start - base.ctypes.data)
+        return np.ndarray((self.body.num_bytes,), np.uint8, base, start - _address(base))
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]  # array.ctypes takes twice as long
+    return address
 
 
 class Head:

@@ -51,6 +51,7 @@ _PUMP_RESTS_IN_WAIT_AFTER_S: Final = 0.01
 _SLOT_BYTES: Final = max(INLINE_BYTES, codec.MAX_HEAD_BYTES)
 _NUM_SLOTS: Final = 4
 _LINGER_S: Final = 2.0
+_NOTHING: Final = np.empty(0, np.uint8)
 _PROCESS_FAILED: Final[int] = getattr(MPI, "ERR_PROC_FAILED", -1)
 
 
@@ -66,7 +67,7 @@ class _Arriving(NamedTuple):
 class _Slot(NamedTuple):
     """A posted receive."""
 
-    buffer: NDArray[np.uint8]
+    buffer: memoryview
     request: MPI.Prequest
 
 
@@ -123,8 +124,11 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         if self._closed:
             raise closed_error(self._peer, by_peer=False)
         with self._job.lock:
-            self.advance()
             arrived = self._take()
+            if arrived is None:
+                if not self._take_in():  # else the caller wants to go on at once
+                    self._let_leave()
+                arrived = self._take()
         return None if arrived is None else cast(ReceiveT, arrived.head.message(arrived.body))
 
     def close(self) -> None:
@@ -148,13 +152,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
 
     def advance(self) -> None:
         """Take in what has arrived, and let go of what has left. Never raises; the job's lock is held."""
-        try:
-            while not self._closed and self._end is None and self._slots[0].request.Test(self._status):
-                self._take_in(self._slots[0])
-        except MPI.Exception as error:
-            self._lose(error)
-        except ProtocolError as error:
-            self._end = WorkerError(f"{self._peer} broke the protocol: {error}", code=error.code)
+        while self._take_in():
+            pass
         self._let_leave()
 
     def abandon(self) -> None:
@@ -179,45 +178,58 @@ class MpiConnection(Generic[SendT, ReceiveT]):
 
     def _post_slot(self) -> _Slot:
         buffer = np.empty(_SLOT_BYTES, np.uint8)
-        slot = _Slot(buffer, self._job.comm.Recv_init([buffer, MPI.BYTE], self._rank, self._tag))
+        slot = _Slot(buffer.data, self._job.comm.Recv_init([buffer, MPI.BYTE], self._rank, self._tag))
         slot.request.Start()
         return slot
 
-    def _take_in(self, slot: _Slot) -> None:
-        """A slot was filled: note what it holds, and post it again."""
-        num_bytes = self._status.Get_count(MPI.BYTE)
-        if not num_bytes:
-            self._gone = True
-            self._end = closed_error(self._peer, by_peer=True)
-            return
-        head = codec.read_head(slot.buffer[:num_bytes])
+    def _take_in(self) -> bool:
+        """Note what came next, if anything did, and post its slot again; lock held. Never raises."""
+        if self._closed or self._end is not None:
+            return False
+        slot = self._slots[0]
+        try:
+            if not slot.request.Test(self._status):
+                return False
+            num_bytes = self._status.Get_count(MPI.BYTE)
+            if num_bytes:
+                self._arriving.append(self._read(slot.buffer, num_bytes))
+                self._slots.rotate(-1)
+                slot.request.Start()
+            else:
+                self._gone = True
+                self._end = closed_error(self._peer, by_peer=True)
+        except MPI.Exception as error:
+            self._lose(error)
+        except ProtocolError as error:
+            self._end = WorkerError(f"{self._peer} broke the protocol: {error}", code=error.code)
+        return True
+
+    def _read(self, buffer: memoryview, num_bytes: int) -> _Arriving:
+        """What came into a slot."""
+        head = codec.read_head(buffer[:num_bytes])
         if head.kind not in self._receives:
             raise ProtocolError(f"{head.kind.__name__} is not for this side")
+        if not head.body_bytes:
+            return _Arriving(head, _NOTHING, None)
         body = self._hub.pool.take(head.body_bytes)
-        request = None
         start = aligned(head.head_bytes)
-        if head.head_bytes < num_bytes:
-            if start + head.body_bytes != num_bytes:
-                raise ProtocolError(f"{head.kind.__name__}: {num_bytes} bytes came, not {start} + {head.body_bytes}")
-            body[:] = slot.buffer[start:num_bytes]
-        elif head.body_bytes:
-            request = self._job.comm.Irecv([body, MPI.BYTE], self._rank, self._tag + 1)
-        self._arriving.append(_Arriving(head, body, request))
-        self._slots.rotate(-1)
-        slot.request.Start()
+        if head.head_bytes == num_bytes:
+            return _Arriving(head, body, self._job.comm.Irecv([body, MPI.BYTE], self._rank, self._tag + 1))
+        if start + head.body_bytes != num_bytes:
+            raise ProtocolError(f"{head.kind.__name__}: {num_bytes} bytes came, not {start} + {head.body_bytes}")
+        body.data[:] = buffer[start:num_bytes]
+        return _Arriving(head, body, None)
 
     def _post(self, frame: codec.Frame) -> None:
-        pool, num_bytes = self._hub.pool, frame.num_bytes
-        if num_bytes <= INLINE_BYTES:
-            whole = pool.take(num_bytes)
-            frame.write(whole.data)
+        if frame.num_bytes <= INLINE_BYTES:
+            whole = frame.whole()
             self._leaving.append((self._isend(whole, self._tag), whole))
             return
         self._leaving.append((self._isend(frame.head, self._tag), frame.head))
         if frame.body_bytes:
             body = frame.whole_body()
             if body is None:
-                body = pool.take(frame.body_bytes)
+                body = self._hub.pool.take(frame.body_bytes)
                 frame.write_body(body.data)
             self._leaving.append((self._isend(body, self._tag + 1), body))
 
@@ -228,8 +240,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         try:
             while self._leaving and self._leaving[0][0].Test():
                 request, _ = self._leaving.popleft()
-                if request != MPI.REQUEST_NULL:  # a posted receive's stays
-                    request.Free()
+                if isinstance(request, MPI.Prequest):
+                    request.Free()  # others are free once they are complete
         except MPI.Exception as error:
             self._lose(error)
 
