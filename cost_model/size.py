@@ -23,6 +23,7 @@ from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.quantities import counted, rate_text
 from cost_model.question import Goal, Prices, Setup, split_counts
 from cost_model.search import Plan, choose, diagnose, find_plans, plan_of
+from fastdecode.core.measurement import RProfile
 
 # Without prices: no market sells a server socket with its memory for less than this part of a datacentre GPU.
 CHEAPEST_SOCKET = 0.05
@@ -159,8 +160,14 @@ def _limit_moves(system: System, plan: Plan, low: int, high: int) -> int | None:
 def _what_ifs(setup: Setup, goal: Goal, plan: Plan, hardware: Hardware | None) -> Iterator[WhatIf]:
     """The plan's batch with one thing changed at a time; the last one without offloading."""
     pinned = replace(goal, max_sockets=None)
-    if setup.kv_dtype != "int8" and not hasattr(setup.cpu, "decode"):
-        yield _what_if("KV cache in int8", replace(setup, kv_dtype="int8"), pinned, plan.lane_batch, plan.lanes)
+    # Of a measured R-part nothing is known but in its own KV dtype.
+    smaller = (
+        () if isinstance(setup.cpu, RProfile) else {"int8": ("int4",), "int4": ()}.get(setup.kv_dtype, ("int8", "int4"))
+    )
+    for kv_dtype in smaller:
+        yield _what_if(
+            f"KV cache in {kv_dtype}", replace(setup, kv_dtype=kv_dtype), pinned, plan.lane_batch, plan.lanes
+        )
     if plan.lanes < MAX_LANES:
         yield _what_if(f"one lane more ({plan.lanes + 1})", setup, pinned, plan.lane_batch, plan.lanes + 1)
     if plan.lanes > 2:

@@ -10,8 +10,8 @@ from fastdecode.core.model_spec import ModelSpec
 
 MAX_TOKENS = 10_000_000
 
-# Bits of one element of K or V, and bits of what a token and head carries beside (int8: one 16-bit scale).
-_KV_BITS = {"float32": (32, 0), "float16": (16, 0), "bfloat16": (16, 0), "int8": (8, 16)}
+# Bits of one element of K or V, and bits of what K and V of a token and head carry beside, each: one float32 scale.
+_KV_BITS = {"float32": (32, 0), "float16": (16, 0), "bfloat16": (16, 0), "int8": (8, 32), "int4": (4, 32)}
 KV_DTYPES = tuple(_KV_BITS)
 
 
@@ -21,8 +21,8 @@ def parse_kv_dtype(name: str) -> str:
     Raises:
         ConfigError: the name is none of these.
     """
-    if name.lower() == "int8":
-        return "int8"
+    if name.lower() in ("int8", "int4"):
+        return name.lower()
     try:
         return DType.parse(name).value
     except ConfigError:
@@ -50,12 +50,14 @@ class Workload:
 
     def __post_init__(self) -> None:
         if not 0 <= self.prompt_tokens <= MAX_TOKENS:
-            raise ConfigError(f"prompt length {self.prompt_tokens} is not within 0..{MAX_TOKENS} tokens")
+            raise ConfigError(f"prompt length {self.prompt_tokens} (--prompt-len) is not within 0..{MAX_TOKENS} tokens")
         if not 1 <= self.output_tokens <= MAX_TOKENS:
-            raise ConfigError(f"output length {self.output_tokens} is not within 1..{MAX_TOKENS} tokens")
+            raise ConfigError(
+                f"output length {self.output_tokens} (--output-len, --seq-len) is not within 1..{MAX_TOKENS} tokens"
+            )
         if not 1 <= self.start_interval_steps <= self.output_tokens:
             raise ConfigError(
-                f"start interval {self.start_interval_steps} is not within 1..{self.output_tokens} steps (the output)"
+                f"start interval {self.start_interval_steps} (--start-interval) is not within 1..{self.output_tokens}"
             )
 
     @property

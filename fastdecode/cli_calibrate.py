@@ -156,7 +156,7 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     write_profile(args.out, profile)
     fit = fit_decode(profile.decode)
     ceiling = sorted(profile.read_bytes_per_s)[len(profile.read_bytes_per_s) // 2]
-    rate = profile.kv_token_layer_bytes / fit.token_s if fit.token_s > 0 else float("inf")
+    rate = kv.token_bytes / kv.num_layers / fit.token_s if fit.token_s > 0 else float("inf")
     tell(
         f"  R = {fit.token_s * 1e9:.3g} ns a cached token and layer ({rate / 1e9:.3g} GB/s of a read ceiling of "
         f"{ceiling / 1e9:.3g}), {fit.sequence_s * 1e6:.3g} us a sequence, {fit.call_s * 1e6:.3g} us a call; fit error "

@@ -32,7 +32,9 @@ def add_size(commands: Any) -> None:
     what = parser.add_argument_group("what to run")
     what.add_argument("--model", required=True, metavar="M", help='directory, config.json, or a name: "Llama-2 7B"')
     what.add_argument("--dtype", default="auto", help="weights and activations; auto is the checkpoint's")
-    what.add_argument("--kv-dtype", default="auto", help="KV cache: float32, float16, bfloat16, int8; auto is --dtype")
+    what.add_argument(
+        "--kv-dtype", default="auto", help="KV cache: float32, float16, bfloat16, int8, int4; auto is --dtype"
+    )
     what.add_argument("--seq-len", type=int, metavar="S", help="tokens a sequence, without a prompt")
     what.add_argument("--prompt-len", type=int, metavar="N", help="prompt tokens a sequence")
     what.add_argument("--output-len", type=int, metavar="N", help="output tokens a sequence")

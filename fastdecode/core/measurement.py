@@ -156,12 +156,6 @@ class RProfile:
     read_bytes_per_s: tuple[float, ...]
     """What one R-worker's threads can read while the others read too: the ceiling for ``decode``."""
 
-    @property
-    def kv_token_layer_bytes(self) -> float:
-        """K and V of one cached token and layer."""
-        bits = {"float32": 32, "int8": 8, "int4": 4}.get(self.kv_dtype, 16)
-        return 2 * self.num_kv_heads * self.head_dim * bits / 8
-
 
 @dataclass(frozen=True)
 class NetProfile:

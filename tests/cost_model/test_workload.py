@@ -49,15 +49,16 @@ def test_wire_bytes_a_token(name: str) -> None:
     assert c.num_layers * (c.out_bytes + c.back_bytes) == WIRE_MIB[name] * 2**20
 
 
-def test_int8_halves_the_cache_but_for_its_scales() -> None:
-    assert kv_token_layer_bytes(8, 128, "int8") == 2 * 8 * (128 + 2)
+def test_integers_shrink_the_cache_but_for_their_scales() -> None:
+    assert kv_token_layer_bytes(8, 128, "int8") == 2 * 8 * (128 + 4)
+    assert kv_token_layer_bytes(8, 128, "int4") == 2 * 8 * (64 + 4)
     assert kv_token_layer_bytes(8, 128, "float16") == 2 * 8 * 256
     assert costs("Llama-2 7B", "float32").kv_bytes == 2 * costs("Llama-2 7B").kv_bytes
 
 
 def test_kv_dtype_names() -> None:
-    assert [parse_kv_dtype(name) for name in ("bf16", "fp16", "INT8", "float32")] == [
-        "bfloat16", "float16", "int8", "float32",
+    assert [parse_kv_dtype(name) for name in ("bf16", "fp16", "INT8", "int4", "float32")] == [
+        "bfloat16", "float16", "int8", "int4", "float32",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="--kv-dtype 'int3'"):
         parse_kv_dtype("int3")
