@@ -74,12 +74,24 @@ def add_r_worker(commands: Any) -> None:
 
 
 def serve_if_r_rank(args: argparse.Namespace) -> None:
-    """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but the first serves, and doesn't return."""
+    """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but the first serves, and doesn't return.
+    With ``--tp 2`` the second mirrors the first."""
+    if args.tp > 1 and mpi_job.launched_size() is not None and 0 < mpi_job.join().rank < args.tp:
+        _mirror_rank_0(args)
     if mpi_job.launched_size() is None or args.transport not in ("auto", "mpi") or args.r_worker_addresses:
         return
     job = mpi_job.join()
     if job.rank != mpi_job.S_RANK:
         serve_rank(job, kv_memory_gb=args.kv_memory_gb, num_threads=args.r_threads)
+
+
+def _mirror_rank_0(args: argparse.Namespace) -> NoReturn:
+    from fastdecode.cli_options import engine_options
+    from fastdecode.core.config import EngineConfig
+    from fastdecode.engine.ranks import mirror_rank_0
+
+    mirror_rank_0(EngineConfig(model=args.model, **engine_options(args)))
+    mpi_job.leave(0)
 
 
 def _r_worker(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ largest tensor's, whatever the number of shards, and every name and shape has be
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from sworker.model.families import CHECKPOINT_NAMES, CheckpointNames, Layout, Na
 from sworker.model.linear import Linear
 from sworker.model.rope import RotaryTable
 from sworker.model.skeleton import Model
+from sworker.sharding import Shard, shard_spec
 
 __all__ = ["load_model", "load_spec", "model_hash"]
 
@@ -39,6 +40,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     max_model_len: int | None = None,
     progress: Progress | None = None,
+    shard: Shard | None = None,
 ) -> tuple[ModelSpec, Model]:
     """Read a Hugging Face model directory.
 
@@ -48,14 +50,16 @@ def load_model(
         dtype: of weights and activations: float32, float16 or bfloat16; None is the checkpoint's own.
         max_model_len: a lower length limit than the model's own (see ``ModelSpec.from_hf``).
         progress: called after every tensor with bytes read and bytes to read.
+        shard: load this rank's part only; None: all.
 
     Returns:
-        The spec, and the model in inference mode: no parameter needs a gradient.
+        The whole model's spec, and the model (or its part) in inference mode: no parameter needs a gradient.
 
     Raises:
         UnsupportedModelError: the architecture or one of its features isn't implemented.
         CheckpointError: files are missing, broken, or don't fit ``config.json``.
-        ConfigError: ``max_model_len`` is out of range, or the device or the dtype can't be used.
+        ConfigError: ``max_model_len`` is out of range, the device or the dtype can't be used, or the model doesn't
+            divide into so many shards.
         CapacityError: the device hasn't the memory.
     """
     checkpoint = open_checkpoint(path)
@@ -65,10 +69,11 @@ def load_model(
     if kind not in _TARGET_DTYPES:
         raise ConfigError(f"dtype={kind} is not one of {', '.join(map(str, _TARGET_DTYPES))}")
     with torch.device("meta"):
-        model = Model(spec)
-    placements = _plan(checkpoint, spec, model)
+        whole = Model(spec)
+        model = whole if shard is None else Model(shard_spec(spec, shard))
+    placements = _plan(checkpoint, spec, whole)
     _allocate(model, target, kind)
-    _stream(placements, spec, progress)
+    _stream(placements, spec, model, shard, progress)
     return spec, model.eval()
 
 
@@ -95,10 +100,12 @@ class _Placement:
     """One tensor on disk and the rows of our parameter that it fills."""
 
     entry: TensorEntry
-    module: nn.Module
+    module: str
+    """Its path in the model."""
     parameter: str
-    first_row: int
-    num_rows: int
+    source: int
+    """Which of the fused projections, counted from 0, that the parameter is made of."""
+    num_sources: int
     layout: Layout
 
 
@@ -108,10 +115,10 @@ def _plan(checkpoint: Checkpoint, spec: ModelSpec, model: Model) -> list[_Placem
     prefix = _find_prefix(checkpoint, names)
     placements: list[_Placement] = []
     missing: list[str] = []
-    for module, sources in _matched_modules(model, names, prefix):
+    for path, module, sources in _matched_modules(model, names, prefix):
         for parameter, tensor in module.named_parameters(recurse=False):
-            first_row = 0
-            for source, num_rows in zip(sources, _row_counts(module, tensor, len(sources)), strict=True):
+            row_counts = _row_counts(module, tensor, len(sources))
+            for index, (source, num_rows) in enumerate(zip(sources, row_counts, strict=True)):
                 name = f"{source.name}.{parameter}"
                 entry = checkpoint.tensors.get(name)
                 if entry is None:
@@ -119,8 +126,7 @@ def _plan(checkpoint: Checkpoint, spec: ModelSpec, model: Model) -> list[_Placem
                 else:
                     layout = source.layout if tensor.dim() == 2 or source.layout == "heads" else "rows"
                     _check(checkpoint, entry, (num_rows, *tensor.shape[1:]), layout)
-                    placements.append(_Placement(entry, module, parameter, first_row, num_rows, layout))
-                first_row += num_rows
+                    placements.append(_Placement(entry, path, parameter, index, len(sources), layout))
     if missing:
         raise CheckpointError(
             f"{checkpoint.directory} lacks {_some(missing)}, which its config.json calls for. The weights are "
@@ -143,18 +149,18 @@ def _find_prefix(checkpoint: Checkpoint, names: CheckpointNames) -> str:
 
 def _matched_modules(
     model: Model, names: CheckpointNames, prefix: str
-) -> Iterator[tuple[nn.Module, tuple[Source, ...]]]:
-    """Every module that has parameters of its own, with the checkpoint's modules that it is made of."""
+) -> Iterator[tuple[str, nn.Module, tuple[Source, ...]]]:
+    """Every module that has parameters of its own, its path, and the checkpoint's modules that it is made of."""
     for path, module in model.named_modules():
         if not list(module.named_parameters(recurse=False)):
             continue
         if path == "lm_head":
-            yield module, (Source(names.head, "rows"),)
+            yield path, module, (Source(names.head, "rows"),)
         elif path.startswith("layers."):
             _, layer, own = path.split(".", 2)
-            yield module, _sources(names.layers[own], prefix + names.layer.format(layer))
+            yield path, module, _sources(names.layers[own], prefix + names.layer.format(layer))
         else:
-            yield module, _sources(names.model[path], prefix)
+            yield path, module, _sources(names.model[path], prefix)
 
 
 def _sources(names: Names, prefix: str) -> tuple[Source, ...]:
@@ -237,16 +243,22 @@ def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
             module.fill(device)
 
 
-def _stream(placements: list[_Placement], spec: ModelSpec, progress: Progress | None) -> None:
+def _stream(
+    placements: list[_Placement], spec: ModelSpec, model: Model, shard: Shard | None, progress: Progress | None
+) -> None:
     total = sum(placement.entry.num_bytes for placement in placements)
     # One buffer for all: an allocator may keep freed blocks of this size, which would take a second tensor's room.
     buffer = torch.empty(max(placement.entry.num_bytes for placement in placements), dtype=torch.uint8)
     done = 0
     for placement in placements:
-        target = getattr(placement.module, placement.parameter)
+        module = model.get_submodule(placement.module)
+        target = getattr(module, placement.parameter)
         assert isinstance(target, Tensor)
-        rows = target.narrow(0, placement.first_row, placement.num_rows)
-        _place(rows, _read(placement.entry, buffer), placement.layout, spec)
+        splits = module.splits if isinstance(module, Linear) else target.shape[:1]
+        if placement.num_sources > 1:
+            target = torch.split(target, list(splits))[placement.source]
+            splits = splits[placement.source :][:1]
+        _place(target, splits, _read(placement.entry, buffer), placement.layout, spec, shard)
         done += placement.entry.num_bytes
         if progress is not None:
             progress(done, total)
@@ -271,13 +283,22 @@ def _read(entry: TensorEntry, buffer: Tensor) -> Tensor:
     return data.view(_DTYPES[entry.dtype]).view(entry.shape)
 
 
-def _place(target: Tensor, source: Tensor, layout: Layout, spec: ModelSpec) -> None:
+def _place(
+    target: Tensor, splits: Sequence[int], source: Tensor, layout: Layout, spec: ModelSpec, shard: Shard | None
+) -> None:
+    """Copy a tensor of the checkpoint, or the shard's part of each projection fused in it, to where it belongs.
+    ``splits``: rows of the target that belong to each."""
+    if layout == "transposed":
+        source = source.T
+    elif layout == "heads":  # [Hq, 3, D, …] → q, k, v, each [Hq · D, …]
+        source = source.view(spec.num_q_heads, 3, spec.head_dim, -1).transpose(0, 1).reshape(source.shape)
     with torch.no_grad():
-        match layout:
-            case "rows":
-                target.copy_(source)
-            case "transposed":
-                target.copy_(source.T)
-            case "heads":
-                by_kind = target.view(3, spec.num_q_heads, spec.head_dim, -1)
-                by_kind.copy_(source.view(spec.num_q_heads, 3, spec.head_dim, -1).transpose(0, 1))
+        if shard is None:
+            target.copy_(source)
+            return
+        scale = source.shape[0] / target.shape[0]
+        wholes = torch.split(source, [round(rows * scale) for rows in splits] if len(splits) > 1 else source.shape[0])
+        for part, whole in zip(torch.split(target, list(splits)), wholes, strict=True):
+            own = shard.cut(whole, part.shape)
+            part[: own.shape[0]].copy_(own)
+            part[own.shape[0] :].zero_()  # past the vocabulary's end: never looked up

@@ -8,6 +8,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 
 MAX_R_WORKERS = 4096
+MAX_TP = 64
 TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu")
 
@@ -28,6 +29,8 @@ class EngineConfig:
     """Of the KV cache on the R-workers; auto: like ``dtype``."""
     device: str = "cpu"
     """Where the S-part runs: cpu, cuda, cuda:1, …"""
+    tp: int = 1
+    """S-workers that act as one, each with a part of every layer: the first ranks of the MPI job."""
     kv_placement: str = "r"
     """Where the KV cache is: r (on R-workers) or gpu (on ``device``, whatever it is; then there are no R-workers)."""
     transport: str = "auto"
@@ -89,6 +92,9 @@ class EngineConfig:
         if self.kv_placement not in KV_PLACEMENTS:
             raise ConfigError(f"kv_placement={self.kv_placement!r} is not one of {', '.join(KV_PLACEMENTS)}")
         self._check_addresses()
+        self._check_int("tp", 1, MAX_TP)
+        if self.tp > 1 and self.kv_placement == "gpu":
+            raise ConfigError(f"tp={self.tp} works with the KV cache on R-workers only: leave out kv_placement='gpu'")
         self._check_int("r_workers", 1, MAX_R_WORKERS)
         self._check_int("r_threads", 1, 4096)
         self._check_int("block_size", 16, 256)

@@ -22,6 +22,7 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.local import LocalAttention, LocalWorkers
 from fastdecode.engine.pipeline import Pipeline
+from fastdecode.engine.ranks import meet_ranks
 from fastdecode.engine.text import TextCodec
 from fastdecode.engine.workers import MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
 from fastdecode.schedule.modes import ScheduleOptions, make_scheduler
@@ -29,6 +30,9 @@ from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
 from fastdecode.wire.mpi_job import launched_size
 from fastdecode.wire.transport import TIMEOUT
+from sworker.model.skeleton import Model
+from sworker.parallel import ParallelSWorker, Ranks
+from sworker.sharding import parallelize
 from sworker.weights import load_model, load_spec, model_hash
 from sworker.worker import SWorker
 
@@ -153,16 +157,19 @@ class RunningEngine:
         tell = progress or logger.info
         started = time.perf_counter()
         self.spec = load_spec(config.model)
-        free_bytes = psutil.virtual_memory().available
-        resolved = self.resolved = resolve(config, self.spec, num_cores=available_cores(), free_bytes=free_bytes)
+        resolved = self.resolved = resolve_for_this_host(config, self.spec)
         self.codec = TextCodec.load(config.model)
         # R-workers first: that one of them can't be reached is better known before than after a large model is loaded.
+        self._ranks: Ranks | None = None
         workers = _reach_workers(resolved)
         self._workers: Workers | None = workers
         self._fleet = Fleet(workers.hub, config.worker_timeout_s)
         try:
             tell(f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype})")
-            _, model = load_model(config.model, device=resolved.device, dtype=_torch_dtype(resolved.dtype))
+            if config.tp > 1:
+                self._ranks = meet_ranks(config.tp, resolved.device)
+            device, shard = (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
+            _, model = load_model(config.model, device=device, dtype=_torch_dtype(resolved.dtype), shard=shard)
             tell(
                 f"greeting {len(self._fleet)} R-worker(s): {', '.join(map(self._fleet.peer, range(len(self._fleet))))}"
             )
@@ -174,7 +181,7 @@ class RunningEngine:
         except BaseException:
             self.close()
             raise
-        s_worker = SWorker(self.spec, model, resolved.device)
+        s_worker = _s_worker(self.spec, model, resolved.device, self._ranks)
         attention = _attention(workers, self._fleet, self.spec, resolved)
         pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
         self.engine = Engine(
@@ -199,10 +206,26 @@ class RunningEngine:
         return len(self._fleet) - len(self._fleet.lost)
 
     def close(self) -> None:
-        """Stop the R-workers. Safe to call twice."""
+        """Stop the R-workers, and S-workers beside this one. Safe to call twice."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.close(self._fleet.lost, self.resolved.config.worker_timeout_s)
+
+
+def resolve_for_this_host(config: EngineConfig, spec: ModelSpec | None = None) -> ResolvedConfig:
+    """``resolve`` with what this host has."""
+    free_bytes = psutil.virtual_memory().available
+    return resolve(config, spec or load_spec(config.model), num_cores=available_cores(), free_bytes=free_bytes)
+
+
+def _s_worker(spec: ModelSpec, model: Model, device: torch.device, ranks: Ranks | None) -> SWorker:
+    if ranks is None:
+        return SWorker(spec, model, device)
+    parallelize(model, ranks.shard, ranks.data)
+    return ParallelSWorker(spec, model, ranks)
 
 
 def _attention(workers: Workers, fleet: Fleet, spec: ModelSpec, resolved: ResolvedConfig) -> Attention:
@@ -216,7 +239,7 @@ def _reach_workers(resolved: ResolvedConfig) -> Workers:
     if resolved.transport == "local":
         return LocalWorkers(resolved.device, resolved.kv_bytes)
     if resolved.transport == "mpi":
-        return MpiWorkers()
+        return MpiWorkers(config.tp)
     if resolved.transport == "zmq":
         return ZmqWorkers(config.r_worker_addresses, key_file=config.key, silence_s=config.worker_silence_s)
     return ThreadWorkers(config.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)

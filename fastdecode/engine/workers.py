@@ -74,15 +74,19 @@ class ThreadWorkers:
 class MpiWorkers:
     """R-workers as the other ranks of this MPI job; this process is rank 0. Each decides its own memory and threads.
 
+    Args:
+        num_s_ranks: the first ranks, which are S-workers.
+
     Raises:
         ConfigError: not started by a launcher, by the wrong one, as another rank, or with no R-worker.
         MissingExtraError: mpi4py or an MPI library is missing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_s_ranks: int = 1) -> None:
         from fastdecode.wire import mpi, mpi_job
 
-        self.hub: mpi.MpiHub[ToRWorker, FromRWorker] = mpi.connect_workers(mpi_job.join())
+        job = mpi_job.join()
+        self.hub: mpi.MpiHub[ToRWorker, FromRWorker] = mpi.connect_workers(job, num_s_ranks=num_s_ranks)
 
     def replacements(self, hello: Hello) -> None:
         return None

@@ -371,17 +371,25 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return now - self._stirred < patience_s
 
 
-def connect_workers(job: MpiJob, *, tag: int = DEFAULT_TAG) -> MpiHub[ToRWorker, FromRWorker]:
+def connect_workers(job: MpiJob, *, tag: int = DEFAULT_TAG, num_s_ranks: int = 1) -> MpiHub[ToRWorker, FromRWorker]:
     """The S-worker's side: a connection to each R-worker of the job, in the order of their ranks. Never waits.
 
+    Args:
+        num_s_ranks: the first ranks, which are S-workers; this is rank 0, which speaks for all.
+
     Raises:
-        ConfigError: this isn't the S-worker's rank.
+        ConfigError: this isn't the S-worker's rank, or no rank is left to be an R-worker.
     """
     if job.rank != S_RANK:
         raise ConfigError(
             f"this is rank {job.rank}: in an MPI job the S-worker is rank {S_RANK}, the first that starts"
         )
-    peers = [(rank, f"R-worker rank {rank}") for rank in job.r_ranks]
+    if job.size <= num_s_ranks:
+        raise ConfigError(
+            f"all {job.size} MPI ranks are S-workers (tp={num_s_ranks}): start more ranks, which will be R-workers",
+            code="too_few_ranks",
+        )
+    peers = [(rank, f"R-worker rank {rank}") for rank in job.r_ranks[num_s_ranks - 1 :]]
     return MpiHub(job, peers, frozenset(get_args(FromRWorker)), tag=tag)
 
 

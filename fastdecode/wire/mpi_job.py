@@ -37,6 +37,9 @@ S_RANK: Final = 0
 """The S-worker's rank. All others are R-workers."""
 DEFAULT_TAG: Final = 64
 """Of the connections between S-worker and R-workers."""
+MEETING_TAG: Final = 62
+"""Of what S-workers tell each other when the job begins."""
+MAX_TEXT_BYTES: Final = 4096
 LEAVING_TIMEOUT_S: Final = 5.0
 
 
@@ -179,6 +182,23 @@ def leave(exit_code: int, *, end_job: bool = False, timeout_s: float = LEAVING_T
             _abort(exit_code or WorkerError.exit_code, timeout_s)
         _part(exit_code, timeout_s)
     _exit(exit_code)
+
+
+def send_text(job: MpiJob, rank: int, text: str) -> None:
+    """A short text for another S-worker's rank, when the job begins. Waits until it is on its way."""
+    with job.lock:
+        job.comm.Send(bytearray(text.encode()), rank, MEETING_TAG)
+
+
+def receive_text(job: MpiJob, rank: int) -> str:
+    """The text that a rank sends by ``send_text``; waits for it."""
+    buffer = bytearray(MAX_TEXT_BYTES)
+    with job.lock:
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        job.comm.Recv(buffer, rank, MEETING_TAG, status)
+        return bytes(buffer[: status.Get_count()]).decode()
 
 
 def _part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:

@@ -61,6 +61,15 @@ def test_roles_by_rank(job: Callable[..., tuple[list[str], Path, str]]) -> None:
     assert output.read_text() == expected
 
 
+def test_two_s_workers_act_as_one(job: Callable[..., tuple[list[str], Path, str]]) -> None:
+    options, output, expected = job(12)
+    command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
+    outcome = run([*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert "rank 3" in outcome.output and "R-worker rank 1" not in outcome.output
+    assert output.read_text() == expected
+
+
 def test_one_rank_is_too_few(job: Callable[..., tuple[list[str], Path, str]]) -> None:
     options, _, _ = job(1)
     outcome = run([mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options], timeout_s=120)

@@ -1,0 +1,95 @@
+"""S-workers that act as one (``--tp``): how the ranks of an MPI job find each other, and what ranks 1 and up do.
+
+Ranks 0 to tp - 1 of the job are the S-workers, the others R-workers. S-workers share a host: they exchange partial sums
+twice a layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from fastdecode.core.config import EngineConfig
+from fastdecode.core.errors import ConfigError
+from fastdecode.wire import mpi_job
+from sworker.parallel import Ranks, mirror
+from sworker.sharding import Shard, parallelize
+from sworker.weights import load_model
+
+if TYPE_CHECKING:
+    from fastdecode.wire.mpi_job import MpiJob
+
+
+def meet_ranks(num_ranks: int, device: torch.device) -> Ranks:
+    """This rank's part of ``num_ranks`` S-workers, connected with the others. Each has a device of its own: GPUs are
+    counted from the one that is named.
+
+    Raises:
+        ConfigError: not started by an MPI launcher, with too few ranks, or on several hosts.
+        WorkerError: the others didn't come.
+    """
+    if mpi_job.launched_size() is None:
+        raise ConfigError(
+            f"tp={num_ranks} needs an MPI launcher: mpirun -n {num_ranks} fastdecode generate --tp {num_ranks} ... : "
+            "-n 2 fastdecode r-worker",
+            code="no_mpi_launcher",
+        )
+    job = mpi_job.join(min_ranks=num_ranks)
+    if job.size < num_ranks:
+        raise ConfigError(f"tp={num_ranks} needs as many MPI ranks, and R-workers beside: {job.size} were started")
+    with _meeting_place(job, num_ranks) as place:
+        if device.type == "cuda":
+            device = torch.device("cuda", (device.index or 0) + job.rank)
+        return Ranks.meet(place, Shard(job.rank, num_ranks), device)
+
+
+def mirror_rank_0(config: EngineConfig) -> None:
+    """What ranks 1 to tp - 1 do, from loading their part of the model until rank 0 lets them go.
+
+    Raises:
+        ConfigError, ModelError: as on rank 0.
+        WorkerError: rank 0 is gone.
+    """
+    from fastdecode.engine.launch import resolve_for_this_host
+
+    resolved = resolve_for_this_host(config)
+    ranks = meet_ranks(config.tp, resolved.device)
+    dtype: torch.dtype = getattr(torch, resolved.dtype.value)
+    spec, model = load_model(config.model, device=ranks.device, dtype=dtype, shard=ranks.shard)
+    parallelize(model, ranks.shard, ranks.data)
+    mirror(spec, model, ranks)
+    ranks.close()
+
+
+@contextlib.contextmanager
+def _meeting_place(job: MpiJob, num_ranks: int) -> Iterator[Path]:
+    """A path that all ranks know, in a directory of this user's alone; gone when they have met."""
+    if job.rank != mpi_job.S_RANK:
+        mpi_job.send_text(job, mpi_job.S_RANK, job.host)
+        place = mpi_job.receive_text(job, mpi_job.S_RANK)
+        if not place:
+            raise ConfigError(_SEVERAL_HOSTS.format(tp=num_ranks))
+        yield Path(place)
+        return
+    others = range(1, num_ranks)
+    hosts = [mpi_job.receive_text(job, rank) for rank in others]
+    if any(host != job.host for host in hosts):
+        for rank in others:
+            mpi_job.send_text(job, rank, "")
+        raise ConfigError(_SEVERAL_HOSTS.format(tp=num_ranks))
+    directory = tempfile.mkdtemp(prefix="fastdecode-")
+    try:
+        for rank in others:
+            mpi_job.send_text(job, rank, f"{directory}/ranks")
+        yield Path(directory, "ranks")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+_SEVERAL_HOSTS = "the {tp} S-workers of tp={tp} are on several hosts: place ranks 0 to tp - 1 on one host"

@@ -1,0 +1,24 @@
+"""Run by tests as another process: the second of two S-workers, which mirrors the first, once for each checkpoint.
+
+Usage: mirror_rank.py DIRECTORY CHECKPOINT ...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from sworker.parallel import Ranks, mirror
+from sworker.sharding import Shard, parallelize
+from sworker.weights import load_model
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for index, path in enumerate(sys.argv[2:]):
+        ranks = Ranks.meet(Path(sys.argv[1], str(index)), Shard(1, 2), torch.device("cpu"))
+        spec, model = load_model(path, device="cpu", dtype=torch.float32, shard=ranks.shard)
+        parallelize(model, ranks.shard, ranks.data)
+        mirror(spec, model, ranks)
+        ranks.close()
