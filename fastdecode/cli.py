@@ -111,7 +111,7 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    serve_if_r_rank(args)
+    serve_if_r_rank(args, engine_options(args))
     defaults = sampling_defaults(args)
     try:
         from fastdecode.engine import batch

@@ -73,11 +73,11 @@ def add_r_worker(commands: Any) -> None:
     parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
 
 
-def serve_if_r_rank(args: argparse.Namespace) -> None:
+def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but the first serves, and doesn't return.
     With ``--tp 2`` the second mirrors the first."""
     if args.tp > 1 and mpi_job.launched_size() is not None and 0 < mpi_job.join().rank < args.tp:
-        _mirror_rank_0(args)
+        _mirror_rank_0(args.model, engine_options)
     if mpi_job.launched_size() is None or args.transport not in ("auto", "mpi") or args.r_worker_addresses:
         return
     job = mpi_job.join()
@@ -85,12 +85,11 @@ def serve_if_r_rank(args: argparse.Namespace) -> None:
         serve_rank(job, kv_memory_gb=args.kv_memory_gb, num_threads=args.r_threads)
 
 
-def _mirror_rank_0(args: argparse.Namespace) -> NoReturn:
-    from fastdecode.cli_options import engine_options
+def _mirror_rank_0(model: str, engine_options: dict[str, Any]) -> NoReturn:
     from fastdecode.core.config import EngineConfig
     from fastdecode.engine.ranks import mirror_rank_0
 
-    mirror_rank_0(EngineConfig(model=args.model, **engine_options(args)))
+    mirror_rank_0(EngineConfig(model=model, **engine_options))
     mpi_job.leave(0)
 
 

@@ -101,7 +101,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 def run_run_batch(args: argparse.Namespace) -> int:
     """Run or resume one job. Returns the exit code."""
-    serve_if_r_rank(args)
+    serve_if_r_rank(args, engine_options(args))
     sampling_defaults(args)
     try:
         from fastdecode.engine import batch

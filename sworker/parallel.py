@@ -35,6 +35,7 @@ from sworker.worker import Pass, SWorker
 _STOP, _BEGIN, _ADVANCE, _LOGITS = range(4)
 JOINING_TIMEOUT_S = 600.0
 """Until all ranks have come to the meeting place."""
+_PARTING_TIMEOUT = datetime.timedelta(seconds=10)
 _FOREVER = datetime.timedelta(days=365)
 """Between two steps nobody knows how long it takes; a rank that ends breaks its connections, which all notice."""
 
@@ -112,9 +113,13 @@ class Ranks:
 
     def close(self) -> None:
         """Rank 0: let the others go, if they are still there; everyone: leave."""
-        if self.shard.rank == 0:
-            with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):
+            if self.shard.rank == 0:
                 self.tell(_STOP, 0, 0)
+            # Who closes first must not cut off what the others have still to read.
+            parting = dist.barrier(group=self.control, async_op=True)
+            if parting is not None:
+                parting.wait(_PARTING_TIMEOUT)
         dist.destroy_process_group()
 
 
