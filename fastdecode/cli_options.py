@@ -29,6 +29,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", str, "weights and activations: float32, bfloat16, float16; auto is the checkpoint's", "DTYPE")
     add("--kv-dtype", str, "KV cache: float32, bfloat16, float16; auto is like --dtype", "DTYPE")
     add("--device", str, "where the S-part runs: cpu, cuda, cuda:1, ...", "DEVICE")
+    add("--cuda-graphs", str, "S-steps as CUDA graphs: on, off; auto: on CUDA, with --tp 1", "MODE")
     add("--tp", int, "S-workers that act as one, a part of every layer each: the first ranks of an MPI job")
     add("--kv-placement", str, "where the KV cache is: r (on R-workers) or gpu (on the device; no R-workers)", "WHERE")
     add("--transport", str, "R-workers are: inproc (threads), mpi (the job's other ranks), zmq (at addresses)", "HOW")

@@ -84,7 +84,7 @@ class Ranks:
         dist.broadcast(torch.tensor(numbers, dtype=torch.int64), 0, group=self.control)
 
     def hear(self) -> list[int]:
-        """The others: operation, pass, and how many rows."""
+        """The others: operation, lane, and how many rows."""
         numbers = torch.empty(3, dtype=torch.int64)
         dist.broadcast(numbers, 0, group=self.control)
         heard: list[int] = numbers.tolist()
@@ -127,17 +127,16 @@ class ParallelPass(Pass):
     """A pass of rank 0, mirrored by the others: q, k, v and o are whole here, shares there."""
 
     def __init__(
-        self, worker: ParallelSWorker, number: int, token_ids: NDArray[np.int64], positions: NDArray[np.int64]
+        self, worker: ParallelSWorker, lane: int, token_ids: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> None:
-        self._ranks, self._number = worker.ranks, number
+        self._ranks, self._lane = worker.ranks, lane
         self._vocab_size = worker.spec.vocab_size
-        self._ranks.tell(_BEGIN, number, len(token_ids))
-        rows = self._ranks.share(torch.from_numpy(np.stack((token_ids, positions))))
-        super().__init__(worker, rows[0], rows[1])
+        self._ranks.tell(_BEGIN, lane, len(token_ids))
+        super().__init__(worker, self._ranks.share(torch.from_numpy(np.stack((token_ids, positions)))))
         self._gather()
 
     def advance(self, o: Tensor) -> bool:
-        self._ranks.tell(_ADVANCE, self._number, 0)
+        self._ranks.tell(_ADVANCE, self._lane, 0)
         goes_on = super().advance(self._ranks.scatter_heads(o, self._own_q))
         if goes_on:
             self._gather()
@@ -145,7 +144,7 @@ class ParallelPass(Pass):
 
     @torch.inference_mode()
     def logits(self, rows: NDArray[np.int64]) -> Tensor:
-        self._ranks.tell(_LOGITS, self._number, len(rows))
+        self._ranks.tell(_LOGITS, self._lane, len(rows))
         self._ranks.share(torch.from_numpy(rows))
         parts = self._ranks.gather(super().logits(rows))  # of [R, vocab / ranks]
         return torch.cat(parts, dim=1)[:, : self._vocab_size]
@@ -165,11 +164,9 @@ class ParallelSWorker(SWorker):
     def __init__(self, spec: ModelSpec, model: Model, ranks: Ranks) -> None:
         super().__init__(spec, model, ranks.device)
         self.ranks = ranks
-        self._num_passes = 0
 
-    def begin(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Pass:
-        self._num_passes += 1
-        return ParallelPass(self, self._num_passes, token_ids, positions)
+    def begin(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], lane: int = 0) -> Pass:
+        return ParallelPass(self, lane, token_ids, positions)
 
 
 @torch.inference_mode()
@@ -180,22 +177,22 @@ def mirror(spec: ModelSpec, model: Model, ranks: Ranks) -> None:
         WorkerError: rank 0 is gone.
     """
     worker = SWorker(spec, model, ranks.device)
-    passes: dict[int, Pass] = {}
+    passes: dict[int, Pass] = {}  # by lane
     try:
         while True:
-            operation, number, num_rows = ranks.hear()
+            operation, lane, num_rows = ranks.hear()
             if operation == _STOP:
                 return
             if operation == _BEGIN:
                 rows = ranks.share(torch.empty((2, num_rows), dtype=torch.int64))
-                passes[number] = step = Pass(worker, rows[0], rows[1])
+                passes[lane] = step = Pass(worker, rows)
                 ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
             elif operation == _ADVANCE:
-                step = passes[number]
+                step = passes[lane]
                 if step.advance(ranks.scatter_heads(None, step.q)):
                     ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
             else:
                 chosen = ranks.share(torch.empty(num_rows, dtype=torch.int64))
-                ranks.gather(passes.pop(number).logits(chosen.numpy()))
+                ranks.gather(passes.pop(lane).logits(chosen.numpy()))
     except RuntimeError as error:
         raise WorkerError(f"S-worker {ranks.shard.rank} lost rank 0: {error}", code="tp_rank_lost") from None

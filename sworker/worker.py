@@ -2,7 +2,8 @@
 
 A ``Pass`` is one step's way through the layers, cut where attention is somebody else's: each ``advance`` runs
 ``post_attention`` of one layer and ``pre_attention`` of the next as one unit of work (an S-step). Several passes can be
-under way at once; which of them goes on is the caller's affair.
+under way at once; which of them goes on is the caller's affair. On a GPU nothing here waits for the device: units are
+queued, and results are tensors that will be there.
 """
 
 from __future__ import annotations
@@ -15,21 +16,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.model_spec import ModelSpec
+from sworker.graphs import StepGraphs, bucket_of
 from sworker.model.skeleton import Model
 from sworker.sampler import SampledToken, SamplingState, sample
 
 
 class SWorker:
-    """A model on a device. It holds no KV and no sequence state."""
+    """A model on a device. It holds no KV and no sequence state.
 
-    def __init__(self, spec: ModelSpec, model: Model, device: torch.device) -> None:
+    Args:
+        spec: the whole model's.
+        model: the model, or this rank's part of it.
+        device: where it is.
+        graphs: runs small steps in fixed memory, as CUDA graphs; None: every step as it is.
+    """
+
+    def __init__(self, spec: ModelSpec, model: Model, device: torch.device, graphs: StepGraphs | None = None) -> None:
         self.spec = spec
         self.model = model
         self.device = device
+        self.graphs = graphs
 
-    def begin(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Pass:
-        """Embed a step's rows and run the first layer up to its attention. token_ids, positions: [T]."""
-        return Pass(self, torch.from_numpy(token_ids), torch.from_numpy(positions))
+    def begin(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], lane: int = 0) -> Pass:
+        """Embed a step's rows and run the first layer up to its attention. token_ids, positions: [T]. At most one step
+        of a lane is under way."""
+        rows = torch.from_numpy(np.stack((token_ids, positions)))
+        if self.graphs is not None and len(token_ids) <= self.graphs.max_rows:
+            return PaddedPass(self, self.graphs, lane, rows)
+        return Pass(self, rows)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
@@ -46,25 +60,92 @@ class Pass:
     v: Tensor  # [T, Hkv, D]
 
     @torch.inference_mode()
-    def __init__(self, worker: SWorker, token_ids: Tensor, positions: Tensor) -> None:
+    def __init__(self, worker: SWorker, rows: Tensor) -> None:
+        """rows: token ids and positions, int64 [2, T], on the host."""
         self._model = worker.model
-        self._positions = positions.to(worker.device)
-        self._x = self._model.embed(token_ids.to(worker.device), self._positions)  # [T, hidden]
+        self._timer = DeviceTimer(worker.device)
         self.layer = 0
-        self.q, self.k, self.v = self._model.layers[0].pre_attention(self._x, self._positions)
+        with self._timer:
+            self._begin(rows.to(worker.device, non_blocking=True))
 
     @torch.inference_mode()
     def advance(self, o: Tensor) -> bool:
         """Go on with the attention's output o [T, Hq, D]. True: the next layer's q, k, v are there; False: that was
         the last layer, and ``logits`` may be asked for."""
-        self._x = self._model.layers[self.layer].post_attention(self._x, o)
-        if self.layer + 1 == len(self._model.layers):
-            return False
-        self.layer += 1
-        self.q, self.k, self.v = self._model.layers[self.layer].pre_attention(self._x, self._positions)
-        return True
+        is_last = self.layer + 1 == len(self._model.layers)
+        self.layer += not is_last
+        with self._timer:
+            self._advance(o, is_last)
+        return not is_last
 
     @torch.inference_mode()
     def logits(self, rows: NDArray[np.int64]) -> Tensor:
         """Logits of some rows [R], float32 [R, vocab], on the device."""
-        return self._model.logits(self._x[torch.from_numpy(rows).to(self._x.device)])
+        with self._timer:
+            return self._model.logits(self._x[torch.from_numpy(rows).to(self._x.device)])
+
+    def device_s(self) -> float:
+        """Seconds that a GPU has computed for this step, as far as it has come; 0 on a CPU, where the caller's clock
+        tells."""
+        return self._timer.seconds()
+
+    def _begin(self, rows: Tensor) -> None:
+        token_ids, self._positions = rows
+        self._x = self._model.embed(token_ids, self._positions)  # [T, hidden]
+        self.q, self.k, self.v = self._model.layers[0].pre_attention(self._x, self._positions)
+
+    def _advance(self, o: Tensor, is_last: bool) -> None:
+        before = self._model.layers[self.layer if is_last else self.layer - 1]
+        self._x = before.post_attention(self._x, o)
+        if not is_last:
+            self.q, self.k, self.v = self._model.layers[self.layer].pre_attention(self._x, self._positions)
+
+
+class PaddedPass(Pass):
+    """A step in its lane's fixed memory; q, k and v hold until the next unit."""
+
+    def __init__(self, worker: SWorker, graphs: StepGraphs, lane: int, rows: Tensor) -> None:
+        self._graphs, self._lane = graphs, lane
+        self._num_rows, self._bucket = rows.shape[1], bucket_of(rows.shape[1])
+        self._buffers = graphs.buffers(lane)
+        super().__init__(worker, rows)
+
+    def _begin(self, rows: Tensor) -> None:
+        for buffer, values in zip((self._buffers.token_ids, self._buffers.positions), rows, strict=True):
+            buffer[: self._num_rows].copy_(values)
+            buffer[self._num_rows : self._bucket].zero_()
+        self._run(0)
+
+    def _advance(self, o: Tensor, is_last: bool) -> None:
+        self._buffers.o[: self._num_rows].copy_(o)
+        self._run(self.layer + is_last)
+
+    def _run(self, unit: int) -> None:
+        self._graphs.run(self._lane, unit, self._bucket)
+        rows = slice(self._num_rows)
+        self._x = self._buffers.x[rows]
+        self.q, self.k, self.v = (x[rows] for x in (self._buffers.q, self._buffers.k, self._buffers.v))
+        if self.q.device.type == "cpu":
+            # There nobody copies them to other memory before they are lent to R-workers.
+            self.q, self.k, self.v = self.q.clone(), self.k.clone(), self.v.clone()
+
+
+class DeviceTimer:
+    """Adds up what a GPU spends on the blocks that it is entered around, without waiting for any."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> None:
+        if self._is_cuda:
+            span = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            span[0].record()
+            self._spans.append(span)
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_cuda:
+            self._spans[-1][1].record()
+
+    def seconds(self) -> float:
+        return float(sum(start.elapsed_time(end) / 1e3 for start, end in self._spans if end.query()))

@@ -11,6 +11,7 @@ MAX_R_WORKERS = 4096
 MAX_TP = 64
 TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu")
+CUDA_GRAPHS = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class EngineConfig:
     """Of the KV cache on the R-workers; auto: like ``dtype``."""
     device: str = "cpu"
     """Where the S-part runs: cpu, cuda, cuda:1, …"""
+    cuda_graphs: str = "auto"
+    """Run S-steps as CUDA graphs: on, off or auto (on a CUDA device with tp=1)."""
     tp: int = 1
     """S-workers that act as one, each with a part of every layer: the first ranks of the MPI job."""
     kv_placement: str = "r"
@@ -89,6 +92,8 @@ class EngineConfig:
                 DType.parse(getattr(self, name), option=name)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport={self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        if self.cuda_graphs not in CUDA_GRAPHS:
+            raise ConfigError(f"cuda_graphs={self.cuda_graphs!r} is not one of {', '.join(CUDA_GRAPHS)}")
         if self.kv_placement not in KV_PLACEMENTS:
             raise ConfigError(f"kv_placement={self.kv_placement!r} is not one of {', '.join(KV_PLACEMENTS)}")
         self._check_addresses()

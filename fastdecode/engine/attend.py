@@ -12,20 +12,21 @@ back.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.layout import LocalSpan, StepBatch, WorkerSpan
-from fastdecode.wire.messages import Activations, Attend, AttendResult
+from fastdecode.wire.messages import Attend, AttendResult
+from sworker.buffers import Staged, Staging, as_tensor
 from sworker.prefill import local_causal_attention, merge_attention
 
 # While an R-worker only stores a prompt's K and V, the S-worker computes ahead of it by this many layers at most.
@@ -44,7 +45,11 @@ class LaneAttention(Protocol):
         """Worker → seconds that it computed."""
 
     def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Take a layer's q [T, Hq, D], k and v [T, Hkv, D]."""
+        """Take a layer's q [T, Hq, D], k and v [T, Hkv, D], which may still be on their way to the host."""
+
+    def dispatch(self, *, wait: bool) -> bool:
+        """Send the oldest layer that was scattered and not sent, once it is on the host. False: it isn't there yet, and
+        wasn't to be waited for; True: sent, or nothing was left to send."""
 
     def deliver(self, worker: int, result: AttendResult) -> None:
         """Take in a worker's answer."""
@@ -79,9 +84,19 @@ class AttentionPlan:
     """One a layer."""
     kv_dtype: torch.dtype
     fleet: Fleet
+    device: torch.device
+    """The S-worker's."""
+    _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
 
     def begin(self, batch: StepBatch) -> RemoteStep:
         return RemoteStep(self, batch)
+
+    def staging(self, lane: int) -> Staging:
+        """A lane's memory on the way to R-workers and back."""
+        if lane not in self._staging:
+            # The layers whose K and V may be lent out, and the one that is written.
+            self._staging[lane] = Staging(self.device, MAX_OWED_ANSWERS + 1)
+        return self._staging[lane]
 
 
 class RemoteStep:
@@ -96,6 +111,8 @@ class RemoteStep:
         self._later = {span.worker: _later_chunks(batch, span) for span in batch.spans}
         self._local_lse: dict[int, Tensor] = {}
         self._o = torch.empty(0)
+        self._staging = plan.staging(batch.spans[0].begin.lane)
+        self._unsent: deque[tuple[int, Staged]] = deque()
         self.r_compute_s = dict.fromkeys(self._spans, 0.0)
         self.sent_s: list[float] = []
         for span in batch.spans:
@@ -104,15 +121,9 @@ class RemoteStep:
     def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Send a layer's q [T, Hq, D], k and v [T, Hkv, D] on their way; attend the prompt chunks' own tokens here."""
         self._layer = layer
-        q_host, k_host, v_host = _to_host(q), _to_host(k), _to_host(v)
-        self.sent_s.append(time.perf_counter())
-        for worker, span in self._spans.items():
-            begin = span.begin
-            message = Attend(
-                begin.step, begin.lane, layer, q_host[span.query_rows], k_host[span.rows], v_host[span.rows]
-            )
-            self._plan.fleet.send(worker, message)
-        self._o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._o = self._staging.begin_layer(q.shape, q.dtype)
+        self._unsent.append((layer, self._staging.send(q, k, v)))
+        self.dispatch(wait=False)
         spec = self._plan.specs[layer]
         for local in self.batch.local:
             part, lse = self._attend_locally(local, spec, q, k, v)
@@ -120,6 +131,23 @@ class RemoteStep:
             if local.merge:
                 assert lse is not None
                 self._local_lse[local.rows.start] = lse
+
+    def dispatch(self, *, wait: bool) -> bool:
+        """See ``LaneAttention``."""
+        if not self._unsent:
+            return True
+        layer, staged = self._unsent[0]
+        if not staged.done:
+            if not wait:
+                return False
+            staged.wait()
+        self._unsent.popleft()
+        self.sent_s.append(time.perf_counter())
+        for worker, span in self._spans.items():
+            begin = span.begin
+            q, k, v = staged.q[span.query_rows], staged.k[span.rows], staged.v[span.rows]
+            self._plan.fleet.send(worker, Attend(begin.step, begin.lane, layer, q, k, v))
+        return True
 
     def deliver(self, worker: int, result: AttendResult) -> None:
         """Take in an answer, in the order in which the worker gave them.
@@ -162,6 +190,7 @@ class RemoteStep:
 
     def take(self) -> Tensor:
         """The layer's o [T, Hq, D]; zeros in the rows of workers that are lost. Only when ``ready``."""
+        self._staging.join()
         for worker, span in self._spans.items():
             if worker in self._plan.fleet.lost:
                 self._o[span.rows] = 0
@@ -182,10 +211,10 @@ class RemoteStep:
     def _place(self, span: WorkerSpan, result: AttendResult) -> None:
         """Copy a worker's o to its rows, merging the later chunks' with what was attended here."""
         queries, later = span.query_rows, self._later[span.worker]
-        remote = _to_device(result.o, self._o)
         if later is None:
-            self._o[queries] = remote
+            self._staging.receive(result.o, self._o, queries)
             return
+        remote = as_tensor(result.o, self._o.dtype).to(self._o.device)
         # Decode rows come before the later chunks, which end the span's query rows.
         split = later.rows.start - queries.start
         if result.lse is None or result.lse.shape != remote.shape[:2]:
@@ -203,16 +232,3 @@ def _later_chunks(batch: StepBatch, span: WorkerSpan) -> LocalSpan | None:
     """The span of later prompt chunks among the rows whose queries a worker attends."""
     queries = span.query_rows
     return next((x for x in batch.local if x.merge and queries.start <= x.rows.start < queries.stop), None)
-
-
-def _to_host(x: Tensor) -> Activations:
-    x = x.contiguous().cpu()
-    array: NDArray[np.float32] | NDArray[np.uint16] = (
-        x.numpy() if x.dtype == torch.float32 else x.view(torch.uint16).numpy()
-    )
-    return array
-
-
-def _to_device(array: Activations, like: Tensor) -> Tensor:
-    host = torch.from_numpy(array)
-    return (host if like.dtype == torch.float32 else host.view(like.dtype)).to(like.device)

@@ -11,11 +11,10 @@ import torch
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.machine import available_cores, this_machine
 from fastdecode.core.measurement import ModelShape, Point, SProfile, Timing
-from fastdecode.engine.launch import RunningEngine, resolve
+from fastdecode.engine.launch import RunningEngine, make_s_worker, resolve
 from fastdecode.engine.steady import time_steady_steps
 from sworker.measure import measure_s_part
 from sworker.weights import load_model, load_spec
-from sworker.worker import SWorker
 
 # Whole steps are measured with short contexts, so that the R-workers, which aren't counted, take little of them.
 STEP_CONTEXT_TOKENS = 48
@@ -46,9 +45,7 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
     tell(f"loading {config.model}")
     _, model = load_model(config.model, device=resolved.device, dtype=dtype)
     tell(f"S-part: {len(effort.batches)} batch sizes, {len(effort.prompts)} prompt lengths, {effort.repeats} repeats")
-    times = measure_s_part(
-        SWorker(spec, model, resolved.device), effort.batches, effort.prompts, repeats=effort.repeats
-    )
+    times = measure_s_part(make_s_worker(spec, model, resolved), effort.batches, effort.prompts, repeats=effort.repeats)
     del model
     tell("whole steps in the engine")
     step = _measure_steps(config, effort)

@@ -30,6 +30,7 @@ from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
 from fastdecode.wire.mpi_job import launched_size
 from fastdecode.wire.transport import TIMEOUT
+from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
 from sworker.parallel import ParallelSWorker, Ranks
 from sworker.sharding import parallelize
@@ -55,6 +56,7 @@ class ResolvedConfig:
     """Of each R-worker."""
     max_model_len: int
     schedule: ScheduleOptions
+    cuda_graphs: bool
     transport: str
     """inproc, mpi or zmq."""
 
@@ -92,6 +94,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
         kv_bytes=kv_bytes,
         max_model_len=max_model_len,
         schedule=_schedule(config, num_lanes=num_lanes),
+        cuda_graphs=_uses_graphs(config, device),
         transport=transport,
     )
 
@@ -181,8 +184,8 @@ class RunningEngine:
         except BaseException:
             self.close()
             raise
-        s_worker = _s_worker(self.spec, model, resolved.device, self._ranks)
-        attention = _attention(workers, self._fleet, self.spec, resolved)
+        s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
+        attention = _attention(workers, self._fleet, self.spec, resolved, s_worker)
         pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
         self.engine = Engine(
             s_worker,
@@ -221,17 +224,30 @@ def resolve_for_this_host(config: EngineConfig, spec: ModelSpec | None = None) -
     return resolve(config, spec or load_spec(config.model), num_cores=available_cores(), free_bytes=free_bytes)
 
 
-def _s_worker(spec: ModelSpec, model: Model, device: torch.device, ranks: Ranks | None) -> SWorker:
-    if ranks is None:
-        return SWorker(spec, model, device)
-    parallelize(model, ranks.shard, ranks.data)
-    return ParallelSWorker(spec, model, ranks)
+def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> SWorker:
+    """The S-worker as it was configured."""
+    if ranks is not None:
+        parallelize(model, ranks.shard, ranks.data)
+        return ParallelSWorker(spec, model, ranks)
+    graphs = StepGraphs(model, resolved.device, capture=True) if resolved.cuda_graphs else None
+    return SWorker(spec, model, resolved.device, graphs)
 
 
-def _attention(workers: Workers, fleet: Fleet, spec: ModelSpec, resolved: ResolvedConfig) -> Attention:
+def _uses_graphs(config: EngineConfig, device: torch.device) -> bool:
+    possible = device.type == "cuda" and config.tp == 1
+    if config.cuda_graphs == "on" and not possible:
+        raise ConfigError(
+            f"cuda_graphs='on' needs a CUDA device and tp=1, not device={config.device!r} and tp={config.tp}: use auto"
+        )
+    return possible and config.cuda_graphs != "off"
+
+
+def _attention(
+    workers: Workers, fleet: Fleet, spec: ModelSpec, resolved: ResolvedConfig, s_worker: SWorker
+) -> Attention:
     if isinstance(workers, LocalWorkers):
         return LocalAttention(workers, fleet)
-    return AttentionPlan(spec.attention, _torch_dtype(resolved.kv_dtype), fleet)
+    return AttentionPlan(spec.attention, _torch_dtype(resolved.kv_dtype), fleet, s_worker.device)
 
 
 def _reach_workers(resolved: ResolvedConfig) -> Workers:

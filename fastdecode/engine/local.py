@@ -222,6 +222,9 @@ class LocalStep:
         if self._is_timed:
             self.r_compute_s[WORKER] += time.perf_counter() - started
 
+    def dispatch(self, *, wait: bool) -> bool:
+        return True
+
     def deliver(self, worker: int, result: AttendResult) -> None:
         raise ProtocolError(f"the KV cache on the S-worker's device got an answer for layer {result.layer}")
 

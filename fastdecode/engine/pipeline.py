@@ -82,6 +82,7 @@ class Pipeline:
         self._attention = attention
         self._lanes: list[LaneStep | None] = [None] * num_lanes
         self._ready: deque[LaneStep] = deque()
+        self._unsent: deque[LaneStep] = deque()  # scattered, but not on the host yet; once a layer
         self._openings: dict[int, Accepted | Refused] = {}
         self.wait_s = 0.0
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
@@ -100,7 +101,7 @@ class Pipeline:
         assert self._lanes[lane] is None
         started = time.perf_counter()
         remote = self._attention.begin(batch)
-        forward = self._s_worker.begin(batch.token_ids, batch.positions)
+        forward = self._s_worker.begin(batch.token_ids, batch.positions, lane)
         step = LaneStep(lane, batch, logit_rows, remote, forward, s_compute_s=planned_s)
         self._lanes[lane] = step
         self._scatter(step)
@@ -109,14 +110,17 @@ class Pipeline:
     def run(self) -> LaneStep:
         """Go on until some lane has finished its step."""
         while True:
+            self._dispatch(wait=False)
             self._collect_ready()
             if not self._ready:
-                self._receive()
+                if not self._dispatch(wait=True):
+                    self._receive()
                 continue
             step = self._ready.popleft()
             if step.logits is None:
                 self._advance(step)
             if step.logits is not None and step.remote.settled:
+                step.s_compute_s = max(step.s_compute_s, step.forward.device_s())
                 self._lanes[step.lane] = None
                 return step
 
@@ -145,6 +149,16 @@ class Pipeline:
     def _scatter(self, step: LaneStep) -> None:
         forward = step.forward
         step.remote.scatter(forward.layer, forward.q, forward.k, forward.v)
+        self._unsent.append(step)
+
+    def _dispatch(self, *, wait: bool) -> bool:
+        """Send what has come to the host, in the order in which it was computed; with ``wait``, at least one layer of
+        a lane. Whether anything went."""
+        sent = False
+        while self._unsent and self._unsent[0].remote.dispatch(wait=wait and not sent):
+            self._unsent.popleft()
+            sent = True
+        return sent
 
     def _collect_ready(self) -> None:
         """Queue the lanes that have become able to go on."""

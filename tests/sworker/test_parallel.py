@@ -33,9 +33,9 @@ def run_passes(worker: SWorker, passes: int = 2) -> list[torch.Tensor]:
         new = tokens if step == 0 else [[7 + step], [9 + step], [11 + step]]
         ids = np.array([token for one in new for token in one], np.int64)
         lanes = []
-        for attend in attends:
+        for lane, attend in enumerate(attends):
             positions = attend.begin_step(range(3), [len(one) for one in new]).numpy()
-            lanes.append((worker.begin(ids, positions), attend))
+            lanes.append((worker.begin(ids, positions, lane), attend))
         goes_on = [True, True]
         while any(goes_on):
             for i, (forward, attend) in enumerate(lanes):

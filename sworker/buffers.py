@@ -1,0 +1,152 @@
+"""Between the device and the host: pinned memory and copy streams of one lane, so that no copy waits for compute.
+
+::
+
+    compute stream   | S-step, lane A |                  | S-step, lane B | …           | S-step, lane A …
+    copy out                          | q, k, v of A |                                   ^
+    copy in                                                     | o of A | ── event ─────┘
+
+The host waits for the device in one place: before it sends a lane's q, k and v, for their copy (``Staged.wait``). On a
+CPU nothing is copied, every wait is over at once, and the same code runs.
+
+A slot of the ring is written again after ``num_slots`` layers: by then its messages have been answered, which is what
+lets it be lent to them without a copy (``fastdecode.wire.transport``, "Whose is an array?").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastdecode.wire.messages import Activations
+
+
+class Staged:
+    """A layer's q, k and v on their way to the host."""
+
+    def __init__(self, arrays: tuple[Activations, Activations, Activations], event: torch.cuda.Event | None) -> None:
+        self.q, self.k, self.v = arrays  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]; to be read after ``wait``
+        self._event = event
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Staging:
+    """One lane's pinned memory, and its copies both ways. Memory grows to the largest step and is kept.
+
+    Args:
+        device: where q, k, v come from and o goes.
+        num_slots: layers whose q, k, v may be lent out at a time.
+    """
+
+    def __init__(self, device: torch.device, num_slots: int) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._slots = [_Room(torch.device("cpu"), pinned=self._is_cuda) for _ in range(num_slots)]
+        self._arriving = _Room(torch.device("cpu"), pinned=self._is_cuda)
+        self._o = _Room(device)
+        self._next = 0
+        if self._is_cuda:
+            self._out_stream, self._in_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Pinned memory on the host."""
+        return sum(room.nbytes for room in (*self._slots, self._arriving)) if self._is_cuda else 0
+
+    def send(self, q: Tensor, k: Tensor, v: Tensor) -> Staged:
+        """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never waits. The arrays hold until ``num_slots``
+        more calls."""
+        sources = [x.contiguous() for x in (q, k, v)]
+        if not self._is_cuda:
+            return Staged(_as_arrays(sources), None)
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        targets = slot.take([x.shape for x in sources], q.dtype)
+        self._out_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out_stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+                # The allocator mustn't give this memory to a later S-step before it has been read.
+                source.record_stream(self._out_stream)
+            event = torch.cuda.Event()
+            event.record(self._out_stream)
+        return Staged(_as_arrays(targets), event)
+
+    def begin_layer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Room for a layer's o [T, Hq, D] on the device, and for what arrives of it; the same memory in every layer.
+        The layer before has been consumed."""
+        if self._is_cuda:
+            (self._landing,) = self._arriving.take([torch.Size(shape)], dtype)
+        (o,) = self._o.take([torch.Size(shape)], dtype)
+        return o
+
+    def receive(self, array: Activations, o: Tensor, rows: slice) -> None:
+        """Copy arrived rows [n, Hq, D] to ``o[rows]``; returns when the array may be written again."""
+        source = as_tensor(array, o.dtype)
+        if not self._is_cuda:
+            o[rows] = source
+            return
+        landing = self._landing[rows]
+        landing.copy_(source)
+        with torch.cuda.stream(self._in_stream):
+            o[rows].copy_(landing, non_blocking=True)
+
+    def join(self) -> None:
+        """What the device does from now on comes after all that was received."""
+        if self._is_cuda:
+            torch.cuda.current_stream(self._device).wait_stream(self._in_stream)
+
+
+class _Room:
+    """Memory that is lent out in pieces, again and again."""
+
+    def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._pinned = pinned
+        self._taken: tuple[list[torch.Size], torch.dtype] | None = None
+        self._pieces: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
+
+    def take(self, shapes: list[torch.Size], dtype: torch.dtype) -> list[Tensor]:
+        """Tensors of these shapes, side by side; they hold until the next call. Grows by half, so that growing ends."""
+        if (shapes, dtype) == self._taken:
+            return self._pieces
+        # An inference tensor may be written by whoever runs in inference mode and by nobody else: make it a plain one.
+        with torch.inference_mode(False):
+            sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+            starts = [0]
+            for size in sizes:
+                starts.append(-(-(starts[-1] + size) // 64) * 64)
+            if starts[-1] > self._memory.nbytes:
+                num_bytes = max(starts[-1], self._memory.nbytes * 3 // 2)
+                device = self._memory.device
+                self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=self._pinned)
+            pieces = zip(shapes, starts, sizes, strict=False)
+            self._pieces = [self._memory[a : a + size].view(dtype).view(shape) for shape, a, size in pieces]
+        self._taken = shapes, dtype
+        return self._pieces
+
+
+def as_tensor(array: Activations, dtype: torch.dtype) -> Tensor:
+    """The array as a tensor of ``dtype``, without a copy."""
+    host = torch.from_numpy(array)
+    return host if dtype == torch.float32 else host.view(dtype)
+
+
+def _as_arrays(tensors: Sequence[Tensor]) -> tuple[Activations, Activations, Activations]:
+    q, k, v = (x.numpy() if x.dtype == torch.float32 else x.view(torch.uint16).numpy() for x in tensors)
+    return q, k, v

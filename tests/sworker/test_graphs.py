@@ -1,0 +1,74 @@
+"""Steps in a lane's fixed memory, padded to a bucket: as steps that run as they are. Units run without capture here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import prompts
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.engine import launch
+from sworker.graphs import MAX_GRAPH_ROWS, StepGraphs, bucket_of
+from sworker.weights import load_model
+from sworker.worker import PaddedPass, SWorker
+
+CPU = torch.device("cpu")
+
+
+def test_buckets() -> None:
+    sizes = [bucket_of(n) for n in range(1, MAX_GRAPH_ROWS + 1)]
+    assert all(n <= size < max(2 * n, n + 8) for n, size in enumerate(sizes, 1))
+    assert all(size <= n * 9 / 8 for n, size in enumerate(sizes, 1) if n > 64)
+    assert sizes == sorted(sizes) and [bucket_of(size) for size in sizes] == sizes
+    assert len(set(sizes)) == 35 and max(sizes) == MAX_GRAPH_ROWS
+
+
+@torch.inference_mode()
+def test_two_lanes_of_other_sizes_at_every_step(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Lanes keep out of each other's memory, and what a larger step left behind is not seen by a smaller one."""
+    spec, model = load_model(tiny_checkpoint("gemma2"), device=CPU, dtype=torch.float32)
+    plain = SWorker(spec, model, CPU)
+    padded = SWorker(spec, model, CPU, StepGraphs(model, CPU, capture=False, max_rows=40))
+    rng = np.random.default_rng(3)
+    for sizes in ((11, 40), (3, 17), (1, 40), (40, 2), (41, 9)):
+        steps = []
+        for lane, size in enumerate(sizes):
+            ids, positions = rng.integers(0, spec.vocab_size, (2, size))
+            steps.append((plain.begin(ids, positions), padded.begin(ids, positions, lane)))
+        assert [isinstance(step, PaddedPass) for _, step in steps] == [size <= 40 for size in sizes]
+        goes_on = True
+        while goes_on:
+            for expected, found in steps:
+                for name in ("q", "k", "v"):
+                    torch.testing.assert_close(getattr(found, name), getattr(expected, name), atol=1e-5, rtol=1e-4)
+            outputs = [torch.randn_like(expected.q) for expected, _ in steps]
+            for (expected, found), o in zip(steps, outputs, strict=True):
+                goes_on = expected.advance(o)
+                assert found.advance(o) == goes_on
+        for (expected, found), size in zip(steps, sizes, strict=True):
+            rows = np.arange(0, size, 2)
+            torch.testing.assert_close(found.logits(rows), expected.logits(rows), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("lanes", "kv_placement"), [(1, "r"), (3, "r"), (2, "gpu")])
+def test_equal_tokens(lanes: int, kv_placement: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "prefill_chunk": 9, "lanes": lanes}
+    asked = prompts([3, 30, 11, 1, 19, 8, 5, 40], seed=2)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    def run() -> list[tuple[int, ...]]:
+        path = str(tiny_checkpoint("llama"))
+        with LLM(path, r_workers=2, kv_placement=kv_placement, **options) as llm:
+            return [output.completions[0].token_ids for output in llm.generate(asked, params)]
+
+    expected = run()
+    with (
+        mock.patch.object(launch, "_uses_graphs", return_value=True),
+        mock.patch.object(launch, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
+    ):
+        assert run() == expected
