@@ -46,7 +46,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--max-num-sequences", int, "most sequences that run at once")
     add("--prefill-chunk", int, "most prompt tokens of one sequence in a step; longer prompts take several steps")
     add("--max-step-tokens", int, "most tokens of all sequences in a step")
-    add("--lanes", int, "parts of the running batch that take turns on the S-worker; default: 1 on a CPU, 2 on a GPU")
+    add("--lanes", lanes, "parts of the running batch that take turns on the S-worker; auto: as measured (default)")
     add("--schedule", str, "stabilized, fixed-f, greedy or synchronized; auto: stabilized with 2 lanes or more", "MODE")
     add("--load-limit", int, "most cached tokens over all running sequences, W; default: from measured step times", "W")
     add("--target-length", int, "tokens that a sequence typically generates, S; needed by fixed intervals", "S")
@@ -66,6 +66,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--length-quantile", float, "reserve KV blocks by this quantile of lengths; default: for max_tokens", "Q")
     add("--worker-silence-s", float, "give up an R-worker (mpi, zmq) that gives no sign of life for so long", "S")
     add("--worker-timeout-s", float, "give up an R-worker that lives, but owes an answer for so long", "S")
+
+
+def lanes(text: str) -> int | None:
+    return None if text == "auto" else int(text)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

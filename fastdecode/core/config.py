@@ -60,8 +60,8 @@ class EngineConfig:
     max_step_tokens: int | None = None
     """Most tokens of all sequences that one step runs; None: max_num_sequences + max(2048, prefill_chunk)."""
     lanes: int | None = None
-    """Parts of the running batch that take turns on the S-worker; None: 2 where S-part and R-part have hardware of
-    their own, else 1."""
+    """Parts of the running batch that take turns on the S-worker; None (auto): as many as pay by what steps turn out to
+    take where S-part and R-part have hardware of their own, else 1."""
     schedule: str = "auto"
     """stabilized, fixed-f, greedy or synchronized (see ``fastdecode.schedule.modes``); auto: stabilized with two or
     more lanes, where S-part and R-part overlap, else greedy."""

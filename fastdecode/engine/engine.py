@@ -27,6 +27,7 @@ from fastdecode.engine.live import Group, Run, opening
 from fastdecode.engine.pipeline import LaneStep, Pipeline
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.text import TextCodec
+from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.scheduler import Chunk, Scheduler, StepPlan
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import CloseSequence, ExtendSequence, Refused
@@ -51,6 +52,7 @@ class Engine:
         eos_token_ids: any of them ends a sequence, unless the request ignores EOS.
         trace: told what every step did.
         times: told how long the parts of every step took.
+        lanes: decides on the number of lanes; None: it stays what it is.
         replacements: R-workers that take the place of lost ones.
     """
 
@@ -64,10 +66,12 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         trace: Trace | None = None,
         times: MeasuredTimes | None = None,
+        lanes: LaneControl | None = None,
         replacements: Replacements | None = None,
     ) -> None:
         self._replacements = replacements
         self._times = times
+        self._lane_control = lanes
         self._trace = trace or NoTrace()
         self._s_worker = s_worker
         self._pipeline = pipeline
@@ -131,25 +135,45 @@ class Engine:
         started = time.perf_counter()
         wait_s = self._pipeline.wait_s
         outputs = self._recover()
+        if self._lane_control is not None:
+            outputs += self.set_num_lanes(self._lane_control.decide())
         for lane in self._pipeline.idle_lanes:
             outputs += self._launch(lane)
         if not self._pipeline.in_flight:
             return outputs
         is_prefill = any(chunk.num_tokens > 1 for step in self._pipeline.in_flight for chunk in step.batch.chunks)
-        finished = self._pipeline.run()
-        self.stats.num_steps += 1
-        self.stats.r_compute_s += finished.r_compute_s
-        self.stats.r_busy_s += sum(finished.remote.r_compute_s.values())
-        ran_s = time.perf_counter()
-        outputs += self._complete(finished)
-        if self._times is not None:
-            finished.tell(self._times, self._fleet.lost, time.perf_counter() - ran_s)
+        outputs += self._finish_step()
         elapsed = time.perf_counter() - started
         self.stats.wait_s += self._pipeline.wait_s - wait_s
         if is_prefill:
             self.stats.prefill_s += elapsed
         else:
             self.stats.decode_s += elapsed
+        return outputs
+
+    def _finish_step(self) -> list[RequestOutput]:
+        """Run until some lane has finished its step. Returns the requests that are over."""
+        finished = self._pipeline.run()
+        self.stats.num_steps += 1
+        self.stats.r_compute_s += finished.r_compute_s
+        self.stats.r_busy_s += sum(finished.remote.r_compute_s.values())
+        ran_s = time.perf_counter()
+        outputs = self._complete(finished)
+        if self._times is not None:
+            finished.tell(self._times, self._lane_control, self._fleet.lost, time.perf_counter() - ran_s)
+        return outputs
+
+    def set_num_lanes(self, num_lanes: int) -> list[RequestOutput]:
+        """Go on with so many lanes, when the steps in flight have ended. Returns the requests that are over by then."""
+        outputs: list[RequestOutput] = []
+        if num_lanes != self._pipeline.num_lanes:
+            while self._pipeline.in_flight:
+                outputs += self._finish_step()
+            logger.info("%d lanes from now on, in place of %d", num_lanes, self._pipeline.num_lanes)
+            self._scheduler.regroup(num_lanes)
+            self._pipeline.set_num_lanes(num_lanes)
+            if self._lane_control is not None:
+                self._lane_control.regrouped(num_lanes)
         return outputs
 
     def _count_load(self) -> float:

@@ -25,6 +25,7 @@ from fastdecode.engine.pipeline import Pipeline
 from fastdecode.engine.ranks import meet_ranks
 from fastdecode.engine.text import TextCodec
 from fastdecode.engine.workers import MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
+from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.modes import ScheduleOptions, make_scheduler
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
@@ -57,6 +58,8 @@ class ResolvedConfig:
     max_model_len: int
     schedule: ScheduleOptions
     cuda_graphs: bool
+    adapts_lanes: bool
+    """Whether the number of lanes follows what steps turn out to take."""
     transport: str
     """inproc, mpi or zmq."""
 
@@ -85,6 +88,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
         transport = "zmq" if config.r_worker_addresses else "inproc" if launched_size() is None else "mpi"
     # Where S-part and R-part share their hardware, lanes would only get into each other's way.
     num_lanes = config.lanes or (1 if is_local or (transport == "inproc" and device.type == "cpu") else 2)
+    schedule = _schedule(config, num_lanes)
     return ResolvedConfig(
         config=config,
         dtype=dtype,
@@ -93,7 +97,9 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
         r_threads=config.r_threads or max(1, num_cores // config.r_workers),
         kv_bytes=kv_bytes,
         max_model_len=max_model_len,
-        schedule=_schedule(config, num_lanes=num_lanes),
+        schedule=schedule,
+        # Fixed intervals were computed for so many lanes, and no others.
+        adapts_lanes=config.lanes is None and num_lanes > 1 and "fixed-f" not in (schedule.mode, schedule.cold_start),
         cuda_graphs=_uses_graphs(config, device),
         transport=transport,
     )
@@ -196,6 +202,7 @@ class RunningEngine:
             self.spec.eos_token_ids,
             trace,
             times,
+            LaneControl(times, resolved.schedule.num_lanes) if resolved.adapts_lanes else None,
             workers.replacements(hello),
         )
         self.load_s = time.perf_counter() - started

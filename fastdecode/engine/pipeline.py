@@ -13,6 +13,7 @@ the middle of theirs. With one lane, S-part and R-part alternate.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Container
@@ -27,6 +28,7 @@ from fastdecode.core.sequence import Sequence
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.attend import Attention, LaneAttention
 from fastdecode.engine.layout import StepBatch
+from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 from fastdecode.wire.messages import Accepted, AttendResult, FromRWorker, Refused
 from sworker.worker import Pass, SWorker
@@ -45,6 +47,8 @@ class LaneStep:
     s_compute_s: float = 0.0
     """All that the S-worker's thread did for it so far."""
     started_s: float = field(default_factory=time.perf_counter)
+    round_trip_s: float = math.inf
+    """The shortest of a layer's ways to an R-worker and back, its compute aside."""
 
     @property
     def step(self) -> int:
@@ -56,7 +60,7 @@ class LaneStep:
         """The busiest R-worker's compute for this step."""
         return max(self.remote.r_compute_s.values(), default=0.0)
 
-    def tell(self, times: MeasuredTimes, lost: Container[int], completed_s: float) -> None:
+    def tell(self, times: MeasuredTimes, lanes: LaneControl | None, lost: Container[int], completed_s: float) -> None:
         """Tell how long the finished step's parts took, those of R-workers that are lost aside. ``completed_s``: what
         drawing tokens and handing them on has taken."""
         num_decoding = num_prompt_tokens = 0
@@ -71,6 +75,9 @@ class LaneStep:
                 load = int(span.begin.num_visible.sum())
                 r_parts[span.worker] = RPartTime(load, prompt_tokens, self.remote.r_compute_s[span.worker])
         times.observe(num_decoding, num_prompt_tokens, self.s_compute_s + completed_s, r_parts)
+        if lanes is not None:
+            loads = {worker: part.load_tokens for worker, part in r_parts.items()}
+            lanes.observe(self.lane, num_decoding, loads, self.round_trip_s * (self.forward.layer + 1))
 
 
 class Pipeline:
@@ -86,6 +93,15 @@ class Pipeline:
         self._openings: dict[int, Accepted | Refused] = {}
         self.wait_s = 0.0
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self._lanes)
+
+    def set_num_lanes(self, num_lanes: int) -> None:
+        """From now on there are so many. No step is in flight."""
+        assert not self.in_flight
+        self._lanes = [None] * num_lanes
 
     @property
     def idle_lanes(self) -> list[int]:
@@ -190,6 +206,7 @@ class Pipeline:
                 )
             step.remote.deliver(worker, message)
             sent, now = step.remote.sent_s[message.layer], time.perf_counter()
+            step.round_trip_s = min(step.round_trip_s, now - sent - message.compute_s)
             self._trace.attended(worker, step.lane, message.step, message.layer, sent, now, message.compute_s)
         elif isinstance(message, (Accepted, Refused)):
             self._openings[message.sequence_id] = message

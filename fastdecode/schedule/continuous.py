@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from fastdecode.core.sequence import Sequence
@@ -63,7 +62,7 @@ class ContinuousScheduler:
     """See the module. Sequences arrive in ascending order of their ids.
 
     Args:
-        admissions: one policy a lane.
+        make_admission: makes one lane's policy, for so many lanes.
         lengths: forecasts how a sequence's load is projected, and what it reserves.
         max_num_sequences: most sequences that run at once, shared out evenly among the lanes.
         prefill_chunk: most prompt tokens of one sequence in a step.
@@ -74,20 +73,22 @@ class ContinuousScheduler:
     def __init__(
         self,
         ledger: BlockLedger,
-        admissions: Seq[Admission],
+        make_admission: Callable[[int], Admission],
         lengths: LengthPredictor,
         *,
+        num_lanes: int,
         max_num_sequences: int,
         prefill_chunk: int,
         max_step_tokens: int,
     ) -> None:
-        assert max_step_tokens > max_num_sequences >= 1 <= len(admissions)
+        assert max_step_tokens > max_num_sequences >= 1 <= num_lanes
         self._ledger = ledger
         self._lengths = lengths
         self._max_num_sequences = max_num_sequences
-        self._lane_size = -(-max_num_sequences // len(admissions))
-        budget = max_step_tokens - self._lane_size
-        self._lanes = [_Lane(admission, PrefillBudget(budget, prefill_chunk)) for admission in admissions]
+        self._make_admission = make_admission
+        self._prefill_chunk = prefill_chunk
+        self._max_step_tokens = max_step_tokens
+        self._make_lanes(num_lanes)
         self._waiting: deque[Sequence] = deque()
         # Those that have run before, in order of arrival. All of them came before all that wait for their first start.
         self._interrupted: list[Sequence] = []
@@ -131,6 +132,31 @@ class ContinuousScheduler:
 
     def regain_worker(self, worker: int, num_blocks: int) -> None:
         self._ledger.regain(worker, num_blocks)
+
+    def regroup(self, num_lanes: int) -> None:
+        runs = [run for lane in self._lanes for run in lane.running.values()]
+        self._make_lanes(num_lanes)
+        # Like cards, so that every lane gets as many of each R-worker, long and short.
+        runs.sort(key=lambda run: (-len(run.prefill), run.worker, -run.sequence.num_cached))
+        for i, run in enumerate(runs):
+            self._move(self._lanes[i % num_lanes], run)
+
+    def _make_lanes(self, num_lanes: int) -> None:
+        self._lane_size = -(-self._max_num_sequences // num_lanes)
+        budget = self._max_step_tokens - self._lane_size
+        self._lanes = [
+            _Lane(self._make_admission(num_lanes), PrefillBudget(budget, self._prefill_chunk)) for _ in range(num_lanes)
+        ]
+
+    @staticmethod
+    def _move(lane: _Lane, run: _Run) -> None:
+        """A running sequence goes on in a new lane, whose first step is still to come."""
+        length = len(run.sequence.token_ids) - max(0, len(run.prefill) - 1)
+        run.projected = MicroBatch(1, max(run.projected.target_length, length), 0, length)
+        lane.budget.book_ahead(tuple(run.prefill))
+        lane.admission.add(run.worker, run.projected)
+        lane.reserved_tokens[run.worker] += run.num_reserved_tokens
+        lane.running[run.sequence.sequence_id] = run
 
     def _plan(self, lane: _Lane) -> StepPlan:
         lane.step += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastdecode.schedule.admission import Admission, FixedF, Greedy, Synchronized
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor, LongestLengths
@@ -29,8 +31,9 @@ def make_scheduler(
     lengths: LengthPredictor = LearntLengths(options.length_quantile) if options.learn_lengths else LongestLengths()
     return ContinuousScheduler(
         BlockLedger(worker_blocks, block_size),
-        [_admission(options, capacity, times) for _ in range(options.num_lanes)],
+        lambda num_lanes: _admission(replace(options, num_lanes=num_lanes), capacity, times),
         lengths,
+        num_lanes=options.num_lanes,
         max_num_sequences=options.max_num_sequences,
         prefill_chunk=options.prefill_chunk,
         max_step_tokens=options.max_step_tokens,

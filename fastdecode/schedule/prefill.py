@@ -43,12 +43,15 @@ class PrefillBudget:
         while num_tokens:
             booked = self._booked[len(chunks)] if len(chunks) < len(self._booked) else 0
             chunk = min(num_tokens, self._max_chunk, self._max_step_tokens - booked)
-            if chunk == 0:
-                assert not chunks, "later steps have no less room"
-                return ()
+            if chunk <= 0:
+                return ()  # now; or later, where lanes were regrouped and bookings came together
             chunks.append(chunk)
             num_tokens -= chunk
         return tuple(chunks)
+
+    def book_ahead(self, chunks: tuple[int, ...]) -> None:
+        """Take room in the steps that follow this one, whether or not there is so much."""
+        self.book((0, *chunks))
 
     def book(self, chunks: tuple[int, ...]) -> None:
         """Take what ``chunks`` offered."""

@@ -85,11 +85,15 @@ class MeasuredTimes:
             line = self._r_part.setdefault(worker, _Line())
             line.observe(part.load_tokens, part.num_prompt_tokens, part.compute_s, self._keep)
 
-    def s_part_s(self, num_tokens: int) -> float:
-        if self._s_part.num_observed < self._min_observed:
+    def s_part_s(self, num_tokens: int, *, hopeful: bool = False) -> float:
+        """As in ``StepTimes``. As long as the batch's size hasn't varied, the time is taken to be the same for all: the
+        weights are read whatever the batch. ``hopeful``: or in proportion, if that is less. Whoever tries another size
+        for it will know."""
+        line = self._s_part
+        if line.num_observed < self._min_observed:
             return math.nan if self._prior is None else self._prior.s_part_s(num_tokens)
-        # The weights are read whatever the batch: as long as its size hasn't varied, its slope is taken to be 0.
-        return self._s_part.at(num_tokens, slope_if_unknown=0.0)
+        slope = line.mean_y / max(line.mean_x, 1.0) if hopeful and num_tokens < line.mean_x else 0.0
+        return line.at(num_tokens, slope_if_unknown=slope)
 
     def r_part_s(self, worker: int, load_tokens: int) -> float:
         line = self._r_part.get(worker)

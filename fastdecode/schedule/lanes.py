@@ -1,0 +1,102 @@
+"""How many lanes? As many as keep S-worker and R-workers busy, and no more: each lane reads the weights anew.
+
+When B sequences with W cached tokens step in k lanes, all of them have stepped once after at least
+
+=========================  ==========================================================================
+k · T_S(B/k)               the S-worker does one lane after the other
+k · T_R(W/k)               so does the busiest R-worker
+T_S(B/k) + T_R(W/k) + L    a lane's own way: S-part, out, R-part, back; L is what the way out and back takes
+=========================  ==========================================================================
+
+and after the greatest of these if the lanes fill each other's gaps. The third falls as k grows until it is below the
+others: with lanes of a given size, at k = 1 + (L + T_R)/T_S. The first grows with k by what a step costs whatever its
+batch. All times are of a step through all layers, as measured while it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from fastdecode.schedule.times import MeasuredTimes
+
+MAX_AUTO_LANES = 8
+# Lane steps between two decisions; twice as many as times have to have been measured for.
+_EVERY = 64
+# Changing the lanes must save this part of a step: it interrupts the pipeline, and predictions are not exact. Of
+# numbers that differ by less than half of it, the lowest is taken.
+_LEAST_GAIN = 0.06
+# What the round trip's estimate, the least that was seen, rises by with each step: a network may get slower.
+_FORGET = 1.005
+
+
+class LaneControl:
+    """Decides on the number of lanes from the steps that were run.
+
+    Args:
+        times: what the parts of a lane's step take; told by somebody else.
+        num_lanes: at the start.
+        most: lanes at most.
+        every: lane steps between two decisions.
+    """
+
+    def __init__(
+        self, times: MeasuredTimes, num_lanes: int, *, most: int = MAX_AUTO_LANES, every: int = _EVERY
+    ) -> None:
+        assert 1 <= num_lanes <= most and every >= 1
+        self._times = times
+        self._most = most
+        self._every = every
+        self._round_trip_s = math.inf
+        self._batches: dict[int, int] = {}  # by lane: sequences that decoded in its last step
+        self._loads: dict[int, dict[int, int]] = {}  # by lane and R-worker: cached tokens
+        self._num_steps = 0
+        self._num_lanes = num_lanes
+
+    def observe(self, lane: int, num_decoding: int, loads: Mapping[int, int], round_trip_s: float) -> None:
+        """A lane's step was run.
+
+        Args:
+            num_decoding: sequences that decoded.
+            loads: by R-worker, the cached tokens that it attended to.
+            round_trip_s: L: for all layers, from sending q, k, v to having o, without the R-worker's compute.
+        """
+        if not num_decoding:
+            return  # that says nothing of the steps to come
+        self._batches[lane] = num_decoding
+        self._loads[lane] = dict(loads)
+        self._round_trip_s = min(self._round_trip_s * _FORGET, round_trip_s)
+        self._num_steps += 1
+
+    def decide(self) -> int:
+        """The number of lanes that there should be. If it isn't what it was, ``regrouped`` is due."""
+        if self._num_steps < self._every or len(self._batches) < self._num_lanes:
+            return self._num_lanes
+        cycles_s = {k: self.cycle_s(k) for k in range(1, self._limit() + 1)}
+        fastest_s = min(cycles_s.values())
+        if fastest_s < (1 - _LEAST_GAIN) * self.cycle_s(self._num_lanes):
+            return next(k for k, cycle_s in cycles_s.items() if cycle_s <= (1 + _LEAST_GAIN / 2) * fastest_s)
+        self._num_steps = 0
+        return self._num_lanes
+
+    def regrouped(self, num_lanes: int) -> None:
+        """There are so many lanes now, all of them between two steps."""
+        self._num_lanes = num_lanes
+        self._num_steps = 0
+        self._batches.clear()
+        self._loads.clear()
+
+    def cycle_s(self, num_lanes: int) -> float:
+        """What one step of the whole batch would take in so many lanes; NaN while that is unknown."""
+        num_sequences = sum(self._batches.values())
+        s_part_s = self._times.s_part_s(-(-num_sequences // num_lanes), hopeful=True)
+        loads: dict[int, int] = {}
+        for lane in self._loads.values():
+            for worker, load in lane.items():
+                loads[worker] = loads.get(worker, 0) + load
+        r_part_s = max((self._times.r_part_s(w, -(-load // num_lanes)) for w, load in loads.items()), default=0.0)
+        return max(num_lanes * s_part_s, num_lanes * r_part_s, s_part_s + r_part_s + self._round_trip_s)
+
+    def _limit(self) -> int:
+        """A lane that has nothing to do is of no use."""
+        return max(1, min(self._most, sum(self._batches.values())))

@@ -1,0 +1,80 @@
+"""Lanes that are regrouped in the middle of a run change no token, and ``--lanes auto`` regroups them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints import prompts
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.config import EngineConfig
+from fastdecode.engine.launch import resolve
+from fastdecode.engine.llm import PromptRequest
+from fastdecode.schedule.lanes import LaneControl
+from fastdecode.schedule.times import MeasuredTimes
+from sworker.weights import load_spec
+
+REQUESTS = [
+    PromptRequest(str(i), prompt, SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True, n=1 + i % 2))
+    for i, prompt in enumerate(prompts([3, 40, 11, 1, 19, 8, 60, 5, 2], seed=4))
+]
+OPTIONS = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "prefill_chunk": 7, "max_step_tokens": 20}
+
+
+def tokens_of(llm: LLM, on_step: Callable[[], None] = lambda: None) -> dict[str, list[tuple[int, ...]]]:
+    outputs = llm.stream(iter(REQUESTS), on_step)
+    return {x.request_id: [c.token_ids for c in x.completions] for x in outputs}
+
+
+@pytest.mark.parametrize("schedule", ["greedy", "stabilized"])
+def test_regrouping_changes_no_token(schedule: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    path = str(tiny_checkpoint("llama"))
+    with LLM(path, max_num_sequences=8, **OPTIONS) as llm:
+        expected = tokens_of(llm)
+    with LLM(path, r_workers=2, lanes=2, schedule=schedule, max_num_sequences=8, **OPTIONS) as llm:
+        engine = llm._running.engine
+        lanes, count, over = itertools.cycle([3, 1, 4, 2]), itertools.count(), {}
+
+        def on_step() -> None:
+            if next(count) % 5 == 4:
+                for output in engine.set_num_lanes(next(lanes)):  # what ends while lanes come to rest
+                    over[output.request_id] = [c.token_ids for c in output.completions]
+
+        found = tokens_of(llm, on_step)
+    assert {**found, **over} == expected
+
+
+class Restless(LaneControl):
+    """Wants another number of lanes every few steps."""
+
+    def decide(self) -> int:
+        return 1 + self._num_steps // 4 % 3
+
+
+def test_the_engine_does_what_its_lane_control_wants(tiny_checkpoint: Callable[..., Path]) -> None:
+    path = str(tiny_checkpoint("llama"))
+    with LLM(path, lanes=2, max_num_sequences=8, **OPTIONS) as llm:
+        expected = tokens_of(llm)
+        engine = llm._running.engine
+        engine._lane_control = Restless(MeasuredTimes(), 2)
+        seen = set()
+        found = tokens_of(llm, lambda: seen.add(engine._pipeline.num_lanes))
+    assert found == expected
+    assert len(seen) > 1
+
+
+def test_lanes_adapt_where_the_parts_have_hardware_of_their_own(tiny_checkpoint: Callable[..., Path]) -> None:
+    path = str(tiny_checkpoint("llama"))
+    spec = load_spec(path)
+
+    def resolved(**options: object) -> tuple[int, bool]:
+        found = resolve(EngineConfig(model=path, **options), spec, num_cores=2, free_bytes=1 << 30)  # type: ignore[arg-type]
+        return found.schedule.num_lanes, found.adapts_lanes
+
+    assert resolved() == (1, False)
+    assert resolved(transport="mpi") == (2, True)
+    assert resolved(transport="mpi", lanes=3) == (3, False)
+    assert resolved(transport="mpi", schedule="fixed-f", target_length=32) == (2, False)
