@@ -41,6 +41,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--r-workers", int, "R-workers, as threads of this process")
     add("--r-threads", int, "CPU threads of each R-worker; default: this machine's cores shared out")
     add("--kv-memory-gb", float, "KV cache of each R-worker; default: half of the free memory, shared out", "GB")
+    add("--gpu-memory-fraction", float, "of a GPU's memory, what may be in use by us and others together", "F")
     add("--block-size", int, "tokens in a KV block")
     add("--max-model-len", int, "most tokens of prompt and completion; default: the model's limit")
     add("--max-num-sequences", int, "most sequences that run at once")

@@ -181,10 +181,10 @@ def _make_worker(
 
 
 def _kv_bytes(kv_memory_gb: float | None, num_sharing: int) -> int:
-    import psutil
+    from fastdecode.core.machine import free_memory_bytes
 
     if kv_memory_gb is None:
-        return int(psutil.virtual_memory().available * DEFAULT_KV_SHARE) // num_sharing
+        return int(free_memory_bytes() * DEFAULT_KV_SHARE) // num_sharing
     if not 0 < kv_memory_gb <= 1e6:
         raise ConfigError(f"kv_memory_gb={kv_memory_gb} is not a number of GB above 0 and at most 1e6")
     return int(kv_memory_gb * 1e9)

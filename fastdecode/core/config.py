@@ -48,7 +48,9 @@ class EngineConfig:
     r_threads: int | None = None
     """CPU threads of each R-worker; None: this machine's cores shared out among the R-workers."""
     kv_memory_gb: float | None = None
-    """KV cache of each R-worker in GB (1e9 bytes); None: half of the free memory, shared out."""
+    """KV cache of each R-worker in GB (1e9 bytes); None: half of the memory that the S-part leaves free, shared out."""
+    gpu_memory_fraction: float = 0.9
+    """Of a CUDA device's memory, what may be in use, by this engine and whoever else is on it."""
     block_size: int = 32
     """Tokens in a KV block."""
     max_model_len: int | None = None
@@ -110,6 +112,7 @@ class EngineConfig:
         self._check_int("prefill_chunk", 1, 1 << 24)
         self._check_int("max_step_tokens", 2, 1 << 26)
         self._check_int("lanes", 1, 64)
+        self._check_float("gpu_memory_fraction", 0.01, 1.0, "all memory")
         self._check_float("kv_memory_gb", 1e-6, 1e6, "GB")
         self._check_float("worker_silence_s", 0.5, 3600, "s")
         self._check_float("worker_timeout_s", 1e-3, 1e6, "s")

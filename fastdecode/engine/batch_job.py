@@ -31,6 +31,7 @@ from fastdecode.engine.line_format import Chat, LineError, LineFormat, LineId, L
 from fastdecode.engine.lines import LineReader, too_long
 from fastdecode.engine.llm import LLM, Prompt, PromptRequest
 from fastdecode.engine.manifest import Manifest, identify_model, new_manifest
+from fastdecode.engine.memory import FreeMemory
 from fastdecode.engine.openai_lines import OpenAILines
 from fastdecode.engine.openai_requests import RequestReader
 from fastdecode.engine.simple_lines import SimpleLines
@@ -140,7 +141,7 @@ def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Surv
             f"the output {options.output} exists: go on with its run by --resume, or throw it away by --overwrite"
         )
     before = Manifest.read(path) if options.begin == "resume" and (has_output or path.exists()) else None
-    resolved = resolve(config, load_spec(config.model), num_cores=1, free_bytes=1 << 40)
+    resolved = resolve(config, load_spec(config.model), num_cores=1, free=FreeMemory(1 << 50))
     now = new_manifest(
         lines=lines,
         input_sha256=found.sha256,

@@ -9,9 +9,9 @@ import psutil
 import torch
 
 from fastdecode.core.config import EngineConfig
-from fastdecode.core.machine import available_cores, this_machine
+from fastdecode.core.machine import this_machine
 from fastdecode.core.measurement import ModelShape, Point, SProfile, Timing
-from fastdecode.engine.launch import RunningEngine, make_s_worker, resolve
+from fastdecode.engine.launch import RunningEngine, make_s_worker, resolve_for_this_host
 from fastdecode.engine.steady import time_steady_steps
 from sworker.measure import measure_s_part
 from sworker.weights import load_model, load_spec
@@ -40,7 +40,7 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
         ConfigError, ModelError: an option or the model directory is bad.
     """
     spec = load_spec(config.model)
-    resolved = resolve(config, spec, num_cores=available_cores(), free_bytes=psutil.virtual_memory().available)
+    resolved = resolve_for_this_host(config, spec)
     dtype: torch.dtype = getattr(torch, resolved.dtype.value)
     tell(f"loading {config.model}")
     _, model = load_model(config.model, device=resolved.device, dtype=dtype)

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import free_memory_bytes
 from fastdecode.core.model_spec import ModelSpec
 from fastdecode.core.spec import KVSpec
 from fastdecode.core.trace import Trace
@@ -21,6 +21,7 @@ from fastdecode.engine.attend import Attention, AttentionPlan
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.local import LocalAttention, LocalWorkers
+from fastdecode.engine.memory import FreeMemory, KVDemand, MemoryPlan, StepSizes, plan_memory
 from fastdecode.engine.pipeline import Pipeline
 from fastdecode.engine.ranks import meet_ranks
 from fastdecode.engine.text import TextCodec
@@ -40,9 +41,6 @@ from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
 
-# Of the memory that is free, what the KV caches may take when the user doesn't say.
-DEFAULT_KV_SHARE = 0.5
-
 
 @dataclass(frozen=True)
 class ResolvedConfig:
@@ -54,7 +52,8 @@ class ResolvedConfig:
     device: torch.device
     r_threads: int
     kv_bytes: int
-    """Of each R-worker."""
+    """Of each R-worker in this process."""
+    memory: MemoryPlan
     max_model_len: int
     schedule: ScheduleOptions
     cuda_graphs: bool
@@ -64,11 +63,11 @@ class ResolvedConfig:
     """inproc, mpi or zmq."""
 
 
-def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes: int) -> ResolvedConfig:
+def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free: FreeMemory) -> ResolvedConfig:
     """Decide everything that the user left open: the one place where "auto" means something.
 
     Raises:
-        ConfigError: the device doesn't exist, or max_model_len exceeds the model's.
+        ConfigError: the device doesn't exist, max_model_len exceeds the model's, or the memory doesn't suffice.
     """
     dtype = spec.dtype if config.dtype == "auto" else DType.parse(config.dtype)
     kv_dtype = dtype if config.kv_dtype == "auto" else DType.parse(config.kv_dtype, option="kv_dtype")
@@ -78,10 +77,6 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
             f"max_model_len={max_model_len} exceeds the {spec.max_model_len} tokens that {config.model} was made for"
         )
     is_local = config.kv_placement == "gpu"
-    if config.kv_memory_gb is None:
-        kv_bytes = int(free_bytes * DEFAULT_KV_SHARE) // (1 if is_local else config.r_workers)
-    else:
-        kv_bytes = int(config.kv_memory_gb * 1e9)
     device = _device(config.device)
     transport = "local" if is_local else config.transport
     if transport == "auto":
@@ -89,13 +84,15 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free_bytes
     # Where S-part and R-part share their hardware, lanes would only get into each other's way.
     num_lanes = config.lanes or (1 if is_local or (transport == "inproc" and device.type == "cpu") else 2)
     schedule = _schedule(config, num_lanes)
+    memory = _memory(config, spec, schedule, dtype, transport, free)
     return ResolvedConfig(
         config=config,
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,
         r_threads=config.r_threads or max(1, num_cores // config.r_workers),
-        kv_bytes=kv_bytes,
+        kv_bytes=memory.kv_bytes,
+        memory=memory,
         max_model_len=max_model_len,
         schedule=schedule,
         # Fixed intervals were computed for so many lanes, and no others.
@@ -120,6 +117,24 @@ def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
         learn_lengths=config.learn_lengths,
         length_quantile=config.length_quantile,
     )
+
+
+def _memory(
+    config: EngineConfig, spec: ModelSpec, schedule: ScheduleOptions, dtype: DType, transport: str, free: FreeMemory
+) -> MemoryPlan:
+    sizes = StepSizes(
+        num_lanes=schedule.num_lanes,
+        step_tokens=schedule.max_step_tokens,
+        logit_rows=schedule.lane_size,
+        itemsize=dtype.size_bytes,
+        num_shards=config.tp,
+    )
+    kv = KVDemand(
+        on_device=transport == "local",
+        num_caches={"local": 1, "inproc": config.r_workers}.get(transport, 0),
+        cache_bytes=None if config.kv_memory_gb is None else int(config.kv_memory_gb * 1e9),
+    )
+    return plan_memory(spec, sizes, kv, free, gpu_memory_fraction=config.gpu_memory_fraction)
 
 
 def _device(name: str) -> torch.device:
@@ -174,7 +189,10 @@ class RunningEngine:
         self._workers: Workers | None = workers
         self._fleet = Fleet(workers.hub, config.worker_timeout_s)
         try:
-            tell(f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype})")
+            tell(
+                f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype}): "
+                f"{resolved.memory}"
+            )
             if config.tp > 1:
                 self._ranks = meet_ranks(config.tp, resolved.device)
             device, shard = (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
@@ -227,8 +245,16 @@ class RunningEngine:
 
 def resolve_for_this_host(config: EngineConfig, spec: ModelSpec | None = None) -> ResolvedConfig:
     """``resolve`` with what this host has."""
-    free_bytes = psutil.virtual_memory().available
-    return resolve(config, spec or load_spec(config.model), num_cores=available_cores(), free_bytes=free_bytes)
+    spec = spec or load_spec(config.model)
+    free = free_memory(_device(config.device))
+    return resolve(config, spec, num_cores=available_cores(), free=free)
+
+
+def free_memory(device: torch.device) -> FreeMemory:
+    """What this process may still take of this host and of a device."""
+    if device.type != "cuda":
+        return FreeMemory(free_memory_bytes())
+    return FreeMemory(free_memory_bytes(), *torch.cuda.mem_get_info(device))
 
 
 def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> SWorker:

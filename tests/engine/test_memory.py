@@ -1,0 +1,83 @@
+"""The memory plan: what is left for KV, and refusals with numbers, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fastdecode.core.config import EngineConfig
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.model_spec import ModelSpec
+from fastdecode.engine.launch import resolve
+from fastdecode.engine.memory import CUDA_RESERVE_BYTES, FreeMemory, KVDemand, StepSizes, plan_memory
+
+GB = 10**9
+LLAMA_8B = ModelSpec.from_hf(
+    {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16",
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "rope_theta": 500000.0, "tie_word_embeddings": False,
+    },
+    name="llama-8b",
+)  # fmt: skip
+SIZES = StepSizes(num_lanes=2, step_tokens=2304, logit_rows=128, itemsize=2)
+REMOTE = KVDemand(on_device=False, num_caches=0, cache_bytes=None)
+THREADS = KVDemand(on_device=False, num_caches=2, cache_bytes=None)
+LOCAL = KVDemand(on_device=True, num_caches=1, cache_bytes=None)
+H200 = FreeMemory(100 * GB, 140 * GB, 141 * GB)
+
+
+def test_the_sizes_of_an_8b_model() -> None:
+    plan = plan_memory(LLAMA_8B, SIZES, REMOTE, H200, gpu_memory_fraction=0.9)
+    assert plan.weights_bytes == pytest.approx(16.06 * GB, rel=0.01)
+    assert 0.3 * GB < plan.activation_bytes < 2 * GB
+    assert plan.staging_bytes == 2 * 6 * 2304 * 6144 * 2
+    assert plan.kv_bytes == 0
+    half = plan_memory(LLAMA_8B, replace(SIZES, num_shards=2), REMOTE, H200, gpu_memory_fraction=0.9)
+    assert half.weights_bytes == pytest.approx(plan.weights_bytes / 2, rel=0.01)
+
+
+def test_kv_on_the_gpu_takes_what_is_left_of_the_fraction() -> None:
+    plan = plan_memory(LLAMA_8B, SIZES, LOCAL, H200, gpu_memory_fraction=0.9)
+    taken = plan.weights_bytes + plan.activation_bytes + plan.kv_bytes + CUDA_RESERVE_BYTES
+    assert taken == int(0.9 * 141 * GB) - 1 * GB  # somebody else has 1 GB
+    assert plan.staging_bytes == 0
+    smaller = plan_memory(LLAMA_8B, SIZES, LOCAL, H200, gpu_memory_fraction=0.5)
+    assert plan.kv_bytes - smaller.kv_bytes == pytest.approx(0.4 * 141 * GB, abs=2)
+
+
+def test_kv_on_the_host() -> None:
+    on_gpu = plan_memory(LLAMA_8B, SIZES, THREADS, H200, gpu_memory_fraction=0.9)
+    assert on_gpu.kv_bytes == int((100 * GB - on_gpu.staging_bytes) * 0.5) // 2
+    alone = plan_memory(LLAMA_8B, SIZES, THREADS, FreeMemory(40 * GB), gpu_memory_fraction=0.9)
+    assert alone.kv_bytes == int((40 * GB - alone.weights_bytes - alone.activation_bytes) * 0.5) // 2
+
+
+@pytest.mark.parametrize(
+    ("kv", "free", "says"),
+    [
+        (REMOTE, FreeMemory(8 * GB), r"weights 16\.0\d GB.*the host has 8\.00 GB.*--max-num-sequences"),
+        (REMOTE, FreeMemory(80 * GB, 15 * GB, 16 * GB), r"the GPU \(fraction 0\.9 of 16\.00 GB\) has.*--gpu-memory"),
+        (replace(LOCAL, cache_bytes=120 * GB), H200, r"KV cache\(s\) of 120\.00 GB.*takes 120\.00 GB, but the GPU"),
+        (replace(THREADS, cache_bytes=60 * GB), H200, r"2 KV cache\(s\) of 60\.00 GB.*takes 120\.00 GB, but the host"),
+        (
+            REMOTE,
+            FreeMemory(GB // 10, 140 * GB, 141 * GB),
+            "pinned staging memory takes 0.34 GB, but the host",
+        ),
+    ],
+)
+def test_refusals_have_numbers(kv: KVDemand, free: FreeMemory, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        plan_memory(LLAMA_8B, SIZES, kv, free, gpu_memory_fraction=0.9)
+    assert caught.value.code == "out_of_memory"
+
+
+def test_what_a_user_meets() -> None:
+    config = EngineConfig(model="llama-8b", r_workers=2)
+    resolved = resolve(config, LLAMA_8B, num_cores=8, free=FreeMemory(40 * GB))
+    assert resolved.kv_bytes == resolved.memory.kv_bytes < 12 * GB
+    with pytest.raises(ConfigError, match="llama-8b"):
+        resolve(config, LLAMA_8B, num_cores=8, free=FreeMemory(12 * GB))
