@@ -24,7 +24,7 @@ from sworker.model.rope import RotaryTable
 from sworker.model.skeleton import Model
 from sworker.sharding import Shard, shard_spec
 
-__all__ = ["load_model", "load_spec", "model_hash"]
+__all__ = ["load_model", "load_spec", "model_hash", "random_model"]
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes to read."""
@@ -75,6 +75,26 @@ def load_model(
     _allocate(model, target, kind)
     _stream(placements, spec, model, shard, progress)
     return spec, model.eval()
+
+
+def random_model(spec: ModelSpec, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> Model:
+    """A model with random weights, made where it will be: for measurements that need shapes and no sense.
+
+    Raises:
+        ConfigError, CapacityError: as ``load_model``.
+    """
+    target = _check_device(device)
+    with torch.device("meta"):
+        model = Model(spec)
+    _allocate(model, target, dtype)
+    generator = torch.Generator(target).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0 - spec.norm_offset)
+    return model.eval()
 
 
 def load_spec(path: str | Path, *, max_model_len: int | None = None) -> ModelSpec:

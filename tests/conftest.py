@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -9,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-# The same examples every time, and no example fails for being slow: machines differ, and are busy.
-settings.register_profile("everywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("everywhere")
+# Not there where only the GPU tests are run.
+with contextlib.suppress(ModuleNotFoundError):
+    from hypothesis import HealthCheck, settings
+
+    # The same examples every time, and no example fails for being slow: machines differ, and are busy.
+    settings.register_profile(
+        "everywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("everywhere")
 
 # Tests are imported by path, not as a package; this lets them import the modules that they share.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,143 @@
+"""A Llama-shaped model end to end, with its KV on R-workers, on the GPU, and in transformers: used by gpu_suite.py.
+
+Twice: with all of the GPU's memory, and with so little of it that a tenth of the KV cache fits beside the weights: the
+case that R-workers are for. Every engine runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 32000,
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 200}  # fmt: skip
+WORKLOADS = ((256, 512, 128), (64, 2048, 64))  # requests, prompt tokens, new tokens
+LIMIT_S = 100
+"""Of one engine, the compilation of R-workers' kernels included."""
+
+FASTDECODE = """
+import json, random, sys, time
+from fastdecode import LLM, SamplingParams
+path, options, count, prompt, new, vocab = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:])
+rng = random.Random(0)
+prompts = [[rng.randrange(3, vocab) for _ in range(prompt)] for _ in range(count)]
+with LLM(path, max_num_sequences=count, **options) as llm:
+    def run(n):
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True))
+        assert all(output.ok for output in outputs), next(o.error for o in outputs if not o.ok)
+        return time.perf_counter() - started
+    run(4)
+    first, total = run(1), run(new)
+    print(json.dumps({"total_s": total, "prefill_s": first, "tokens_per_s": count * new / total,
+                      "decode_tokens_per_s": count * (new - 1) / max(total - first, 1e-9),
+                      "kv_blocks": llm.num_kv_blocks, "wait_share": llm.stats.wait_s / llm.stats.step_s}))
+"""
+TRANSFORMERS = """
+import json, sys, time, torch, transformers
+path, options, count, prompt, new, vocab = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:])
+device = options["device"]
+if "gpu_memory_fraction" in options:
+    torch.cuda.set_per_process_memory_fraction(options["gpu_memory_fraction"])
+model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
+ids = torch.randint(3, vocab, (count, prompt), generator=torch.Generator().manual_seed(0)).to(device)
+def run(n):
+    started = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, eos_token_id=None,
+                       pad_token_id=0).cpu()
+    return time.perf_counter() - started
+run(2)
+first, total = run(1), run(new)
+print(json.dumps({"total_s": total, "prefill_s": first, "tokens_per_s": count * new / total,
+                  "decode_tokens_per_s": count * (new - 1) / max(total - first, 1e-9)}))
+"""
+
+
+def end_to_end(device: torch.device, *, smoke: bool) -> list[dict[str, Any]]:
+    """One row for each engine, workload and memory."""
+    config = {**CONFIG, **(TINY if smoke else {})}
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch)
+        num_bytes = make_checkpoint(path, config, device)
+        for count, prompt, new in ((6, 20, 6),) if smoke else WORKLOADS:
+            kv_bytes = count * (prompt + new) * 4 * config["num_hidden_layers"] * config["num_key_value_heads"]
+            kv_bytes *= config["hidden_size"] // config["num_attention_heads"]
+            fractions: list[float | None] = [None]
+            if device.type == "cuda":
+                total = torch.cuda.get_device_properties(device).total_memory
+                fractions.append(min(0.9, (num_bytes + 6e9 + kv_bytes / 10) / total))
+            is_main = (count, prompt, new) == WORKLOADS[0]
+            for fraction in fractions if is_main else fractions[:1]:
+                memory = {} if fraction is None else {"gpu_memory_fraction": fraction}
+                engines = _engines(device, kv_bytes)
+                for engine, script, options in engines if is_main and fraction is None else engines[:3]:
+                    asked = {**options, **memory}
+                    result = _run(script, path, asked, (count, prompt, new, config["vocab_size"]))
+                    rows.append({"engine": engine, "requests": count, "prompt": prompt, "new": new,
+                                 "gpu_fraction": fraction, **result})  # fmt: skip
+    return rows
+
+
+def _engines(device: torch.device, kv_bytes: int) -> list[tuple[str, str, dict[str, Any]]]:
+    ours = {"device": device.type, "dtype": "bfloat16"}
+    remote = {**ours, "kv_memory_gb": max(0.01, 1.5 * kv_bytes / 1e9)}
+    local = {**ours, "kv_placement": "gpu", **({} if device.type == "cuda" else {"kv_memory_gb": 0.01})}
+    return [
+        ("R-workers", FASTDECODE, remote),
+        ("KV on the GPU", FASTDECODE, local),
+        ("transformers", TRANSFORMERS, {"device": device.type}),
+        ("KV on the GPU, no graphs", FASTDECODE, {**local, "cuda_graphs": "off"}),
+    ]
+
+
+def _run(script: str, path: Path, options: dict[str, Any], workload: tuple[int, ...]) -> dict[str, Any]:
+    command = [sys.executable, "-c", script, str(path), json.dumps(options), *map(str, workload)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took more than {LIMIT_S} s"}
+    except subprocess.CalledProcessError as error:
+        return {"error": error.stderr.strip().splitlines()[-1][:300] if error.stderr else f"exit {error.returncode}"}
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def make_checkpoint(path: Path, config: dict[str, Any], device: torch.device) -> int:
+    """Write a random checkpoint. Returns the bytes of its weights."""
+    from safetensors.torch import save_file
+
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    layer = {
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocab, hidden), "model.norm": (hidden,)}
+    shapes["lm_head"] = (vocab, hidden)
+    for index in range(config["num_hidden_layers"]):
+        shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = {}
+    for name, shape in shapes.items():
+        weight = torch.ones(shape, device=device)
+        if len(shape) == 2:
+            weight.normal_(0.0, shape[1] ** -0.5, generator=generator)
+        tensors[f"{name}.weight"] = weight.to(torch.bfloat16).cpu()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,120 @@
+"""What only a GPU can show: the CPU's tokens, graphs and lanes that change none, copies beside the compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import prompts
+from paged_sequences import SPECS, Sequences
+
+from fastdecode import LLM, SamplingParams
+from sworker.buffers import Staging
+from sworker.graphs import StepGraphs
+from sworker.weights import load_model
+from sworker.worker import SWorker
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch built for CUDA"),
+]
+CUDA = torch.device("cuda", 0)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=20, n=2, ignore_eos=True)
+LENGTHS = (3, 30, 11, 1, 19, 8, 5, 40)
+
+
+def tokens(path: Path, **options: Any) -> list[list[tuple[int, ...]]]:
+    shared = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.02, "prefill_chunk": 9}
+    with LLM(str(path), **{**shared, **options}) as llm:
+        outputs = llm.generate(prompts(LENGTHS, seed=2), [GREEDY] * 6 + [SAMPLED] * 2)
+    assert [output.error for output in outputs] == [None] * len(LENGTHS)
+    return [[completion.token_ids for completion in output.completions] for output in outputs]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", "mistral"])
+def test_the_cpus_tokens(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    path = tiny_checkpoint(family)
+    expected = tokens(path)
+    for options in ({"lanes": 1}, {"lanes": 2, "r_workers": 2}, {"lanes": 4}, {"kv_placement": "gpu"}):
+        for graphs in ("on", "off"):
+            assert tokens(path, device="cuda", cuda_graphs=graphs, **options) == expected, (options, graphs)
+
+
+@torch.inference_mode()
+def test_captured_units(tiny_checkpoint: Callable[..., Path]) -> None:
+    """The third use of a unit replays what the second captured, with other numbers in its buffers."""
+    spec, model = load_model(tiny_checkpoint("gemma2"), device=CUDA, dtype=torch.float32)
+    graphs = StepGraphs(model, CUDA, capture=True)
+    plain, captured = SWorker(spec, model, CUDA), SWorker(spec, model, CUDA, graphs)
+    rng = np.random.default_rng(1)
+    for size in (5, 7, 8, 6):
+        ids, positions = rng.integers(0, spec.vocab_size, (2, size))
+        one, other = plain.begin(ids, positions), captured.begin(ids, positions)
+        goes_on = True
+        while goes_on:
+            torch.testing.assert_close(other.q, one.q, atol=1e-4, rtol=1e-4)
+            o = torch.randn_like(one.q)
+            goes_on = one.advance(o)
+            assert other.advance(o) == goes_on
+        rows = np.arange(size)
+        torch.testing.assert_close(other.logits(rows), one.logits(rows), atol=1e-3, rtol=1e-3)
+    assert graphs.num_graphs == graphs.num_units  # of one bucket
+    assert one.device_s() > 0
+
+
+def test_bfloat16_logprobs_stay_close(tiny_checkpoint: Callable[..., Path]) -> None:
+    path = str(tiny_checkpoint("llama"))
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    found = []
+    for options in ({"dtype": "float32"}, {"dtype": "bfloat16", "device": "cuda"}):
+        with LLM(path, kv_memory_gb=0.02, **options) as llm:
+            outputs = llm.generate(prompts(LENGTHS, seed=2), params)
+        found.append([dict(step.top) for output in outputs for step in output.completions[0].logprobs or ()])
+    for exact, rounded in zip(*found, strict=True):
+        shared = exact.keys() & rounded.keys()
+        assert shared
+        assert all(abs(exact[token] - rounded[token]) < 0.3 for token in shared)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_paged_attention(name: str) -> None:
+    pytest.importorskip("triton")
+    step = Sequences(SPECS[name], [5, 2000, 64, 63, 0, 20, 700, 0, 12], [1, 1, 1, 1, 1, 1, 9, 30, 2], device=CUDA)
+    assert step.cache._reads_blocks
+    np.testing.assert_allclose(step.attend(), step.expected(), atol=1e-4)
+    step.cache._reads_blocks = False
+    np.testing.assert_allclose(step.attend(), step.expected(), atol=1e-4)
+
+
+def test_staging_keeps_what_is_lent() -> None:
+    """Layers are sent one after another without a wait; each arrives as it was, in its own slot."""
+    staging = Staging(CUDA, 5)
+    layers = [[torch.randn(300, heads, 64, device=CUDA).bfloat16() for heads in (8, 2, 2)] for _ in range(5)]
+    sent = [staging.send(*(x.clone() for x in layer)) for layer in layers]
+    for staged, layer in zip(sent, layers, strict=True):
+        staged.wait()
+        for array, x in zip((staged.q, staged.k, staged.v), layer, strict=True):
+            assert torch.equal(torch.from_numpy(array).view(torch.bfloat16), x.cpu())
+    o = staging.begin_layer(layers[0][0].shape, torch.bfloat16)
+    staging.receive(sent[0].q[:100], o, slice(0, 100))
+    staging.receive(sent[0].q[100:], o, slice(100, 300))
+    staging.join()
+    assert torch.equal(o, layers[0][0])
+
+
+def test_memory_does_not_grow(tiny_checkpoint: Callable[..., Path]) -> None:
+    """2,000 steps after the first: not a byte of the device's memory more."""
+    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (200, 120, 60)]
+    with LLM(str(tiny_checkpoint("llama")), device="cuda", dtype="bfloat16", lanes=2, kv_memory_gb=0.02) as llm:
+        peaks = []
+        for _ in range(12):
+            llm.generate(prompts((20, 33, 7), seed=1), params)
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.memory_reserved())
+        assert llm.stats.num_steps > 2000
+    assert peaks[-1] == peaks[2]
