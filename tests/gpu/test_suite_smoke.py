@@ -1,4 +1,4 @@
-"""The GPU suite's measurements run, with tiny sizes, on whatever there is; engines end to end aside, which take long."""
+"""The GPU suite's measurements run, with tiny sizes, wherever they are; whole engines aside, which take long."""
 
 from __future__ import annotations
 
