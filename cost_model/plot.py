@@ -26,22 +26,35 @@ _LIMIT_COLOURS = {
 _THROUGHPUT, _TPOT, _RIVAL = "#1b5e8c", "#b3541e", "#555555"
 
 
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def check_plot(path: Path) -> None:
+    """Find out about a bad path before anything is computed.
+
+    Raises:
+        ConfigError: the file's name has no known ending.
+        MissingExtraError: matplotlib isn't installed.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--plot {path}: the name must end in .png, .svg or .pdf")
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise MissingExtraError("matplotlib", "plot", "--plot") from None
+
+
 def save_plot(sizing: Sizing, path: Path) -> None:
     """Draw the plan's batch from one socket to twice the plan's, as png, svg or pdf by the file's suffix.
 
     Raises:
-        ConfigError: there is no plan, the suffix is another one, or the file can't be written.
-        MissingExtraError: matplotlib isn't installed.
+        ConfigError: there is no plan, or the file can't be written.
     """
     plan = sizing.plan
     if plan is None:
         raise ConfigError("--plot: there is no plan to draw")
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot {path}: the name must end in .png, .svg or .pdf")
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise MissingExtraError("matplotlib", "plot", "--plot") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

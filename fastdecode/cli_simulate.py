@@ -56,6 +56,13 @@ def _add_hardware(group: Any) -> None:
         help="seconds of the R-part for each cached token, or a table over cached tokens; once for all R-workers, or "
         "once for each (default: 1e-6)",
     )
+    group.add_argument(
+        "--link-time",
+        type=float,
+        default=0.0,
+        metavar="L",
+        help="seconds that a lane's step spends on the way between S-worker and R-workers (default: 0)",
+    )
     group.add_argument("--r-workers", type=int, default=1, metavar="P", help="R-workers (default: %(default)s)")
     group.add_argument(
         "--kv-tokens",
@@ -97,7 +104,8 @@ def _add_schedule(group: Any) -> None:
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Simulate every mode and print the outcome. Returns the exit code."""
-    from cost_model.simulate.plot import check_plot, plot
+    from cost_model.plot import check_plot
+    from cost_model.simulate.plot import plot
     from cost_model.simulate.report import as_json, as_text
     from cost_model.simulate.simulator import Outcome, Simulator
     from cost_model.simulate.trace import read_trace
@@ -105,6 +113,8 @@ def run_simulate(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         check_plot(args.plot)
+    if not 0 <= args.link_time <= 3600:
+        raise ConfigError(f"--link-time={args.link_time} is not a number of seconds from 0 to 3600")
     times = _times(args)
     worker_blocks = _worker_blocks(args)
     modes = _modes(args.schedule)
@@ -120,6 +130,7 @@ def run_simulate(args: argparse.Namespace) -> int:
             worker_blocks=worker_blocks,
             block_size=args.block_size,
             num_lanes=options.num_lanes,
+            link_s=args.link_time,
         )
         outcomes[mode] = simulator.run()
     if args.plot is not None:

@@ -83,16 +83,19 @@ def _add_goal(parser: argparse.ArgumentParser) -> None:
 def run_size(args: argparse.Namespace) -> int:
     """Answer one question. Returns the exit code."""
     from cost_model.hardware import Hardware
+    from cost_model.plot import check_plot, save_plot
     from cost_model.question import Prices
     from cost_model.report import as_json, as_text
     from cost_model.size import size
 
+    if args.plot is not None:
+        check_plot(args.plot)
     hardware = Hardware.load()
     prices = None if args.prices is None else Prices.read(args.prices)
     sizing = size(read_setup(args, hardware), read_goal(args), hardware, prices)
     print(json.dumps(as_json(sizing), indent=2) if args.json else as_text(sizing, explain=args.explain))
     if args.plot is not None:
-        _plot(sizing, args.plot)
+        save_plot(sizing, args.plot)
     if args.emit is not None:
         _emit(sizing, args.emit, args.model)
     return 0 if sizing.feasible else EXIT_INFEASIBLE
@@ -193,12 +196,6 @@ def _profile(name: str, option: str, kind: type[Any], letter: str) -> Any:
             f"{option} {name} is a profile of another kind; it needs one of: fastdecode calibrate {letter} --out FILE"
         )
     return profile
-
-
-def _plot(sizing: Sizing, path: Path) -> None:
-    from cost_model.plot import save_plot
-
-    save_plot(sizing, path)
 
 
 def _emit(sizing: Sizing, directory: Path, model: str) -> None:

@@ -3,9 +3,9 @@
 Time passes in rounds; in a round every lane makes one step. Lanes share the S-worker and the R-workers, and a lane is
 at one of the two at a time, so a round takes
 
-    max(sum of the lanes' S-parts, the busiest R-worker's sum of R-parts, the slowest lane's S-part + R-part)
+    max(sum of the lanes' S-parts, the busiest R-worker's sum of R-parts, the slowest lane's S-part + R-part + link)
 
-which is S + R with one lane, and max(S, R) with two equal ones.
+which is S + R with one lane, and max(S, R) a lane with two equal ones, as long as the link is quick.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class Simulator:
 
     Args:
         scheduler: what the engine would use, for ``num_lanes`` lanes and these R-workers.
+        link_s: what a lane's step spends on the way between S-worker and R-workers, over all of its layers.
     """
 
     def __init__(
@@ -125,8 +126,10 @@ class Simulator:
         worker_blocks: tuple[int, ...],
         block_size: int,
         num_lanes: int = 1,
+        link_s: float = 0.0,
     ) -> None:
         self._trace = trace
+        self._link_s = link_s
         self._scheduler = scheduler
         self._times = times
         self.workers = [SimulatedRWorker(blocks, block_size) for blocks in worker_blocks]
@@ -240,7 +243,7 @@ class Simulator:
             lane_tokens = sum(chunk.num_tokens for chunk in chunks)
             r_parts = [self._times.r_part_s(w, load) if load else 0.0 for w, load in enumerate(loads)]
             s_parts.append(self._times.s_part_s(lane_tokens))
-            slowest_lane_s = max(slowest_lane_s, s_parts[-1] + max(r_parts))
+            slowest_lane_s = max(slowest_lane_s, s_parts[-1] + max(r_parts) + self._link_s)
             busy_s = [busy + r_part for busy, r_part in zip(busy_s, r_parts, strict=True)]
             num_tokens += lane_tokens
             load_tokens += sum(loads)

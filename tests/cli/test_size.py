@@ -156,7 +156,9 @@ def test_plot(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_plot_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert size(*QUESTION, "--plot", str(tmp_path / "plot.doc")) == 2
-    assert ".png, .svg or .pdf" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert ".png, .svg or .pdf" in told.err
+    assert not told.out  # before anything is planned
     pytest.importorskip("matplotlib")
     assert size(*QUESTION, "--plot", str(tmp_path / "no" / "plot.png")) == 2
     assert "can't write" in capsys.readouterr().err

@@ -30,6 +30,7 @@ def simulate(
     lanes: int = 1,
     blocks: int = 10_000,
     block_size: int = 32,
+    link_s: float = 0.0,
     **more: object,
 ) -> Outcome:
     chosen: dict[str, object] = {"max_num_sequences": 16, "max_step_tokens": 16 + 512, "num_lanes": lanes}
@@ -38,7 +39,13 @@ def simulate(
     scheduler = make_scheduler(options, worker_blocks, block_size, times)
     ordered = tuple(sorted(requests, key=lambda request: request.arrival))
     simulator = Simulator(
-        Trace(ordered, unit), scheduler, times, worker_blocks=worker_blocks, block_size=block_size, num_lanes=lanes
+        Trace(ordered, unit),
+        scheduler,
+        times,
+        worker_blocks=worker_blocks,
+        block_size=block_size,
+        num_lanes=lanes,
+        link_s=link_s,
     )
     outcome = simulator.run()
     assert all(not worker.reserved and not worker.cached for worker in simulator.workers)
@@ -62,6 +69,15 @@ def test_two_lanes_take_the_longer_part() -> None:
         assert step.load_tokens == 2 * length
         assert step.s_part_s == 2.0 and step.r_part_s == pytest.approx(0.2 * length)
         assert step.step_s == pytest.approx(max(2.0, 0.2 * length))
+
+
+def test_other_lanes_cover_the_link_where_they_can() -> None:
+    requests = [TracedRequest(1, 30, 30)] * 2
+    alone = simulate(requests[:1], constant(1.0, 0.1), link_s=0.5)
+    assert [step.step_s for step in alone.steps[:3]] == pytest.approx([1.6, 1.7, 1.8])
+    outcome = simulate(requests, constant(1.0, 0.1), lanes=2, link_s=0.5)
+    for length, step in enumerate(outcome.steps, 1):
+        assert step.step_s == pytest.approx(max(2.0, 0.2 * length, 1.5 + 0.1 * length))
 
 
 def test_the_busiest_r_worker_counts() -> None:
