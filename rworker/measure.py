@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -64,6 +65,9 @@ class Effort:
     repeats: int = 9
     max_kv_bytes: int = 2 << 30
     """Pairs of the above that need more than this on one R-worker are left out."""
+    rest_s: float = 0.001
+    """Before each layer of a decode step. R-workers rest while the S-worker computes, and a call after a rest takes
+    some 50 us longer than one that follows another: caches, branch predictors and clocks have cooled down."""
     read_bytes: int = 1 << 29
     """Read by each thread in one repeat of the ceiling's measurement."""
 
@@ -94,7 +98,9 @@ def measure_r_part(
             "token; 3 are needed: allow more memory, or measure fewer sequences and shorter contexts"
         )
     before = measure_read_bandwidth(host, num_bytes=effort.read_bytes, repeats=3, clock=clock)
-    decode = measure_decode(host, kv, attention, activation_dtype, sizes, repeats=effort.repeats, clock=clock)
+    decode = measure_decode(
+        host, kv, attention, activation_dtype, sizes, repeats=effort.repeats, rest_s=effort.rest_s, clock=clock
+    )
     after = measure_read_bandwidth(host, num_bytes=effort.read_bytes, repeats=3, clock=clock)
     return RProfile(
         machine=this_machine("cpu", ("numpy", "numba", "fastdecode")),
@@ -119,6 +125,7 @@ def measure_decode(
     sizes: Sequence[tuple[int, int]],
     *,
     repeats: int,
+    rest_s: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[DecodePoint, ...]:
     """Time one layer's append-then-attend of decode steps.
@@ -128,6 +135,7 @@ def measure_decode(
         attention: one a layer.
         sizes: (sequences on each R-worker, context tokens of each).
         repeats: steps a size, after ``WARM_UP_STEPS``.
+        rest_s: rest before each layer.
 
     Raises:
         CapacityError: the cache doesn't fit into this host's memory.
@@ -143,7 +151,7 @@ def measure_decode(
             worker.fill(num_sequences, context_tokens - 1, num_reserved)
         steps = []
         for _ in range(num_steps):
-            seconds = _at_once([worker.step for worker in workers])
+            seconds = _at_once([partial(worker.step, rest_s) for worker in workers])
             steps.append(max(seconds) / kv.num_layers)
         points.append(DecodePoint(num_sequences, context_tokens, Timing(tuple(steps[WARM_UP_STEPS:]))))
     return tuple(points)
@@ -218,11 +226,11 @@ class _Worker:
         for first in range(0, num_tokens, share):
             self._step(min(share, num_tokens - first), num_queries=0)
 
-    def step(self) -> float:
-        """One decode step through all layers: the seconds that the executor took."""
-        return self._step(1, num_queries=1)
+    def step(self, rest_s: float) -> float:
+        """One decode step through all layers: the seconds that the executor took, the rest before each layer aside."""
+        return self._step(1, num_queries=1, rest_s=rest_s)
 
-    def _step(self, num_new: int, num_queries: int) -> float:
+    def _step(self, num_new: int, num_queries: int, rest_s: float = 0.0) -> float:
         count = len(self._lengths)
         new = np.full(count, num_new, np.int32)
         begin = BeginStep(
@@ -238,7 +246,11 @@ class _Worker:
         rows = np.arange(count * num_new) % DRAWN_TOKENS
         q_rows = np.arange(count * num_queries) % DRAWN_TOKENS
         q, k, v = self._drawn[0][q_rows], self._drawn[1][rows], self._drawn[2][rows]
-        seconds = sum(self._obey(Attend(self._num_steps, 0, layer, q, k, v)) for layer in range(self._kv.num_layers))
+        seconds = 0.0
+        for layer in range(self._kv.num_layers):
+            if rest_s:
+                time.sleep(rest_s)
+            seconds += self._obey(Attend(self._num_steps, 0, layer, q, k, v))
         self._lengths += num_new
         self._num_steps += 1
         return seconds

@@ -1,0 +1,31 @@
+"""What a result has to say of where it comes from."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import numpy
+import psutil
+import torch
+
+from fastdecode.core.machine import available_cores, this_machine
+
+
+def provenance() -> dict[str, Any]:
+    """Command, commit and machine."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit,
+        "machine": {
+            "cpu": this_machine("cpu", ()).cpu,
+            "cores": available_cores(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
