@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TypeAlias
 
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, WorkerError
@@ -28,6 +30,11 @@ RHub: TypeAlias = Hub[ToRWorker, FromRWorker]
 GREETING_TIMEOUT_S = 600.0
 """How long an R-worker may take to answer ``Hello``."""
 
+GREETING_SILENCE_S = 60.0
+"""And be silent before it does: compilers don't let other threads run all the time."""
+_LOOK_AWAY_S = 1.0
+"""When nobody has looked for so long, signs of life may have come and not been taken in."""
+
 _ANSWERED = (Hello, OpenSequence, ForkSequence, ExtendSequence, Attend)
 
 
@@ -40,11 +47,23 @@ class Fleet:
     Args:
         hub: one connection a worker; a worker's index is its connection's.
         timeout_s: how long an answer may take.
+        silence_s: how long a worker that owes an answer may give no sign of life, where connections tell of those.
+            Only time counts in which somebody looked.
+        clock: seconds, as ``Connection.heard_s`` has them.
     """
 
-    def __init__(self, hub: RHub, timeout_s: float) -> None:
+    def __init__(
+        self,
+        hub: RHub,
+        timeout_s: float,
+        silence_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._hub = hub
         self._timeout_s = timeout_s
+        self._silence_s = silence_s
+        self._clock = clock
+        self._looked_s = self._looking_since_s = -math.inf
         self._due: list[deque[float]] = [deque() for _ in hub.connections]  # when each unanswered message was sent
         self._early: deque[tuple[int, FromRWorker]] = deque()
         self._lost: dict[int, WorkerError] = {}
@@ -65,32 +84,53 @@ class Fleet:
         if worker in self._lost:
             return
         if isinstance(message, _ANSWERED):
-            self._due[worker].append(time.perf_counter())
+            self._due[worker].append(self._clock())
         try:
             self._hub.connections[worker].send(message)
         except WorkerError as error:
             self.lose(worker, self._last_words(worker) or error)
 
     def receive(self) -> tuple[int, FromRWorker] | None:
-        """The next answer of any worker that owes one. None: a worker was lost meanwhile; look at ``lost``.
+        """The next answer of any worker that owes one. None: look again, and at ``lost`` before.
 
-        Waits at most until the first answer is overdue. Must not be called when nobody owes anything.
+        Waits at most until the first worker has to be given up. Must not be called when nobody owes anything.
         """
         if self._early:
             return self._taken(*self._early.popleft())
-        owing = [worker for worker, due in enumerate(self._due) if due]
-        assert owing, "nobody owes an answer"
-        oldest = min(owing, key=lambda worker: self._due[worker][0])
-        remaining_s = self._due[oldest][0] + self._timeout_s - time.perf_counter()
+        now = self._clock()
+        if now - self._looked_s > _LOOK_AWAY_S:
+            self._looking_since_s = now
+        until_s = min(self._patience_ends(worker)[0] for worker, due in enumerate(self._due) if due)
         try:
-            return self._taken(*self._hub.receive_any(max(0.0, remaining_s)))
+            # Not longer than that: a worker may give its first sign of life, and fall silent, while we wait.
+            return self._taken(*self._hub.receive_any(max(0.0, min(until_s - now, self._silence_s))))
         except WorkerError as error:
             if error.code == TIMEOUT:
-                text = f"{self.peer(oldest)} hasn't answered for {self._timeout_s:g} s (--worker-timeout-s)"
-                self.lose(oldest, WorkerError(text, code=TIMEOUT))
+                self._give_up_overdue()
             else:
                 self._find_closed()
             return None
+        finally:
+            self._looked_s = self._clock()
+
+    def _patience_ends(self, worker: int) -> tuple[float, str]:
+        """When a worker that owes an answer has to be given up, and why."""
+        overdue_s = self._due[worker][0] + self._timeout_s
+        heard_s = self._hub.connections[worker].heard_s
+        if heard_s is not None:
+            silent_s = max(heard_s, self._looking_since_s, self._due[worker][0]) + self._silence_s
+            if silent_s < overdue_s:
+                return silent_s, f"has given no sign of life for {self._silence_s:g} s (--worker-silence-s)"
+        return overdue_s, f"hasn't answered for {self._timeout_s:g} s (--worker-timeout-s)"
+
+    def _give_up_overdue(self) -> None:
+        """Nobody answered; but they may have given signs of life meanwhile."""
+        now = self._clock()
+        for worker, due in enumerate(self._due):
+            if due:
+                end_s, reason = self._patience_ends(worker)
+                if end_s <= now:
+                    self.lose(worker, WorkerError(f"{self.peer(worker)} {reason}", code=TIMEOUT))
 
     def _taken(self, worker: int, answer: FromRWorker) -> tuple[int, FromRWorker] | None:
         if worker in self._lost:
@@ -134,12 +174,13 @@ class Fleet:
             ConfigError: a worker hasn't the memory for one KV block, or can't hold such a cache.
             WorkerError: a worker was lost, or didn't answer in time.
         """
-        timeout_s = self._timeout_s
-        self._timeout_s = max(timeout_s, GREETING_TIMEOUT_S)
+        patience = self._timeout_s, self._silence_s
+        self._timeout_s = max(self._timeout_s, GREETING_TIMEOUT_S)
+        self._silence_s = max(self._silence_s, GREETING_SILENCE_S)
         try:
             return self._greet(hello)
         finally:
-            self._timeout_s = timeout_s
+            self._timeout_s, self._silence_s = patience
 
     def _greet(self, hello: Hello) -> list[Welcome]:
         for worker in range(len(self)):

@@ -187,7 +187,7 @@ class RunningEngine:
         self._ranks: Ranks | None = None
         workers = _reach_workers(resolved)
         self._workers: Workers | None = workers
-        self._fleet = Fleet(workers.hub, config.worker_timeout_s)
+        self._fleet = Fleet(workers.hub, config.worker_timeout_s, config.worker_silence_s)
         try:
             tell(
                 f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype}): "

@@ -46,6 +46,9 @@ class InprocConnection(Generic[SendT, ReceiveT]):
     def peer(self) -> str:
         return self._peer
 
+    heard_s = None
+    """A thread ends with its process."""
+
     def send(self, message: SendT) -> None:
         assert self._remote is not None
         if self._closed:

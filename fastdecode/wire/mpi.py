@@ -1,267 +1,41 @@
 """Connections between the ranks of an MPI job. Point to point and buffers only; no collective, no pickling.
 
-A small message is one MPI message: head and body in one piece, copied into a buffer. A large one is two: its head, and
-its body, sent from where it lies if it lies in one piece (``Frame.whole_body``), else from a copy. Closing is an empty
-message::
-
-    tag | head, body                        small
-    tag | head          tag + 1 | body      large
-    tag | (nothing)                         this side has closed
-
-Receives for the next few messages are always posted, and a large body's is as soon as its head is here. So the next
-message comes in while the present one is worked on, as far as MPI moves anything by itself. Over TCP it doesn't: there,
-while the caller computes, the **pump**, a thread, looks after what is under way every so often, in both directions.
-Waiting is polite: look a few times, then yield the core between looks, then sleep.
+How a message travels is in ``fastdecode.wire.mpi_connection``. Receives for the next few messages are always posted,
+and a large body's is as soon as its head is here. So the next message comes in while the present one is worked on, as
+far as MPI moves anything by itself. Over TCP it doesn't: there, while the caller computes, the **pump**, a thread,
+looks after what is under way every so often, in both directions. Waiting is polite: look a few times, then yield the
+core between looks, then sleep.
 
 Nobody is trusted to be alive. MPI tells of a dead rank where it can (Open MPI under ``--with-ft ulfm``) or ends the
-job; a rank that hangs or can't be reached is the business of the caller's deadlines.
+job. It says nothing of a rank that hangs or can't be reached. So R-workers give signs of life all the time, whatever
+their main thread does, and the caller has deadlines (``heard_s``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Generic, NamedTuple, TypeVar, cast, get_args
+from typing import Final, Generic, TypeVar, get_args
 
-import numpy as np
-from mpi4py import MPI
-from numpy.typing import NDArray
-
-from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
-from fastdecode.wire import codec
-from fastdecode.wire.arrays import aligned
+from fastdecode.core.errors import ConfigError
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
+from fastdecode.wire.mpi_connection import MpiConnection
 from fastdecode.wire.mpi_job import DEFAULT_TAG, S_RANK, MpiJob
 from fastdecode.wire.patience import Pump, look_until_found
-from fastdecode.wire.transport import CLOSED, closed_error, timeout_error
+from fastdecode.wire.transport import closed_error, timeout_error
 
 SendT = TypeVar("SendT", bound=Message)
 ReceiveT = TypeVar("ReceiveT", bound=Message)
 T = TypeVar("T")
 
-INLINE_BYTES: Final = 1 << 16
-"""Messages of up to so many bytes travel in one piece: copying them costs less than a second MPI message."""
 PUMP_INTERVAL_S: Final = 250e-6
+PULSE_S: Final = 0.1
+"""Between two signs of life."""
 _PUMP_RESTS_AFTER_S: Final = 1.0
 _PUMP_GIVES_UP_AFTER_S: Final = 30.0
 _PUMP_RESTS_IN_WAIT_AFTER_S: Final = 0.01
-_SLOT_BYTES: Final = max(INLINE_BYTES, codec.MAX_HEAD_BYTES)
-_NUM_SLOTS: Final = 4
 _LINGER_S: Final = 2.0
-_NOTHING: Final = np.empty(0, np.uint8)
-_PROCESS_FAILED: Final[int] = getattr(MPI, "ERR_PROC_FAILED", -1)
-
-
-class _Arriving(NamedTuple):
-    """A message whose head is here."""
-
-    head: codec.Head
-    body: NDArray[np.uint8]
-    request: MPI.Request | None
-    """The body's; None: it is here."""
-
-
-class _Slot(NamedTuple):
-    """A posted receive."""
-
-    buffer: memoryview
-    request: MPI.Prequest
-
-
-class MpiConnection(Generic[SendT, ReceiveT]):
-    """A link to one rank; see ``fastdecode.wire.transport.Connection``. Made by its hub."""
-
-    def __init__(self, hub: MpiHub[SendT, ReceiveT], rank: int, peer: str, receives: frozenset[type[Message]]) -> None:
-        self._hub = hub
-        self._job = hub.job
-        self._rank = rank
-        self._tag = hub.tag
-        self._peer = peer
-        self._receives = receives
-        self._status = MPI.Status()
-        self._slots = deque(self._post_slot() for _ in range(_NUM_SLOTS))  # in the order in which they are filled
-        self._arriving: deque[_Arriving] = deque()
-        # What MPI isn't done with, and the memory that it needs for that.
-        self._leaving: deque[tuple[MPI.Request, object]] = deque()
-        self._closed = False
-        self._gone = False  # the peer has closed, or died
-        self._end: WorkerError | None = None  # nothing more will be received, because of this
-        self.told = False
-        """Whether the caller has been told the end."""
-
-    @property
-    def peer(self) -> str:
-        return self._peer
-
-    @property
-    def is_open(self) -> bool:
-        return not (self._closed or self.told)
-
-    @property
-    def is_sending(self) -> bool:
-        return bool(self._leaving)
-
-    def send(self, message: SendT) -> None:
-        frame = codec.encode(message)
-        with self._job.lock:
-            if self._closed or self._gone:
-                raise closed_error(self._peer, by_peer=not self._closed)
-            try:
-                self._post(frame)
-            except MPI.Exception as error:
-                self._lose(error)
-                raise closed_error(self._peer, by_peer=True) from None
-            self.advance()
-        self._hub.stir()
-
-    def receive(self, timeout_s: float | None = None) -> ReceiveT:
-        return self._hub.wait(self.poll, timeout_s, lambda: self._peer)
-
-    def poll(self) -> ReceiveT | None:
-        if self._closed:
-            raise closed_error(self._peer, by_peer=False)
-        with self._job.lock:
-            arrived = self._take()
-            if arrived is None:
-                if not self._take_in():  # else the caller wants to go on at once
-                    self._let_leave()
-                arrived = self._take()
-        return None if arrived is None else cast(ReceiveT, arrived.head.message(arrived.body))
-
-    def close(self) -> None:
-        """See ``Connection``. What was sent before still leaves; the hub's ``close`` waits for that."""
-        with self._job.lock:
-            if self._closed:
-                return
-            self._closed = True
-            if not self._gone:
-                with contextlib.suppress(MPI.Exception):
-                    self._leaving.append((self._isend(b"", self._tag), None))
-            self._take_back_receives()
-            self._let_leave()
-        self._hub.stir()
-
-    def give_up(self) -> None:
-        """Close, and have the launcher end the peer when this rank leaves, unless it is dead already: it hangs."""
-        if not self._gone:
-            self._job.hanging.add(self._rank)
-        self.close()
-
-    def advance(self) -> None:
-        """Take in what has arrived, and let go of what has left. Never raises; the job's lock is held."""
-        while self._take_in():
-            pass
-        self._let_leave()
-
-    def abandon(self) -> None:
-        """Give up what hasn't left. Its memory is kept until the process ends; lock held."""
-        self._job.abandoned.extend(self._leaving)
-        self._leaving.clear()
-
-    def _take(self) -> _Arriving | None:
-        """The next message if it is here; lock held."""
-        if self._arriving:
-            arriving = self._arriving[0]
-            try:
-                if arriving.request is None or arriving.request.Test():
-                    return self._arriving.popleft()
-                return None
-            except MPI.Exception as error:
-                self._lose(error)
-        if self._end is not None:
-            self.told = True
-            raise self._end
-        return None
-
-    def _post_slot(self) -> _Slot:
-        buffer = np.empty(_SLOT_BYTES, np.uint8)
-        slot = _Slot(buffer.data, self._job.comm.Recv_init([buffer, MPI.BYTE], self._rank, self._tag))
-        slot.request.Start()
-        return slot
-
-    def _take_in(self) -> bool:
-        """Note what came next, if anything did, and post its slot again; lock held. Never raises."""
-        if self._closed or self._end is not None:
-            return False
-        slot = self._slots[0]
-        try:
-            if not slot.request.Test(self._status):
-                return False
-            num_bytes = self._status.Get_count(MPI.BYTE)
-            if num_bytes:
-                self._arriving.append(self._read(slot.buffer, num_bytes))
-                self._slots.rotate(-1)
-                slot.request.Start()
-            else:
-                self._gone = True
-                self._end = closed_error(self._peer, by_peer=True)
-        except MPI.Exception as error:
-            self._lose(error)
-        except ProtocolError as error:
-            self._end = WorkerError(f"{self._peer} broke the protocol: {error}", code=error.code)
-        return True
-
-    def _read(self, buffer: memoryview, num_bytes: int) -> _Arriving:
-        """What came into a slot."""
-        head = codec.read_head(buffer[:num_bytes])
-        if head.kind not in self._receives:
-            raise ProtocolError(f"{head.kind.__name__} is not for this side")
-        if not head.body_bytes:
-            return _Arriving(head, _NOTHING, None)
-        body = self._hub.pool.take(head.body_bytes)
-        start = aligned(head.head_bytes)
-        if head.head_bytes == num_bytes:
-            return _Arriving(head, body, self._job.comm.Irecv([body, MPI.BYTE], self._rank, self._tag + 1))
-        if start + head.body_bytes != num_bytes:
-            raise ProtocolError(f"{head.kind.__name__}: {num_bytes} bytes came, not {start} + {head.body_bytes}")
-        body.data[:] = buffer[start:num_bytes]
-        return _Arriving(head, body, None)
-
-    def _post(self, frame: codec.Frame) -> None:
-        if frame.num_bytes <= INLINE_BYTES:
-            whole = frame.whole()
-            self._leaving.append((self._isend(whole, self._tag), whole))
-            return
-        self._leaving.append((self._isend(frame.head, self._tag), frame.head))
-        if frame.body_bytes:
-            body = frame.whole_body()
-            if body is None:
-                body = self._hub.pool.take(frame.body_bytes)
-                frame.write_body(body.data)
-            self._leaving.append((self._isend(body, self._tag + 1), body))
-
-    def _isend(self, data: Any, tag: int) -> MPI.Request:
-        return self._job.comm.Isend([data, MPI.BYTE], self._rank, tag)
-
-    def _let_leave(self) -> None:
-        try:
-            while self._leaving and self._leaving[0][0].Test():
-                request, _ = self._leaving.popleft()
-                if isinstance(request, MPI.Prequest):
-                    request.Free()  # others are free once they are complete
-        except MPI.Exception as error:
-            self._lose(error)
-
-    def _lose(self, error: MPI.Exception) -> None:
-        """MPI says that the peer is no longer there."""
-        self._gone = True
-        reason = "its process has died" if error.Get_error_class() == _PROCESS_FAILED else error.Get_error_string()
-        self._end = WorkerError(f"{self._peer} is lost: {reason}", code=CLOSED)
-        self._take_back_receives()
-        self.abandon()
-
-    def _take_back_receives(self) -> None:
-        """Nothing more is wanted: cancel what is posted, and see it off like what is being sent."""
-        for slot in self._slots:
-            with contextlib.suppress(MPI.Exception):
-                slot.request.Cancel()
-            self._leaving.append((slot.request, slot.buffer))
-        self._slots.clear()
-        self._leaving.extend((x.request, x.body) for x in self._arriving if x.request is not None)
-        self._arriving.clear()
 
 
 class MpiHub(Generic[SendT, ReceiveT]):
@@ -273,6 +47,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         receives: the messages that they may send.
         tag: this and the next one are used; two hubs of a rank need tags of their own.
         pump_interval_s: how often the pump looks while the caller computes; 0: there is no pump.
+        pulse_s: how often to give the peers a sign of life; 0: never.
     """
 
     def __init__(
@@ -283,6 +58,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         *,
         tag: int = DEFAULT_TAG,
         pump_interval_s: float = PUMP_INTERVAL_S,
+        pulse_s: float = 0.0,
     ) -> None:
         self.job = job
         self.tag = tag
@@ -293,9 +69,14 @@ class MpiHub(Generic[SendT, ReceiveT]):
         self._waits_since: float | None = None
         self._stirred = 0.0
         self._pump: Pump | None = None
+        self._pulse: Pump | None = None
         if pump_interval_s > 0 and job.threads_may_take_turns:
             self._pump = Pump(self._keep_going, pump_interval_s)
             self._pump.start()
+        if pulse_s > 0 and job.threads_may_take_turns:
+            self._pulse = Pump(self._give_sign, pulse_s)
+            self._pulse.start()
+            self._pulse.wake()
 
     @property
     def connections(self) -> tuple[MpiConnection[SendT, ReceiveT], ...]:
@@ -306,6 +87,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
 
     def close(self) -> None:
         """Close every connection, and see off what was sent over them, for a few seconds at most."""
+        if self._pulse is not None:
+            self._pulse.stop()
         for connection in self._connections:
             connection.close()
         look_until_found(self._all_left, _LINGER_S)
@@ -356,6 +139,14 @@ class MpiHub(Generic[SendT, ReceiveT]):
             raise closed_error(", ".join(x.peer for x in connections) or "every peer", by_peer=True)
         return None
 
+    def _give_sign(self) -> bool:
+        with self.job.lock:
+            if self.job.over.is_set():
+                return False
+            for connection in self._connections:
+                connection.give_sign()
+        return True
+
     def _keep_going(self) -> bool:
         """The pump's work. Returns whether to come again soon."""
         now, waits_since = time.monotonic(), self._waits_since
@@ -363,6 +154,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
             return now - waits_since < _PUMP_RESTS_IN_WAIT_AFTER_S
         if self.job.lock.acquire(blocking=False):
             try:
+                if self.job.over.is_set():
+                    return False
                 for connection in self._connections:
                     connection.advance()
             finally:
@@ -405,4 +198,4 @@ def connect_to_s_worker(job: MpiJob, *, tag: int = DEFAULT_TAG) -> MpiHub[FromRW
             "-n 1 fastdecode generate ... and let the R-workers follow behind a colon"
         )
     peers = [(S_RANK, f"the S-worker (rank {S_RANK})")]
-    return MpiHub(job, peers, frozenset(get_args(ToRWorker)), tag=tag)
+    return MpiHub(job, peers, frozenset(get_args(ToRWorker)), tag=tag, pulse_s=PULSE_S)

@@ -57,6 +57,8 @@ class MpiJob:
     """Held around every MPI call: MPI was asked for calls by several threads, one at a time (MPI_THREAD_SERIALIZED)."""
     hanging: set[int] = field(default_factory=set)
     """Ranks that were given up though nobody says that they are dead."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set, under the lock, when this process is about to leave: nobody may call MPI from then on."""
     abandoned: list[object] = field(default_factory=list)
     """Requests that never ended, and their memory, which MPI may still touch."""
     threads_may_take_turns: bool = True
@@ -212,6 +214,7 @@ def _part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
     if MPI.Is_finalized():
         return
     timer = _exit_later(exit_code, timeout_s)
+    _silence_threads()
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     for peer in range(1, size) if rank == S_RANK else (S_RANK,):
         with contextlib.suppress(MPI.Exception):
@@ -225,7 +228,15 @@ def _abort(exit_code: int, timeout_s: float) -> None:
 
     if not MPI.Is_finalized():
         _exit_later(exit_code, timeout_s)
+        _silence_threads()
         MPI.COMM_WORLD.Abort(exit_code)
+
+
+def _silence_threads() -> None:
+    """Hubs that weren't closed have threads that call MPI."""
+    for job in _joined:
+        with job.lock:
+            job.over.set()
 
 
 def _exit_later(exit_code: int, timeout_s: float) -> threading.Timer:

@@ -38,6 +38,11 @@ class Connection(Protocol[SendT_contra, ReceiveT_co]):
     def peer(self) -> str:
         """Who is at the other end, for people: a thread's name, a rank, an address."""
 
+    @property
+    def heard_s(self) -> float | None:
+        """When the peer last gave a sign of life that we took in, on ``time.monotonic``. None: it gives none of its own
+        accord; either it can't hang alone, or the transport itself closes the connection to a silent peer."""
+
     def send(self, message: SendT_contra) -> None:
         """Hand the message over. Returns without waiting for the peer to take it.
 

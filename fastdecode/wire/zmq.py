@@ -77,6 +77,9 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
     def peer(self) -> str:
         return self._peer
 
+    heard_s = None
+    """ZeroMQ's threads look after silent peers."""
+
     @property
     def is_open(self) -> bool:
         return not (self._closed or self.told)

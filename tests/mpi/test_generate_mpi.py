@@ -82,7 +82,7 @@ def test_a_lost_r_worker_changes_no_token(
     trouble: signal.Signals, job: Callable[..., tuple[list[str], Path, str]]
 ) -> None:
     options, output, expected = job(300)
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, "--worker-timeout-s", "2", ":"]
+    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, "--worker-silence-s", "1", ":"]
     command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     with running(command) as started:
         started.wait_until(lambda: output.exists() and bool(output.read_text()))
