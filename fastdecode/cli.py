@@ -17,11 +17,14 @@ from typing import Any
 from fastdecode import __version__
 from fastdecode.cli_bench import add_bench
 from fastdecode.cli_calibrate import add_calibrate
+from fastdecode.cli_doctor import add_doctor
+from fastdecode.cli_launch import add_launch
 from fastdecode.cli_options import (
     EXIT_INTERRUPTED,
     EXIT_SOME_FAILED,
     EXIT_WORKERS_LOST,
     add_engine_options,
+    add_exit_code_option,
     add_sampling_options,
     engine_options,
     sampling_defaults,
@@ -39,10 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit code; in an MPI job, leaves the job with it and doesn't return."""
     args = _parser().parse_args(argv)
     code = _run(args, argv)
+    if getattr(args, "exit_code_file", None) is not None:
+        _note(code, args.exit_code_file)
     if "mpi4py.MPI" in sys.modules and mpi_job.launched_size() is not None:
         # Ranks that hang would keep the launcher waiting for ever: have it end them.
         mpi_job.leave(code, end_job=code == EXIT_WORKERS_LOST or getattr(args, "has_hung_workers", False))
     return code
+
+
+def _note(code: int, path: Path) -> None:
+    """Leave the exit code where a launcher can't change it."""
+    try:
+        path.write_text(f"{code}\n")
+    except OSError as error:
+        print(f"--exit-code-file {path}: {error.strerror}", file=sys.stderr)
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
@@ -80,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(commands)
     add_simulate(commands)
     add_r_worker(commands)
+    add_launch(commands)
+    add_doctor(commands)
     return parser
 
 
@@ -107,6 +122,7 @@ def _add_generate(commands: Any) -> None:
     files.add_argument("--show", action="store_true", help="also print the completions")
     add_engine_options(parser)
     add_sampling_options(parser)
+    add_exit_code_option(parser)
     parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
 
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from fastdecode.core.config import EngineConfig
@@ -71,6 +72,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def lanes(text: str) -> int | None:
     return None if text == "auto" else int(text)
+
+
+def add_exit_code_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--exit-code-file",
+        type=Path,
+        metavar="FILE",
+        help="also write the exit code there: mpirun's says little once a rank was lost",
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

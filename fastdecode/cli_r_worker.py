@@ -56,7 +56,9 @@ def add_r_worker(commands: Any) -> None:
         help="CPU threads; default: one for each CPU that is its own, or a share of those that all ranks may use",
     )
     resources.add_argument("--cpus", metavar="LIST", help="run on these CPUs only, such as 0-15,32-47")
-    resources.add_argument("--numa-node", type=int, metavar="N", help="run on the CPUs of this NUMA node only")
+    resources.add_argument(
+        "--numa-node", metavar="N", help="run on the CPUs of this NUMA node only; auto: the job's ranks take turns"
+    )
     address = parser.add_argument_group("at an address")
     address.add_argument("--bind", metavar="ADDRESS", help="tcp://HOST:PORT; off loopback a key is needed too")
     address.add_argument("--key", type=Path, metavar="FILE", help="the cluster's key, the same file on every host")
@@ -97,33 +99,42 @@ def _r_worker(args: argparse.Namespace) -> int:
     if args.new_key is not None:
         _zmq_access().ClusterKey.create(args.new_key)
         return 0
-    _bind_cpus(args)
+    num_sharing = _bind_cpus(args)
     if args.exit_with_parent:
         threading.Thread(target=_end_with, args=(os.getppid(),), name="parent-watch", daemon=True).start()
     if args.bind is None:
         if args.key is not None or args.keep_serving or args.model_hash is not None:
             raise ConfigError("--key, --model-hash and --keep-serving belong to --bind")
-        serve_rank(mpi_job.join(), kv_memory_gb=args.kv_memory_gb, num_threads=args.threads)
+        serve_rank(
+            mpi_job.join(), kv_memory_gb=args.kv_memory_gb, num_threads=args.threads, num_sharing_cpus=num_sharing
+        )
     if not (math.isfinite(args.silence_s) and 0.1 <= args.silence_s <= 3600):
         raise ConfigError(f"--silence-s={args.silence_s} is not a number of seconds from 0.1 to 3600")
     return _serve_at(args)
 
 
-def serve_rank(job: MpiJob, *, kv_memory_gb: float | None, num_threads: int | None) -> NoReturn:
+def serve_rank(
+    job: MpiJob, *, kv_memory_gb: float | None, num_threads: int | None, num_sharing_cpus: int | None = None
+) -> NoReturn:
     """Serve the S-worker, rank 0, until it says Shutdown or is gone; then leave the job.
 
     Args:
         kv_memory_gb: KV cache in GB; None: this rank's share of half the free memory.
         num_threads: CPU threads; None: this rank's CPUs, or its share of the host's.
+        num_sharing_cpus: ranks that run on this one's CPUs; None: all of its host, unless it is bound.
 
     Raises:
         ConfigError: an option is out of range, or this is rank 0.
     """
     from fastdecode.wire.mpi import connect_to_s_worker
+    from rworker.binding import usable_cpus
     from rworker.worker import serve
 
     name = f"rank {job.rank} on {job.host}"
-    state, executor = _make_worker(name, kv_memory_gb, num_threads, num_sharing=mpi_job.local_size())
+    num_sharing = mpi_job.local_size()
+    if num_threads is None and num_sharing_cpus is not None:
+        num_threads = max(1, usable_cpus() // num_sharing_cpus)
+    state, executor = _make_worker(name, kv_memory_gb, num_threads, num_sharing=num_sharing)
     hub = connect_to_s_worker(job)
     serve(hub.connections[0], state, executor)
     hub.close()
@@ -141,20 +152,22 @@ def _serve_at(args: argparse.Namespace) -> int:
     listener = ZmqListener(args.bind, name, key=key, silence_s=args.silence_s)
     try:
         print(f"R-worker {name} listens at {listener.address}", flush=True)
-        _serve_next(listener, args, name)
-        while args.keep_serving:
-            _serve_next(listener, args, name)
+        while _serve_next(listener, args, name) or args.keep_serving:
+            pass
     finally:
         listener.close()
     return 0
 
 
-def _serve_next(listener: ZmqListener, args: argparse.Namespace, name: str) -> None:
+def _serve_next(listener: ZmqListener, args: argparse.Namespace, name: str) -> bool:
+    """Returns whether it was no job, but somebody who only looked."""
     from rworker.worker import serve
 
     connection = listener.accept()
     assert connection is not None, "it waits for as long as it takes"
-    serve(connection, *_make_worker(name, args.kv_memory_gb, args.threads, model_hash=args.model_hash))
+    state, executor = _make_worker(name, args.kv_memory_gb, args.threads, model_hash=args.model_hash)
+    serve(connection, state, executor)
+    return state.was_inspected
 
 
 def _make_worker(
@@ -190,15 +203,24 @@ def _kv_bytes(kv_memory_gb: float | None, num_sharing: int) -> int:
     return int(kv_memory_gb * 1e9)
 
 
-def _bind_cpus(args: argparse.Namespace) -> None:
-    from rworker.binding import bind, numa_node_cpus, parse_cpu_list
+def _bind_cpus(args: argparse.Namespace) -> int | None:
+    """Returns how many ranks share the CPUs, if that is known."""
+    from rworker.binding import bind, numa_node_cpus, numa_nodes, parse_cpu_list
 
     if args.cpus is not None and args.numa_node is not None:
         raise ConfigError("give --cpus or --numa-node, not both")
     if args.cpus is not None:
         bind(parse_cpu_list(args.cpus))
+    elif args.numa_node == "auto":
+        nodes = numa_nodes()
+        if nodes:
+            bind(numa_node_cpus(nodes[mpi_job.local_rank() % len(nodes)]))
+        return max(1, mpi_job.local_size() // max(1, len(nodes)))
     elif args.numa_node is not None:
-        bind(numa_node_cpus(args.numa_node))
+        if not (args.numa_node.isascii() and args.numa_node.isdigit() and len(args.numa_node) <= 5):
+            raise ConfigError(f"--numa-node={args.numa_node!r} is neither a number nor auto")
+        bind(numa_node_cpus(int(args.numa_node)))
+    return None
 
 
 def _zmq_access() -> Any:

@@ -23,6 +23,7 @@ from fastdecode.cli_options import (
     EXIT_SOME_FAILED,
     EXIT_WORKERS_LOST,
     add_engine_options,
+    add_exit_code_option,
     add_sampling_options,
     engine_options,
     sampling_defaults,
@@ -53,6 +54,7 @@ def add_run_batch(commands: Any) -> None:
     _add_job(parser)
     add_engine_options(parser)
     add_sampling_options(parser)
+    add_exit_code_option(parser)
     parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
 
 

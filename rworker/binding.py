@@ -29,6 +29,12 @@ def parse_cpu_list(text: str, *, option: str = "--cpus") -> frozenset[int]:
     return frozenset(cpus)
 
 
+def numa_nodes(*, nodes: Path = _NODES) -> list[int]:
+    """This host's NUMA nodes that have CPUs; none if it doesn't say."""
+    found = sorted(int(path.name[4:]) for path in nodes.glob("node[0-9]*"))
+    return [node for node in found if (nodes / f"node{node}" / "cpulist").read_text().strip()]
+
+
 def numa_node_cpus(node: int, *, nodes: Path = _NODES) -> frozenset[int]:
     """The CPUs of a NUMA node.
 

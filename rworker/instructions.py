@@ -22,6 +22,15 @@ class Send:
 
 
 @dataclass(frozen=True)
+class TellAboutHost:
+    """Answer with a ``Report``: these, and what is to be seen of the host."""
+
+    num_threads: int
+    kv_bytes: int
+    model_hash: str
+
+
+@dataclass(frozen=True)
 class Prepare:
     """Make the KV cache and get the kernels ready, in place of any that were there."""
 
@@ -75,4 +84,4 @@ class Stop:
     """Leave the loop."""
 
 
-Instruction: TypeAlias = Send | Prepare | CopyBlocks | Compute | Stop
+Instruction: TypeAlias = Send | TellAboutHost | Prepare | CopyBlocks | Compute | Stop

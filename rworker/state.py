@@ -29,13 +29,14 @@ from fastdecode.wire.messages import (
     Failed,
     ForkSequence,
     Hello,
+    Inspect,
     OpenSequence,
     Refused,
     Shutdown,
     ToRWorker,
     Welcome,
 )
-from rworker.instructions import Compute, CopyBlocks, Instruction, Prepare, Send, StepPlan, Stop
+from rworker.instructions import Compute, CopyBlocks, Instruction, Prepare, Send, StepPlan, Stop, TellAboutHost
 from rworker.kv_store import DEFAULT_MAX_SEQUENCES, MAX_BLOCKS, KVStore
 
 
@@ -91,6 +92,8 @@ class RWorkerState:
         self._num_threads = num_threads
         self._max_sequences = max_sequences
         self._model_hash = model_hash
+        self.was_inspected = False
+        """Whether the peer only wants to know, and measure, what there is."""
         self._session: _Session | None = None
         self._steps: dict[int, _OpenStep] = {}  # by lane
         self._settled: dict[int, int] = {}  # sequence in an open step → tokens cached before that step
@@ -128,6 +131,9 @@ class RWorkerState:
                 return ()
             case Hello():
                 return self._hello(message)
+            case Inspect():
+                self.was_inspected = True
+                return (TellAboutHost(self._num_threads, self._kv_bytes, self._model_hash or ""),)
             case Shutdown():
                 return (Stop(),)
             case _:
@@ -139,7 +145,7 @@ class RWorkerState:
                 f"{self._session.store.num_sequences} sequences are still open: close them before greeting again"
             )
         _check_hello(hello)
-        if self._model_hash not in (None, hello.model_hash):
+        if self._model_hash not in (None, hello.model_hash) and not self.was_inspected:
             raise ProtocolError(
                 f"the S-worker runs the model {hello.model_hash}, this R-worker is kept for {self._model_hash}",
                 code="model_mismatch",

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from fastdecode.core.errors import FastDecodeError, WorkerError
+from fastdecode.core.host import this_host
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.messages import AttendResult, Failed, FromRWorker, Shutdown, ToRWorker
+from fastdecode.wire.messages import PROTOCOL_VERSION, AttendResult, Failed, FromRWorker, Report, Shutdown, ToRWorker
 from fastdecode.wire.transport import CLOSED, Connection
 from rworker.attention import AttentionExecutor
-from rworker.instructions import Compute, CopyBlocks, Instruction, Prepare, Send, Stop
+from rworker.instructions import Compute, CopyBlocks, Instruction, Prepare, Send, Stop, TellAboutHost
 from rworker.state import RWorkerState
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,10 @@ def serve(connection: Connection[FromRWorker, ToRWorker], state: RWorkerState, e
         if isinstance(error, WorkerError) and error.code == CLOSED:
             logger.info("R-worker %s stops: %s", state.name, error)
         else:
-            logger.exception("R-worker %s crashed", state.name)
+            if isinstance(error, FastDecodeError):
+                logger.error("R-worker %s gives up: %s", state.name, error)
+            else:
+                logger.exception("R-worker %s crashed", state.name)
             _tell(connection, _crash_report(state.name, error))
     finally:
         connection.close()
@@ -65,6 +69,8 @@ def _obey(
                 if isinstance(message, Failed):
                     logger.error("R-worker %s gives up on %s: %s", name, connection.peer, message.message)
                 connection.send(message)
+            case TellAboutHost(num_threads, kv_bytes, model_hash):
+                connection.send(Report(name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash))
             case CopyBlocks():
                 executor.copy_blocks(instruction)
             case Prepare():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.dtype import DType
+from fastdecode.core.host import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
@@ -21,8 +22,10 @@ from fastdecode.wire.messages import (
     ForkSequence,
     FromRWorker,
     Hello,
+    Inspect,
     OpenSequence,
     Refused,
+    Report,
     Shutdown,
     ToRWorker,
     Welcome,
@@ -76,6 +79,7 @@ def to_r_worker() -> list[ToRWorker]:
         attend(30, step=5, num_queries=0),
         attend(300, step=6, num_queries=0),
         CloseSequence(1),
+        Inspect(),
         Shutdown(),
     ]
 
@@ -83,6 +87,7 @@ def to_r_worker() -> list[ToRWorker]:
 def from_r_worker() -> list[FromRWorker]:
     return [
         Welcome("a worker", 100, 32, 4),
+        Report("a worker", 1, HostFacts("a", ("numpy 2.0",), "", (0, 2), 4, ("0-3",), "never", 5, ()), 2, 100, ""),
         Accepted(1),
         Refused(2, "out_of_capacity", "no room: é"),
         answer(attend(2)),

@@ -82,6 +82,9 @@ class LocalConnection:
         self._store: KVStore | None = None
         self._cache: PagedKV | None = None
 
+    heard_s = None
+    """It can't hang alone."""
+
     def send(self, message: ToRWorker) -> None:
         """See ``Connection``."""
         match message:

@@ -107,14 +107,22 @@ class ZmqWorkers:
         addresses: tcp://HOST:PORT, one a worker.
         key_file: with the cluster's key; None: R-workers of this host only.
         silence_s: one that gives no sign of life for so long is lost.
+        reach_timeout_s: how long to wait for all of them.
 
     Raises:
         ConfigError: an address or the key can't be used.
         MissingExtraError: pyzmq is missing.
-        WorkerError: some couldn't be reached within ``REACH_TIMEOUT_S``, or refused the key.
+        WorkerError: some couldn't be reached in time, or refused the key.
     """
 
-    def __init__(self, addresses: Sequence[str], *, key_file: str | None, silence_s: float) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        key_file: str | None,
+        silence_s: float,
+        reach_timeout_s: float = REACH_TIMEOUT_S,
+    ) -> None:
         try:
             from fastdecode.wire.zmq import ZmqHub
             from fastdecode.wire.zmq_access import ClusterKey
@@ -126,7 +134,7 @@ class ZmqWorkers:
         try:
             for address in addresses:
                 self.hub.add(address)
-            self.hub.await_workers(REACH_TIMEOUT_S)
+            self.hub.await_workers(reach_timeout_s)
         except BaseException:
             self.hub.close()
             raise

@@ -12,10 +12,12 @@ message             direction    meaning, and the answer
 ``BeginStep``       S → R        which sequences step, how many tokens each appends and attends; travels once a
                                  step and lane, not once a layer; no answer
 ``Attend``          S → R        one layer of the lane's step: append k and v, attend q → ``AttendResult``, always
+``Inspect``         S → R        tell about yourself; before ``Hello``, and never in a job → ``Report``
 ``Shutdown``        S → R        leave the loop; no answer
 ``Welcome``         R → S        the worker's name and capacity
 ``Accepted``        R → S        the sequence is open
 ``Refused``         R → S        the sequence is not open, and why (out of blocks); nothing was changed
+``Report``          R → S        the worker's host, and what it would offer
 ``AttendResult``    R → S        o (and log-sum-exp, if the step asked for it), and the seconds it took
 ``Failed``          R → S        the peer broke the protocol, or a kernel failed: the worker stops serving this peer
 ==================  ===========  ============================================================================
@@ -49,6 +51,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.dtype import DType
+from fastdecode.core.host import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 
 PROTOCOL_VERSION = 1
@@ -130,6 +133,11 @@ class Attend:
 
 
 @dataclass(frozen=True)
+class Inspect:
+    pass
+
+
+@dataclass(frozen=True)
 class Shutdown:
     pass
 
@@ -140,6 +148,18 @@ class Welcome:
     num_blocks: int
     block_size: int
     num_threads: int
+
+
+@dataclass(frozen=True)
+class Report:
+    worker: str
+    protocol_version: int
+    host: HostFacts
+    num_threads: int
+    kv_bytes: int
+    """Memory that it would give to K and V."""
+    model_hash: str
+    """Of the only model that it serves; empty: any."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +195,9 @@ class Failed:
 
 
 ToRWorker: TypeAlias = (
-    Hello | OpenSequence | ForkSequence | ExtendSequence | CloseSequence | BeginStep | Attend | Shutdown
+    Hello | OpenSequence | ForkSequence | ExtendSequence | CloseSequence | BeginStep | Attend | Inspect | Shutdown
 )
-FromRWorker: TypeAlias = Welcome | Accepted | Refused | AttendResult | Failed
+FromRWorker: TypeAlias = Welcome | Report | Accepted | Refused | AttendResult | Failed
 Message: TypeAlias = ToRWorker | FromRWorker
 
 OPCODES: Mapping[type[Message], int] = {
@@ -189,10 +209,12 @@ OPCODES: Mapping[type[Message], int] = {
     Attend: 6,
     Shutdown: 7,
     ExtendSequence: 8,
+    Inspect: 9,
     Welcome: 65,
     Accepted: 66,
     Refused: 67,
     AttendResult: 68,
     Failed: 69,
+    Report: 70,
 }
 """What messages are called on the wire; from 65 on, those that R-workers send. A retired number isn't used again."""

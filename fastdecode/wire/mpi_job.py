@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Where launchers say how many ranks they start: Open MPI, MPICH and Intel MPI (Hydra), MVAPICH, Slurm's srun with PMI.
 _SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_LOCAL_RANK_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
 _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 # What we'd like of Open MPI unless the user says otherwise: waiting ranks leave their core to those that compute.
@@ -89,6 +90,15 @@ def local_size(environ: Mapping[str, str] = os.environ) -> int:
         if value.isdecimal() and int(value) >= 1:
             return int(value)
     return 1
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's place among the ranks on this host, as far as the launcher says; else 0."""
+    for name in _LOCAL_RANK_VARIABLES:
+        value = environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return 0
 
 
 def _slurm_variables(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.wire import codec
-from fastdecode.wire.messages import Failed, FromRWorker, Hello, ToRWorker
+from fastdecode.wire.messages import Failed, FromRWorker, Hello, Inspect, ToRWorker
 from fastdecode.wire.zmq import DEFAULT_SILENCE_S, ZmqConnection
 from fastdecode.wire.zmq_access import ClusterKey, check_address
 from fastdecode.wire.zmq_line import LINGER_MS, RouterLine, Socket, set_options, wait_for
@@ -94,7 +94,7 @@ class ZmqListener:
             while (arrived := self._next()) is not None:
                 identity, frame = arrived
                 head = self._head_of(identity, frame)
-                if head is not None and head.kind is Hello:
+                if head is not None and head.kind in (Hello, Inspect):
                     return self._serve(identity, frame, head.epoch)
         return None
 
@@ -123,7 +123,7 @@ class ZmqListener:
             if identity == self._served:
                 return frame
             head = self._head_of(identity, frame)
-            if head is not None and head.kind is Hello:
+            if head is not None and head.kind in (Hello, Inspect):
                 busy = f"it serves another S-worker ({self._connection.peer if self._connection else 'unknown'})"
                 self._answer(identity, Failed(self._name, "busy", busy), head.epoch)
         return None

@@ -16,6 +16,7 @@ from hypothesis.extra.numpy import arrays as arrays_of
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
+from fastdecode.core.host import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire import arrays, codec, fields
 from fastdecode.wire.messages import (
@@ -31,9 +32,11 @@ from fastdecode.wire.messages import (
     ForkSequence,
     FromRWorker,
     Hello,
+    Inspect,
     Message,
     OpenSequence,
     Refused,
+    Report,
     Shutdown,
     ToRWorker,
     Welcome,
@@ -111,6 +114,11 @@ def attend_results(draw: st.DrawFn) -> AttendResult:
     return AttendResult(draw(INTS), draw(INTS), draw(INTS), o, lse, draw(FLOATS))
 
 
+LISTS = st.lists(TEXTS, max_size=3).map(tuple)
+HOSTS = st.builds(
+    HostFacts, TEXTS, LISTS, TEXTS, st.lists(INTS, max_size=3).map(tuple), INTS, LISTS, TEXTS, INTS, LISTS
+)
+
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     Hello: hellos(),
     OpenSequence: st.builds(OpenSequence, INTS, INTS),
@@ -119,7 +127,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     CloseSequence: st.builds(CloseSequence, INTS),
     BeginStep: begin_steps(),
     Attend: attends(),
+    Inspect: st.just(Inspect()),
     Shutdown: st.just(Shutdown()),
+    Report: st.builds(Report, TEXTS, INTS, HOSTS, INTS, INTS, TEXTS),
     Welcome: st.builds(Welcome, TEXTS, INTS, INTS, INTS),
     Accepted: st.builds(Accepted, INTS),
     Refused: st.builds(Refused, INTS, TEXTS, TEXTS),

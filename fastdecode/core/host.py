@@ -1,0 +1,105 @@
+"""What a process sees of its host: what ``fastdecode doctor`` compares and judges."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+_PACKAGES = ("fastdecode", "numpy", "numba", "mpi4py", "pyzmq")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_NODES = Path("/sys/devices/system/node")
+_MAX_LISTED = 1024
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """As one process sees it; empty texts and tuples where the system doesn't say."""
+
+    host: str
+    versions: tuple[str, ...]
+    """"python 3.11.2", "numpy 2.1.0", …"""
+    mpi: str
+    """Name and version of the MPI library that is loaded."""
+    cpus: tuple[int, ...]
+    """That this process may use."""
+    num_host_cpus: int
+    numa_cpus: tuple[str, ...]
+    """Of each NUMA node, as "0-15,32-47"."""
+    huge_pages: str
+    """Transparent ones: always, madvise or never."""
+    free_bytes: int
+    interfaces: tuple[str, ...]
+    """Network interfaces that are up, with an address: "eth0 10.0.0.1"."""
+
+    def version(self, package: str) -> str:
+        """Empty if it isn't there."""
+        return next((v.partition(" ")[2] for v in self.versions if v.partition(" ")[0] == package), "")
+
+
+def this_host() -> HostFacts:
+    """The facts, as this process sees them now."""
+    return HostFacts(
+        host=socket.gethostname(),
+        versions=_versions(),
+        mpi=_mpi_library(),
+        cpus=tuple(sorted(os.sched_getaffinity(0)))[: 1 << 13] if hasattr(os, "sched_getaffinity") else (),
+        num_host_cpus=os.cpu_count() or 1,
+        numa_cpus=tuple(_read(path / "cpulist") for path in sorted(_NODES.glob("node[0-9]*"), key=_number))[
+            :_MAX_LISTED
+        ],
+        huge_pages=_chosen(_read(_HUGE_PAGES)),
+        free_bytes=psutil.virtual_memory().available,
+        interfaces=_interfaces(),
+    )
+
+
+def _versions() -> tuple[str, ...]:
+    found = [f"python {platform.python_version()}"]
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
+def _mpi_library() -> str:
+    """Only if somebody has loaded it: loading MPI changes a process."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return "" if mpi is None else str(mpi.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
+
+
+def _interfaces() -> tuple[str, ...]:
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found = [
+        f"{name} {address.address}"
+        for name, addresses in sorted(psutil.net_if_addrs().items())
+        for address in addresses
+        if name in up and address.family == socket.AF_INET
+    ]
+    return tuple(found[:_MAX_LISTED])
+
+
+def _chosen(text: str) -> str:
+    """``always [madvise] never`` → madvise."""
+    match = re.search(r"\[(\w+)\]", text)
+    return match[1] if match else ""
+
+
+def _number(path: Path) -> int:
+    return int(path.name[4:])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", "replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,127 @@
+"""The mpirun line of a job: one S-worker, and R-workers on any number of hosts. Pure: nothing is run or looked up here.
+
+Open MPI 5 and MPICH (Hydra) are known. What the options are for stands in ``docs/cluster.md``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from fastdecode.core.errors import ConfigError
+
+MAX_R_WORKERS_PER_HOST: Final = 1024
+Vendor = Literal["Open MPI", "MPICH"]
+
+_HOST = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,252})(?::(?P<count>\d{1,6}))?")
+_INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,63}(,[A-Za-z0-9][A-Za-z0-9._/:-]{0,63})*")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host, and how many R-workers it gets: one for each NUMA node is best."""
+
+    name: str
+    num_r_workers: int = 1
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """``"a:2,b:2"`` → two hosts with two R-workers each; a count of 0 is a host without.
+
+    Raises:
+        ConfigError: it is no such list, names a host twice, or has no R-worker.
+    """
+    hosts: list[Host] = []
+    for part in text.split(","):
+        match = _HOST.fullmatch(part.strip())
+        count = int(match["count"] or 1) if match else -1
+        if match is None or not 0 <= count <= MAX_R_WORKERS_PER_HOST:
+            raise ConfigError(f"--hosts={text!r}: {part.strip()!r} is not of the form HOST or HOST:NUMBER_OF_R_WORKERS")
+        hosts.append(Host(match["name"], count))
+    names = [host.name for host in hosts]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--hosts={text!r} names a host twice: add its R-workers up")
+    if not any(host.num_r_workers for host in hosts):
+        raise ConfigError(f"--hosts={text!r} has no R-worker: say HOST:NUMBER_OF_R_WORKERS")
+    return tuple(hosts)
+
+
+def vendor_of(version: str) -> Vendor:
+    """Whose launcher it is, from what ``mpirun --version`` prints.
+
+    Raises:
+        ConfigError: neither Open MPI's nor MPICH's.
+    """
+    if "Open MPI" in version or "OpenRTE" in version or "prte" in version.lower():
+        return "Open MPI"
+    if "HYDRA" in version or "mpich" in version.lower():
+        return "MPICH"
+    first = version.strip().split("\n")[0][:80]
+    raise ConfigError(f"mpirun says {first!r}: it is neither Open MPI's nor MPICH's, write the line yourself")
+
+
+@dataclass(frozen=True)
+class JobLine:
+    """What an mpirun line is made from.
+
+    Args:
+        s_command: the S-worker's, such as fastdecode generate …
+        r_command: every R-worker's, such as fastdecode r-worker --numa-node auto
+        hosts: where R-workers run; the first runs the S-worker too, unless ``s_host`` is given.
+        vendor: whose mpirun it is.
+        interface: the network that MPI uses: an interface's name, or 10.0.0.0/24 with Open MPI.
+        extra: further options of mpirun.
+        as_root: have Open MPI run as root, which it refuses otherwise.
+    """
+
+    s_command: tuple[str, ...]
+    r_command: tuple[str, ...]
+    hosts: tuple[Host, ...]
+    vendor: Vendor = "Open MPI"
+    mpirun: str = "mpirun"
+    s_host: str | None = None
+    interface: str | None = None
+    extra: tuple[str, ...] = ()
+    as_root: bool = False
+
+    def __post_init__(self) -> None:
+        if self.interface is not None and not _INTERFACE.fullmatch(self.interface):
+            raise ConfigError(f"--interface={self.interface!r} is neither an interface such as eth0 nor 10.0.0.0/24")
+        if self.s_host is not None and not _HOST.fullmatch(self.s_host):
+            raise ConfigError(f"--s-host={self.s_host!r} is not a host's name")
+        if self.vendor == "MPICH" and self.interface is not None and "/" in self.interface:
+            raise ConfigError(f"--interface={self.interface!r}: MPICH takes an interface's name, such as eth0")
+
+    def words(self) -> list[str]:
+        """The command line."""
+        return [word for part in self._parts() for word in part]
+
+    def shown(self) -> str:
+        """The command line for a shell, a part a line."""
+        return " \\\n    ".join(shlex.join(part) for part in self._parts())
+
+    def _parts(self) -> list[list[str]]:
+        s_host = self.s_host or self.hosts[0].name
+        parts = [[self.mpirun, *self._options(s_host), *self.extra], self._app(s_host, 1, self.s_command)]
+        for host in self.hosts:
+            if host.num_r_workers:
+                parts.append([":", *self._app(host.name, host.num_r_workers, self.r_command)])
+        return parts
+
+    def _app(self, host: str, count: int, command: Sequence[str]) -> list[str]:
+        where = ["--host", f"{host}:{count}"] if self.vendor == "Open MPI" else ["-host", host]
+        return ["-n", str(count), *where, *command]
+
+    def _options(self, s_host: str) -> list[str]:
+        if self.vendor == "MPICH":
+            return ["-iface", self.interface] if self.interface else []
+        # Ranks that die are told of (ulfm needs the pml ob1); R-workers bind themselves; waiting ranks yield.
+        options = ["--with-ft", "ulfm", "--bind-to", "none", "--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"]
+        if self.interface:
+            options += ["--mca", "btl_tcp_if_include", self.interface, "--prtemca", "prte_if_include", self.interface]
+        if self.as_root:
+            options.append("--allow-run-as-root")
+        return options

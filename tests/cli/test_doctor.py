@@ -1,0 +1,122 @@
+"""``fastdecode doctor``: what it finds right and wrong, alone, in an MPI job, and at addresses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
+
+from fastdecode.cli import main
+from fastdecode.core.host import HostFacts, this_host
+from fastdecode.engine.doctor import LinkFacts, WorkerFacts, judge
+from fastdecode.wire.messages import PROTOCOL_VERSION, Report
+
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+HERE = HostFacts(
+    "s0", ("python 3.12.1", "fastdecode 0.1.0", "numpy 2.1.0"), "Open MPI v5.0.8", (0, 1), 2, ("0-1",), "madvise",
+    10**10, ("eth0 10.0.0.1",),
+)  # fmt: skip
+THERE = replace(HERE, host="r0", cpus=(0, 1, 2, 3), num_host_cpus=4, numa_cpus=("0-3",))
+GOOD = Report("rank 1 on r0", PROTOCOL_VERSION, THERE, num_threads=4, kv_bytes=10**9, model_hash="")
+FAST = LinkFacts(50e-6, 5e9)
+
+
+def found(report: Report, link: LinkFacts = FAST, here: HostFacts = HERE, model: str | None = None) -> dict[str, str]:
+    """What isn't right: check → level."""
+    findings = judge(here, [WorkerFacts("R-worker rank 1", report, link)], model)
+    assert all(finding.mend for finding in findings if finding.level != "PASS")
+    return {finding.check: finding.level for finding in findings if finding.level != "PASS"}
+
+
+def on(host: HostFacts) -> Report:
+    return replace(GOOD, host=host)
+
+
+def test_a_good_set_of_hosts_has_nothing_wrong() -> None:
+    assert found(GOOD, model="abc") == {}
+
+
+@pytest.mark.parametrize(
+    ("report", "wrong"),
+    [
+        (replace(GOOD, protocol_version=PROTOCOL_VERSION + 1), {"versions": "FAIL"}),
+        (on(replace(THERE, versions=("fastdecode 0.2.0",))), {"versions": "FAIL"}),
+        (on(replace(THERE, versions=("fastdecode 0.1.0", "numpy 1.26.0"))), {"versions": "WARN"}),
+        (on(replace(THERE, mpi="MPICH 4.2")), {"versions": "FAIL"}),
+        (replace(GOOD, model_hash="xyz"), {"model": "FAIL"}),
+        (on(replace(THERE, huge_pages="never")), {"huge pages": "WARN"}),
+        (on(replace(THERE, cpus=(0, 1))), {"cores": "WARN", "binding": "WARN"}),
+        (on(replace(THERE, numa_cpus=("0-1", "2-3"))), {"binding": "WARN"}),
+        (replace(GOOD, kv_bytes=2 * 10**10), {"memory": "FAIL"}),
+        (replace(GOOD, kv_bytes=95 * 10**8), {"memory": "WARN"}),
+    ],
+)
+def test_what_is_wrong_is_found(report: Report, wrong: dict[str, str]) -> None:
+    assert found(report, model="abc") == wrong
+
+
+def test_a_slow_link_and_an_r_worker_that_is_not_there() -> None:
+    assert found(GOOD, LinkFacts(5e-3, 5e9)) == {"link": "WARN"}
+    assert found(GOOD, LinkFacts(5e-5, 1e8)) == {"link": "WARN"}
+    (reach, *_) = judge(HERE, [WorkerFacts("R-worker tcp://r0:5600", error="nobody there")])
+    assert reach.level == "FAIL" and "tcp://r0:5600: nobody there" in reach.text
+
+
+def test_sharing_cores_with_the_s_worker_counts() -> None:
+    assert found(on(replace(THERE, host="s0"))) == {"cores": "WARN"}
+
+
+def test_this_host_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json"])
+    written = json.loads(capsys.readouterr().out)
+    assert code == (1 if any(x["level"] == "FAIL" for x in written["findings"]) else 0)
+    assert written["s_worker"]["host"] == this_host().host and written["r_workers"] == []
+
+
+@needs_mpi
+def test_in_an_mpi_job(tmp_path: Path) -> None:
+    options = ["doctor", "--kv-memory-gb", "0.1", "--r-threads", "1"]
+    command = [mpirun(), *open_mpi_options(), "-n", "3", *FASTDECODE, *options]
+    outcome = run(command, **PATHS)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+    assert "2 R-worker(s) answered" in outcome.output and outcome.output.count("link: ") == 2
+    assert "PASS  mpi: Open MPI" in outcome.output and "FAIL  " not in outcome.output
+    # More than there is.
+    command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, "doctor", "--kv-memory-gb", "900000"]
+    outcome = run(command, **PATHS)
+    assert outcome.exit_code == 1 and "FAIL  memory" in outcome.output, outcome
+
+
+@needs_mpi
+def test_another_mpis_launcher_is_found_out() -> None:
+    outcome = run([*FASTDECODE, "doctor"], PMI_SIZE="4", PMI_RANK="0", **PATHS)
+    assert outcome.exit_code == 1 and "the launcher started 4 ranks" in outcome.output, outcome
+    assert "Traceback" not in outcome.output
+
+
+def test_at_addresses_where_a_job_is_served_afterwards(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+    model, source, output = str(tiny_checkpoint("llama")), tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"id": 1, "prompt_token_ids": [5], "max_tokens": 2, "temperature": 0}\n')
+    command = [*FASTDECODE, "r-worker", "--bind", "tcp://127.0.0.1:*", "--threads", "1", "--kv-memory-gb", "0.1"]
+    with running([*command, "--model-hash", "another"], **PATHS) as job:
+        job.wait_until(lambda: " listens at " in job.output() and job.output().endswith("\n"))
+        address = job.output().split(" listens at ")[1].split()[0]
+        for _ in range(2):
+            main(["doctor", "--r-worker", address, "--r-worker", "tcp://127.0.0.1:9", "--model", model, "--json"])
+            written = json.loads(capsys.readouterr().out)
+            wrong = {x["check"]: x["text"] for x in written["findings"] if x["level"] == "FAIL"}
+            assert sorted(wrong) == ["model", "reach"], wrong
+            assert "127.0.0.1:9" in wrong["reach"] and "another" in wrong["model"]
+            assert written["r_workers"][0]["link"]["bytes_per_s"] > 0
+        assert main(["generate", "--model", model, "-i", str(source), "-o", str(output), "--r-worker", address]) == 4
+        assert "another" in capsys.readouterr().err  # it was there, and refused the wrong model

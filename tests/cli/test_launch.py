@@ -1,0 +1,116 @@
+"""``fastdecode launch``: the lines that it builds, and a job that it runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mpi_launch import needs_mpi, run, running
+
+from fastdecode.cli import main
+from fastdecode.core.errors import ConfigError
+from fastdecode.wire.mpirun_line import Host, JobLine, parse_hosts, vendor_of
+
+PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+
+
+def test_hosts() -> None:
+    assert parse_hosts("a:2, b,node-3.cluster:0") == (Host("a", 2), Host("b"), Host("node-3.cluster", 0))
+    for bad in ("", "a:", "a:-1", "a:x", "a,,b", "-x:1", "a:1,a:2", "a:0", "a b", "a;b", "a:99999"):
+        with pytest.raises(ConfigError, match="--hosts="):
+            parse_hosts(bad)
+
+
+def test_launchers_are_told_apart() -> None:
+    assert vendor_of("mpirun (Open MPI) 5.0.8\n") == "Open MPI"
+    assert vendor_of("HYDRA build details:\n    Version: 4.3\n") == "MPICH"
+    with pytest.raises(ConfigError, match="'Intel"):
+        vendor_of("Intel(R) MPI Library\n")
+
+
+def test_the_lines() -> None:
+    hosts = parse_hosts("a:2,b:1,c:0")
+    line = JobLine(("s", "x y"), ("r",), hosts, s_host="c", interface="eth0")
+    words = line.words()
+    assert words[0] == "mpirun" and "--bind-to none" in " ".join(words)
+    assert words[-18:] == shlex.split("-n 1 --host c:1 s 'x y' : -n 2 --host a:2 r : -n 1 --host b:1 r")
+    assert words[words.index("btl_tcp_if_include") + 1] == words[words.index("prte_if_include") + 1] == "eth0"
+    assert shlex.split(line.shown().replace("\\\n", "")) == words
+    mpich = JobLine(("s",), ("r",), hosts, vendor="MPICH", interface="eth0")
+    assert mpich.shown().split(" \\\n    ") == [
+        "mpirun -iface eth0", "-n 1 -host a s", ": -n 2 -host a r", ": -n 1 -host b r",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="MPICH takes"):
+        JobLine(("s",), ("r",), hosts, vendor="MPICH", interface="10.0.0.0/24")
+    with pytest.raises(ConfigError, match="--interface"):
+        JobLine(("s",), ("r",), hosts, interface="; rm")
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--hosts", "a:2"], "say what to run"),
+        (["--hosts", "a:2", "--", "r-worker"], "say what to run"),
+        (["--hosts", "a:2,a:1", "--", "generate"], "twice"),
+        (["--hosts", "a:2", "--mpirun", "/nonexistent", "--", "generate"], "/nonexistent"),
+        (["--hosts", "a:2", "--s-host", "a b", "--", "generate"], "--s-host"),
+    ],
+)
+def test_options_that_are_refused(options: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *options]) == 2
+    assert match in capsys.readouterr().err
+
+
+@pytest.fixture
+def generate(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> tuple[list[str], Path, str]:
+    """The command, its output file and what is to be in it."""
+    lines = [
+        {"id": i, "prompt_token_ids": [5 + i] * 9, "max_tokens": 400 if i else 3, "temperature": 0, "ignore_eos": True}
+        for i in range(6)
+    ]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--input", str(source)]
+    assert main([*command, "--output", str(output), "--kv-memory-gb", "0.01"]) == 0
+    expected = output.read_text()
+    output.unlink()
+    return [*command, "--output", str(output)], output, expected
+
+
+@needs_mpi
+def test_a_dry_run_shows_the_line_and_runs_nothing(generate: tuple[list[str], Path, str]) -> None:
+    command, output, _ = generate
+    outcome = run([*FASTDECODE, "launch", "--hosts", "localhost:2", "--dry-run", "--", *command], **PATHS)
+    assert outcome.exit_code == 0 and not output.exists(), outcome
+    assert "-n 2 --host localhost:2" in outcome.output and "r-worker --numa-node auto" in outcome.output
+
+
+@needs_mpi
+def test_a_job_whose_r_worker_is_killed_still_ends_with_the_s_workers_exit_code(
+    generate: tuple[list[str], Path, str],
+) -> None:
+    command, output, expected = generate
+    launch = [*FASTDECODE, "launch", "--hosts", "localhost:2", "--r-threads", "1", "--kv-memory-gb", "0.01"]
+    with running([*launch, "--", *command], **PATHS) as job:
+        job.wait_until(lambda: output.exists() and bool(output.read_text()))
+        workers = [p for p in job.processes() if "r-worker" in p.cmdline() and "python" in p.cmdline()[0]]
+        assert len(workers) == 2
+        workers[0].send_signal(signal.SIGKILL)
+        outcome = job.wait()
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+    assert output.read_text() == expected and "is lost" in outcome.output
+
+
+@needs_mpi
+def test_exit_codes_of_mpirun_pass_through(generate: tuple[list[str], Path, str]) -> None:
+    command, _, _ = generate
+    launch = [*FASTDECODE, "launch", "--hosts", "localhost:1", "--"]
+    outcome = run([*launch, *command, "--model", "/nonexistent"], **PATHS)
+    assert (outcome.exit_code, outcome.orphans) == (2, []), outcome
