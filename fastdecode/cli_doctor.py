@@ -37,7 +37,7 @@ def add_doctor(commands: Any) -> None:
         description="Check everything that a job needs. Alone: this host. In an MPI job: all of it. "
         "With --r-worker: those R-workers; they serve jobs afterwards.",
     )
-    parser.set_defaults(run=run_doctor, transport="auto")
+    parser.set_defaults(run=run_doctor, transport="auto", tp=1)
     parser.add_argument("--model", metavar="DIR", help="the model to be run: R-workers must serve it")
     parser.add_argument(
         "--r-worker", dest="r_worker_addresses", action="append", default=[], metavar="ADDRESS",
@@ -60,7 +60,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     findings: list[Finding] = []
     workers: list[WorkerFacts] = []
     try:
-        serve_if_r_rank(args)
+        serve_if_r_rank(args, {})
         workers = _examine_all(args)
     except MissingExtraError as error:
         findings.append(Finding("FAIL", "transport", error.message, f'pip install "fastdecode[{error.extra}]"'))

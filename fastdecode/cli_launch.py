@@ -96,7 +96,16 @@ def _line(args: argparse.Namespace, command: list[str], report: Path) -> JobLine
         interface=args.interface,
         extra=tuple(args.mpirun_arg),
         as_root=os.geteuid() == 0,
+        num_s_ranks=_tensor_parallel(command),
     )
+
+
+def _tensor_parallel(command: list[str]) -> int:
+    """The N of ``--tp N``, which generate and run-batch check."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tp", default="1")
+    tp: str = parser.parse_known_args(command)[0].tp
+    return int(tp) if tp.isdecimal() and 1 <= int(tp) <= 64 else 1
 
 
 def _mpirun(given: str | None) -> str:

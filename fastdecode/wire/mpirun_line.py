@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -75,6 +74,7 @@ class JobLine:
         interface: the network that MPI uses: an interface's name, or 10.0.0.0/24 with Open MPI.
         extra: further options of mpirun.
         as_root: have Open MPI run as root, which it refuses otherwise.
+        num_s_ranks: ranks that run the S-worker's command: those of ``--tp``.
     """
 
     s_command: tuple[str, ...]
@@ -86,6 +86,7 @@ class JobLine:
     interface: str | None = None
     extra: tuple[str, ...] = ()
     as_root: bool = False
+    num_s_ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.interface is not None and not _INTERFACE.fullmatch(self.interface):
@@ -105,17 +106,27 @@ class JobLine:
 
     def _parts(self) -> list[list[str]]:
         s_host = self.s_host or self.hosts[0].name
-        parts = [[self.mpirun, *self._options(s_host), *self.extra], self._app(s_host, 1, self.s_command)]
+        mpirun = [self.mpirun, *self._options(), *self.extra]
+        s_app = ["-n", str(self.num_s_ranks)]
+        if self.vendor == "MPICH":  # one list of hosts for all, which ranks fill in order
+            num_r_workers = sum(host.num_r_workers for host in self.hosts)
+            r_app = [":", "-n", str(num_r_workers), *self.r_command]
+            return [[*mpirun, "-hosts", self._filled(s_host)], [*s_app, *self.s_command], r_app]
+        parts = [mpirun, [*s_app, "--host", f"{s_host}:{self.num_s_ranks}", *self.s_command]]
         for host in self.hosts:
             if host.num_r_workers:
-                parts.append([":", *self._app(host.name, host.num_r_workers, self.r_command)])
+                where = ["--host", f"{host.name}:{host.num_r_workers}"]
+                parts.append([":", "-n", str(host.num_r_workers), *where, *self.r_command])
         return parts
 
-    def _app(self, host: str, count: int, command: Sequence[str]) -> list[str]:
-        where = ["--host", f"{host}:{count}"] if self.vendor == "Open MPI" else ["-host", host]
-        return ["-n", str(count), *where, *command]
+    def _filled(self, s_host: str) -> str:
+        """Every host and its ranks, the S-worker's first."""
+        counts = {s_host: self.num_s_ranks}
+        for host in self.hosts:
+            counts[host.name] = counts.get(host.name, 0) + host.num_r_workers
+        return ",".join(f"{name}:{count}" for name, count in counts.items() if count)
 
-    def _options(self, s_host: str) -> list[str]:
+    def _options(self) -> list[str]:
         if self.vendor == "MPICH":
             return ["-iface", self.interface] if self.interface else []
         # Ranks that die are told of (ulfm needs the pml ob1); R-workers bind themselves; waiting ranks yield.

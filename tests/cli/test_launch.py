@@ -43,9 +43,8 @@ def test_the_lines() -> None:
     assert words[words.index("btl_tcp_if_include") + 1] == words[words.index("prte_if_include") + 1] == "eth0"
     assert shlex.split(line.shown().replace("\\\n", "")) == words
     mpich = JobLine(("s",), ("r",), hosts, vendor="MPICH", interface="eth0")
-    assert mpich.shown().split(" \\\n    ") == [
-        "mpirun -iface eth0", "-n 1 -host a s", ": -n 2 -host a r", ": -n 1 -host b r",
-    ]  # fmt: skip
+    assert mpich.shown().split(" \\\n    ") == ["mpirun -iface eth0 -hosts a:3,b:1", "-n 1 s", ": -n 3 r"]
+    assert "-n 2 --host a:2 s : -n 2" in " ".join(JobLine(("s",), ("r",), hosts, num_s_ranks=2).words())
     with pytest.raises(ConfigError, match="MPICH takes"):
         JobLine(("s",), ("r",), hosts, vendor="MPICH", interface="10.0.0.0/24")
     with pytest.raises(ConfigError, match="--interface"):

@@ -1,0 +1,148 @@
+"""Jobs over three hosts, which are network namespaces of this one: a bridge between them, and links of 2 Gb/s."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from mpi_launch import needs_mpi, run, running
+
+from fastdecode.cli import main
+
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
+HOSTS = ("s0", "r0", "r1")
+NETWORK = "10.77.0.0/24"
+
+# In the place of ssh: AGENT HOST COMMAND ...
+AGENT = """#!/bin/bash
+host=$1; shift
+exec ip netns exec {prefix}$host unshare -u bash -c "hostname $host; $*"
+"""
+
+
+def sh(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=20)
+
+
+@dataclass(frozen=True)
+class Net:
+    """Hosts of their own names, each with lo and eth0 only."""
+
+    prefix: str
+
+    def at(self, host: str, *command: str) -> list[str]:
+        """The command line that runs a command on a host."""
+        inside = ["unshare", "-u", "bash", "-c", 'hostname "$0"; exec "$@"', host, *command]
+        return ["ip", "netns", "exec", self.prefix + host, *inside]
+
+    def address(self, host: str) -> str:
+        return f"10.77.0.{1 + HOSTS.index(host)}"
+
+    def cut_off(self, host: str) -> None:
+        sh("ip", "-n", self.prefix + host, "link", "set", "eth0", "down")
+
+    def build(self) -> None:
+        switch = self.prefix + "sw"
+        sh("ip", "netns", "add", switch)
+        sh("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        sh("ip", "-n", switch, "link", "set", "bridge", "up")
+        for host in HOSTS:
+            name = self.prefix + host
+            sh("ip", "netns", "add", name)
+            sh("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", host, "netns", switch)
+            sh("ip", "-n", switch, "link", "set", host, "master", "bridge", "up")
+            sh("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+            for interface in ("lo", "eth0"):
+                sh("ip", "-n", name, "link", "set", interface, "up")
+            shape = ["rate", "2gbit", "burst", "256kb", "latency", "20ms"]
+            sh("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *shape)
+
+    def tear_down(self) -> None:
+        for host in (*HOSTS, "sw"):
+            subprocess.run(["ip", "netns", "del", self.prefix + host], check=False, capture_output=True, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[Net]:
+    if shutil.which("ip") is None or shutil.which("tc") is None or shutil.which("unshare") is None:
+        pytest.skip("needs ip, tc and unshare, to make hosts of network namespaces")
+    made = Net(f"fd{os.getpid()}")
+    try:
+        made.build()
+    except subprocess.CalledProcessError as error:
+        made.tear_down()
+        pytest.skip(f"may not make network namespaces here: {error.stderr.decode().strip()}")
+    yield made
+    made.tear_down()
+
+
+@pytest.fixture
+def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[int], tuple[list[str], Path, str]]:
+    """``asked(max_tokens)``: a command, its output file, and what is to be in it. The first line is done early."""
+
+    def make(max_tokens: int) -> tuple[list[str], Path, str]:
+        lines = [
+            {"id": i, "prompt_token_ids": [5 + i] * (1 + 5 * i), "max_tokens": max_tokens if i else 3,
+             "temperature": 0, "ignore_eos": True}
+            for i in range(8)
+        ]  # fmt: skip
+        source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        command = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "-i", str(source)]
+        command += ["--prefill-chunk", "16", "-o", str(output)]
+        assert main([*command, "--kv-memory-gb", "0.01"]) == 0
+        expected = output.read_text()
+        output.unlink()
+        return command, output, expected
+
+    return make
+
+
+@needs_mpi
+def test_mpi_over_three_hosts(net: Net, asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path) -> None:
+    command, output, expected = asked(40)
+    agent = tmp_path / "agent"
+    agent.write_text(AGENT.format(prefix=net.prefix))
+    agent.chmod(0o700)
+    launch = ["launch", "--hosts", "s0:0,r0:1,r1:1", "--interface", NETWORK, "--r-threads", "1", "--kv-memory-gb"]
+    launch += ["0.01", "--mpirun-arg=--prtemca", "--mpirun-arg=plm_ssh_agent", f"--mpirun-arg={agent}", "--"]
+    outcome = run(net.at("s0", *FASTDECODE, *launch, "doctor"), **PATHS)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+    assert "rank 1 on r0" in outcome.output and "rank 2 on r1" in outcome.output
+    outcome = run(net.at("s0", *FASTDECODE, *launch, *command), **PATHS)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+    assert output.read_text() == expected
+
+
+def test_a_host_that_is_cut_off_changes_no_token(
+    net: Net, asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+    command, output, expected = asked(300)
+    key = str(tmp_path / "key")
+    assert main(["r-worker", "--new-key", key]) == 0
+    serve = ["r-worker", "--threads", "1", "--kv-memory-gb", "0.01", "--silence-s", "2", "--key", key, "--bind"]
+    addresses = {host: f"tcp://{net.address(host)}:5600" for host in ("r0", "r1")}
+    command += ["--r-worker", addresses["r0"], "--r-worker", addresses["r1"], "--key", key, "--worker-silence-s", "2"]
+    with (
+        running(net.at("r0", *FASTDECODE, *serve, addresses["r0"]), **PATHS) as r0,
+        running(net.at("r1", *FASTDECODE, *serve, addresses["r1"]), **PATHS) as r1,
+        running(net.at("s0", *FASTDECODE, *command), **PATHS) as s0,
+    ):
+        s0.wait_until(lambda: output.exists() and bool(output.read_text()))
+        net.cut_off("r0")
+        outcome = s0.wait()
+        assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+        assert output.read_text() == expected
+        assert f"R-worker {addresses['r0']} is lost" in outcome.output
+        for worker in (r0, r1):  # one has lost its S-worker, the other was told that all is done
+            outcome = worker.wait()
+            assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
