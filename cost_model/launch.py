@@ -9,70 +9,75 @@ from cost_model.quantities import counted
 from cost_model.report import as_json
 from cost_model.search import Plan
 from cost_model.size import Sizing
+from fastdecode.wire.mpirun_line import Host, JobLine
 
-# Cores of the S-worker's host: it drives the GPU, samples, and moves q, k, v and o.
+# Cores of the S-worker's host: it drives the GPUs, samples, and moves q, k, v and o.
 S_WORKER_CORES = 8
+S_HOST = "s0"
 
 
 def launch_files(sizing: Sizing, model: str) -> dict[str, str]:
-    """File name → text: hostfile and rankfile (edit the host names), run.sh for mpirun, job.sbatch for Slurm, and the
-    plan itself as plan.json.
+    """File name → text: run.sh for mpirun and job.sbatch for Slurm; hostfile and rankfile, the same placement for other
+    launch lines; and the plan itself as plan.json. Hosts are called s0, r0, r1, …: put the true names in their place.
 
     Args:
         model: the model's directory, as ``fastdecode generate --model`` takes it.
     """
     assert sizing.plan is not None
+    hosts, num_gpus = _r_hosts(sizing.plan), sizing.setup.num_gpus
     return {
-        "hostfile": _hostfile(sizing.plan),
-        "rankfile": _rankfile(sizing.plan),
-        "run.sh": _run_script(sizing, sizing.plan, model),
+        "hostfile": _hostfile(hosts, num_gpus),
+        "rankfile": _rankfile(hosts, num_gpus),
+        "run.sh": _run_script(sizing, sizing.plan, model, hosts),
         "job.sbatch": _sbatch(sizing, sizing.plan, model),
         "plan.json": json.dumps(as_json(sizing), indent=2) + "\n",
     }
 
 
-def _r_hosts(plan: Plan) -> list[tuple[str, int]]:
-    """(host, R-workers on it), as full as they go."""
+def _r_hosts(plan: Plan) -> tuple[Host, ...]:
+    """Hosts of R-workers, one for each socket, as full as they go."""
     full, rest = divmod(plan.sockets, plan.sockets_per_host)
     counts = [plan.sockets_per_host] * full + ([rest] if rest else [])
-    return [(f"r{i}", count) for i, count in enumerate(counts)]
+    return tuple(Host(f"r{i}", count) for i, count in enumerate(counts))
 
 
-def _hostfile(plan: Plan) -> str:
-    lines = ["# Put your hosts' names in place of s0, r0, r1, ...; s0 has the GPU.", "s0 slots=1"]
-    lines += [f"{host} slots={count}" for host, count in _r_hosts(plan)]
+def _hostfile(hosts: tuple[Host, ...], num_gpus: int) -> str:
+    lines = [f"# Put your hosts' names in place of {S_HOST}, r0, r1, ...; {S_HOST} has the GPU."]
+    lines += [f"{S_HOST} slots={num_gpus}", *(f"{host.name} slots={host.num_r_workers}" for host in hosts)]
     return "\n".join(lines) + "\n"
 
 
-def _rankfile(plan: Plan) -> str:
+def _rankfile(hosts: tuple[Host, ...], num_gpus: int) -> str:
     """One R-worker a socket, on all of its cores: its threads and its memory stay on one NUMA node."""
-    lines = [f"rank 0=s0 slot=0:0-{S_WORKER_CORES - 1}"]
-    rank = 1
-    for host, count in _r_hosts(plan):
-        for socket in range(count):
-            lines.append(f"rank {rank}={host} slot={socket}:*")
-            rank += 1
-    return "\n".join(lines) + "\n"
+    share = max(1, S_WORKER_CORES // num_gpus)
+    slots = [(S_HOST, f"0:{gpu * share}-{(gpu + 1) * share - 1}") for gpu in range(num_gpus)]
+    slots += [(host.name, f"{socket}:*") for host in hosts for socket in range(host.num_r_workers)]
+    return "".join(f"rank {rank}={host} slot={slot}\n" for rank, (host, slot) in enumerate(slots))
 
 
-def _generate_line(sizing: Sizing, plan: Plan, model: str) -> str:
-    setup, workload = sizing.setup, sizing.setup.workload
-    options = [
-        f"--model {shlex.quote(model)} --device cuda",
-        f"--dtype {setup.dtype} --kv-dtype {setup.kv_dtype} --max-model-len {workload.peak_context_tokens}",
-        f"--max-num-sequences {plan.batch} --lanes {plan.lanes}",
-        '--input "$INPUT" --output "$OUTPUT"',
-    ]
-    return " \\\n    ".join(["fastdecode generate", *options])
+def _generate(sizing: Sizing, plan: Plan, model: str) -> tuple[str, ...]:
+    """The S-worker's command; INPUT and OUTPUT are the script's."""
+    setup = sizing.setup
+    options = {
+        "--model": model,
+        "--device": "cuda",
+        "--tp": setup.num_gpus,
+        "--dtype": setup.dtype,
+        "--kv-dtype": setup.kv_dtype,
+        "--max-model-len": setup.workload.peak_context_tokens,
+        "--max-num-sequences": plan.batch,
+        "--lanes": plan.lanes,
+        "--input": "$INPUT",
+        "--output": "$OUTPUT",
+    }
+    if setup.num_gpus == 1:
+        del options["--tp"]
+    return ("generate", *(str(word) for option in options.items() for word in option))
 
 
-def _mpirun(sizing: Sizing, plan: Plan, model: str, where: str) -> str:
-    return (
-        f"mpirun {where} \\\n"
-        f"  -x MPI4PY_RC_THREAD_LEVEL=serialized -x OMPI_MCA_mpi_yield_when_idle=1 \\\n"
-        f"  -n 1 {_generate_line(sizing, plan, model)} \\\n"
-        f"  : -n {plan.sockets} fastdecode r-worker"
-    )
+def _for_shell(line: str) -> str:
+    """Have the shell put the script's arguments in."""
+    return line.replace("'$INPUT'", '"$INPUT"').replace("'$OUTPUT'", '"$OUTPUT"')
 
 
 def _summary(sizing: Sizing, plan: Plan) -> str:
@@ -85,16 +90,23 @@ def _summary(sizing: Sizing, plan: Plan) -> str:
     )
 
 
-def _run_script(sizing: Sizing, plan: Plan, model: str) -> str:
+def _run_script(sizing: Sizing, plan: Plan, model: str, hosts: tuple[Host, ...]) -> str:
+    line = JobLine(
+        s_command=("fastdecode", *_generate(sizing, plan, model)),
+        r_command=("fastdecode", "r-worker", "--numa-node", "auto"),
+        hosts=hosts,
+        s_host=S_HOST,
+        num_s_ranks=sizing.setup.num_gpus,
+    )
     return f"""#!/bin/sh
 {_summary(sizing, plan)}
-# Usage: sh run.sh IN.jsonl OUT.jsonl     (edit the host names in hostfile and rankfile first)
-# The line is Open MPI 5's; Open MPI 4 says --rankfile FILE in place of --map-by rankfile:file=FILE.
+# Usage: sh run.sh IN.jsonl OUT.jsonl     (first put your hosts' names in place of {S_HOST}, r0, r1, ..., and the
+# checkpoint's directory behind --model)
+# The line is Open MPI's. fastdecode launch builds it for MPICH, too, and for a network of your choice.
 set -eu
-here=$(cd "$(dirname "$0")" && pwd)
 INPUT=$1
 OUTPUT=$2
-{_mpirun(sizing, plan, model, '--hostfile "$here/hostfile" --map-by "rankfile:file=$here/rankfile"')}
+{_for_shell(line.shown())}
 """
 
 
@@ -102,23 +114,23 @@ def _sbatch(sizing: Sizing, plan: Plan, model: str) -> str:
     """A heterogeneous job: one node with GPUs, and the R-workers' nodes, whole."""
     return f"""#!/bin/bash
 {_summary(sizing, plan)}
-# Usage: sbatch job.sbatch IN.jsonl OUT.jsonl     (add your partitions and account)
+# Usage: sbatch job.sbatch IN.jsonl OUT.jsonl     (first add your partitions and account, and the checkpoint's
+# directory behind --model)
 #SBATCH --job-name=fastdecode
-#SBATCH --nodes=1 --ntasks=1 --cpus-per-task={S_WORKER_CORES} --gpus-per-node={sizing.setup.num_gpus}
+#SBATCH --nodes=1 --ntasks={sizing.setup.num_gpus} --cpus-per-task={S_WORKER_CORES} \
+--gpus-per-node={sizing.setup.num_gpus}
 #SBATCH hetjob
 #SBATCH --nodes={plan.hosts} --ntasks={plan.sockets} --ntasks-per-node={plan.sockets_per_host} --exclusive --mem=0
 set -eu
 INPUT=$1
 OUTPUT=$2
-ranks=$(mktemp)
-trap 'rm -f "$ranks"' EXIT
-echo "rank 0=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0") slot=0:0-{S_WORKER_CORES - 1}" > "$ranks"
-rank=1
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0"):0"
+left={plan.sockets}
 for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1"); do
-  for socket in {" ".join(str(i) for i in range(plan.sockets_per_host))}; do
-    if [ "$rank" -le {plan.sockets} ]; then echo "rank $rank=$host slot=$socket:*" >> "$ranks"; fi
-    rank=$((rank + 1))
-  done
+  count=$((left < {plan.sockets_per_host} ? left : {plan.sockets_per_host}))
+  hosts="$hosts,$host:$count"
+  left=$((left - count))
 done
-{_mpirun(sizing, plan, model, '--map-by "rankfile:file=$ranks"')}
+fastdecode launch --hosts "$hosts" -- \\
+    {_for_shell(shlex.join(_generate(sizing, plan, model)))}
 """

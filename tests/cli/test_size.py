@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -129,12 +130,40 @@ def test_emitted_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     slots = [int(line.split("slots=")[1]) for line in files["hostfile"].splitlines() if "slots=" in line]
     assert slots[0] == 1 and sum(slots[1:]) == plan["sockets"] and len(slots) - 1 == plan["hosts"]
     for name, shell in (("run.sh", "sh"), ("job.sbatch", "bash")):
-        assert f": -n {plan['sockets']} fastdecode r-worker" in files[name]
         assert subprocess.run([shell, "-n", str(directory / name)], check=False).returncode == 0
+    line = files["run.sh"].partition("\nmpirun ")[2]
+    r_workers = re.findall(r": -n (\d+) --host r\d+:(\d+) fastdecode r-worker --numa-node auto", line)
+    assert all(ranks == slots for ranks, slots in r_workers)
+    assert [int(ranks) for ranks, _ in r_workers] == slots[1:]
+    assert f"--max-num-sequences {plan['batch']} --lanes {plan['lanes']}" in line
+    assert '--input "$INPUT" --output "$OUTPUT"' in line
     assert "#SBATCH hetjob" in files["job.sbatch"] and f"--ntasks={plan['sockets']}" in files["job.sbatch"]
     (tmp_path / "file").write_text("")
     assert size(*QUESTION, "--emit", str(tmp_path / "file")) == 2
     assert size(*QUESTION, "--latency", "1", "--emit", str(directory)) == 2
+
+
+def test_the_emitted_slurm_job_shares_its_nodes_out(tmp_path: Path) -> None:
+    """Slurm's and our own commands are stubs on the PATH; the script is run as it is."""
+    assert size(*QUESTION, "--emit", str(tmp_path)) == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())["plan"]
+    nodes = " ".join(f"n{i}" for i in range(1 + plan["hosts"]))
+    stubs = {"scontrol": 'printf "%s\\n" $3', "fastdecode": 'printf "%s\\n" "$@"'}
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    s_node, _, r_nodes = nodes.partition(" ")
+    groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": s_node, "SLURM_JOB_NODELIST_HET_GROUP_1": r_nodes}
+    done = subprocess.run(
+        ["bash", str(tmp_path / "job.sbatch"), "in put.jsonl", "out.jsonl"],
+        env={**os.environ, **groups, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    words = done.stdout.splitlines()
+    hosts = dict(part.split(":") for part in words[words.index("--hosts") + 1].split(","))
+    assert hosts.pop("n0") == "0"
+    assert len(hosts) == plan["hosts"] and sum(map(int, hosts.values())) == plan["sockets"]
+    assert words[words.index("--input") + 1] == "in put.jsonl"
 
 
 def test_emitted_names_are_quoted(tmp_path: Path) -> None:
