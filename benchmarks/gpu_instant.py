@@ -58,7 +58,7 @@ def instant_steps(
     times: list[tuple[float, float]] = []
     number = 0
     for _ in range(num_steps + 4):
-        started, s_part_s = time.perf_counter(), 0.0
+        started, finished = time.perf_counter(), []
         for lane in range(num_lanes):
             sequences = [Sequence(lane * rows + i, request, 0, list(request.prompt_token_ids)) for i in range(rows)]
             for sequence in sequences:
@@ -69,10 +69,10 @@ def instant_steps(
                 started = time.perf_counter()
             pipeline.launch(lane, batch, np.arange(0))
         while pipeline.in_flight:
-            finished = pipeline.run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            s_part_s += finished.forward.device_s() or finished.s_compute_s
-        times.append((time.perf_counter() - started, s_part_s))
+            finished.append(pipeline.run())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elapsed_s = time.perf_counter() - started
+        times.append((elapsed_s, sum(step.forward.device_s() or step.s_compute_s for step in finished)))
     steps, s_parts = zip(*times[4:], strict=True)
     return statistics.median(steps), statistics.median(s_parts)

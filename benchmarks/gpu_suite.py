@@ -174,7 +174,7 @@ def staging(setup: Setup) -> Rows:
     for name in ("7b", "8b"):
         spec = setup.spec(name)
         for batch in setup.pick((16, 64, 256, 1024), (4,)):
-            lane = Staging(setup.device, 5)
+            lane = Staging(setup.device)
             heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
             q, k, v = (torch.randn(batch, h, spec.head_dim, device=setup.device).to(setup.dtype) for h in heads)
             answer = lane.send(q, k, v)

@@ -9,7 +9,7 @@
 The host waits for the device in one place: before it sends a lane's q, k and v, for their copy (``Staged.wait``). On a
 CPU nothing is copied, every wait is over at once, and the same code runs.
 
-A slot of the ring is written again after ``num_slots`` layers: by then its messages have been answered, which is what
+A slot of the ring is written again after ``LENT_LAYERS`` layers: by then its messages have been answered, which is what
 lets it be lent to them without a copy (``fastdecode.wire.transport``, "Whose is an array?").
 """
 
@@ -22,6 +22,10 @@ import torch
 from torch import Tensor
 
 from fastdecode.wire.messages import Activations
+
+LENT_LAYERS = 5
+"""Layers of a lane whose q, k and v may be on loan at a time: R-workers that only store them may owe the answers of all
+but the one that is being written."""
 
 
 class Staged:
@@ -46,13 +50,12 @@ class Staging:
 
     Args:
         device: where q, k, v come from and o goes.
-        num_slots: layers whose q, k, v may be lent out at a time.
     """
 
-    def __init__(self, device: torch.device, num_slots: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self._slots = [_Room(torch.device("cpu"), pinned=self._is_cuda) for _ in range(num_slots)]
+        self._slots = [_Room(torch.device("cpu"), pinned=self._is_cuda) for _ in range(LENT_LAYERS)]
         self._arriving = _Room(torch.device("cpu"), pinned=self._is_cuda)
         self._o = _Room(device)
         self._next = 0
@@ -65,8 +68,8 @@ class Staging:
         return sum(room.nbytes for room in (*self._slots, self._arriving)) if self._is_cuda else 0
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> Staged:
-        """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never waits. The arrays hold until ``num_slots``
-        more calls."""
+        """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never waits. The arrays hold for
+        ``LENT_LAYERS`` calls; on a CPU they are the tensors' own memory."""
         sources = [x.contiguous() for x in (q, k, v)]
         if not self._is_cuda:
             return Staged(_as_arrays(sources), None)

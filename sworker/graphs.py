@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastdecode.core.model_spec import ModelSpec
+from sworker.buffers import LENT_LAYERS
 from sworker.model.skeleton import Model
 
 MAX_GRAPH_ROWS = 512
@@ -37,15 +38,14 @@ def bucket_of(num_rows: int) -> int:
 
 @dataclass(frozen=True)
 class LaneBuffers:
-    """The fixed memory of one lane, M rows. o is read by a unit, x by the next one, q, k and v by whoever attends."""
+    """The fixed memory of one lane, M rows. o is read by a unit, x by the next one, qkv by whoever attends."""
 
     token_ids: Tensor  # int64 [M]
     positions: Tensor  # int64 [M]
     x: Tensor  # [M, hidden]
-    q: Tensor  # [M, Hq, D]
-    k: Tensor  # [M, Hkv, D]
-    v: Tensor  # [M, Hkv, D]
     o: Tensor  # [M, Hq, D]
+    qkv: tuple[tuple[Tensor, Tensor, Tensor], ...]
+    """q [M, Hq, D], k and v [M, Hkv, D], as often as layers may be on loan: unit i writes i modulo their number."""
 
     @classmethod
     def allocate(cls, spec: ModelSpec, num_rows: int, dtype: torch.dtype, device: torch.device) -> LaneBuffers:
@@ -54,13 +54,12 @@ class LaneBuffers:
 
         ids = torch.zeros((2, num_rows), dtype=torch.int64, device=device)
         q, kv = (spec.num_q_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)
-        return cls(ids[0], ids[1], rows(spec.hidden_size), rows(*q), rows(*kv), rows(*kv), rows(*q))
+        qkv = tuple((rows(*q), rows(*kv), rows(*kv)) for _ in range(LENT_LAYERS))
+        return cls(ids[0], ids[1], rows(spec.hidden_size), rows(*q), qkv)
 
-    @staticmethod
-    def row_bytes(spec: ModelSpec, itemsize: int) -> int:
-        """Bytes of one row."""
-        heads = 2 * spec.num_q_heads + 2 * spec.num_kv_heads
-        return 16 + (spec.hidden_size + heads * spec.head_dim) * itemsize
+    def outputs(self, unit: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where a unit writes q, k and v."""
+        return self.qkv[unit % len(self.qkv)]
 
 
 class StepGraphs:
@@ -122,7 +121,7 @@ class StepGraphs:
             y = layers[unit - 1].post_attention(x, lane.o[rows])
         if unit < len(layers):
             q, k, v = layers[unit].pre_attention(y, positions)
-            for target, source in ((lane.q, q), (lane.k, k), (lane.v, v)):
+            for target, source in zip(lane.outputs(unit), (q, k, v), strict=True):
                 target[rows].copy_(source)
         x.copy_(y)
 

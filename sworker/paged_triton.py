@@ -24,7 +24,7 @@ _DEFAULT_NUM_SMS = 128
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "split_tokens", "table_row", "window"])  # type: ignore[untyped-decorator]
 def _decode(  # type: ignore[no-untyped-def]
     q, keys, values, tables, context_lens, slopes, o, lse,
     q_row, q_head, kv_row, kv_head, table_row, num_rows, split_tokens, scale, softcap, sharpness, window,

@@ -60,6 +60,8 @@ class Ranks:
             WorkerError: not all came in ``JOINING_TIMEOUT_S``, or they can't connect.
         """
         # All are on this host: nothing listens beyond loopback.
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
             store = dist.FileStore(  # type: ignore[attr-defined]

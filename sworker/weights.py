@@ -240,7 +240,10 @@ def _some(names: list[str]) -> str:
 
 def _check_device(device: str | torch.device) -> torch.device:
     try:
-        return torch.empty(0, device=device).device
+        found = torch.empty(0, device=device).device
+        if found.type == "cuda":
+            torch.cuda.set_device(found)  # events and streams belong to the current device
+        return found
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device={str(device)!r} can't be used: {reason}. Name another, e.g. 'cpu'.") from None

@@ -102,7 +102,7 @@ class Pass:
 
 
 class PaddedPass(Pass):
-    """A step in its lane's fixed memory; q, k and v hold until the next unit."""
+    """A step in its lane's fixed memory; q, k and v hold for ``LENT_LAYERS`` units."""
 
     def __init__(self, worker: SWorker, graphs: StepGraphs, lane: int, rows: Tensor) -> None:
         self._graphs, self._lane = graphs, lane
@@ -124,10 +124,7 @@ class PaddedPass(Pass):
         self._graphs.run(self._lane, unit, self._bucket)
         rows = slice(self._num_rows)
         self._x = self._buffers.x[rows]
-        self.q, self.k, self.v = (x[rows] for x in (self._buffers.q, self._buffers.k, self._buffers.v))
-        if self.q.device.type == "cpu":
-            # There nobody copies them to other memory before they are lent to R-workers.
-            self.q, self.k, self.v = self.q.clone(), self.k.clone(), self.v.clone()
+        self.q, self.k, self.v = (x[rows] for x in self._buffers.outputs(unit))
 
 
 class DeviceTimer:

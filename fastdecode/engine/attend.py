@@ -26,11 +26,11 @@ from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.layout import LocalSpan, StepBatch, WorkerSpan
 from fastdecode.wire.messages import Attend, AttendResult
-from sworker.buffers import Staged, Staging, as_tensor
+from sworker.buffers import LENT_LAYERS, Staged, Staging, as_tensor
 from sworker.prefill import local_causal_attention, merge_attention
 
 # While an R-worker only stores a prompt's K and V, the S-worker computes ahead of it by this many layers at most.
-MAX_OWED_ANSWERS = 4
+MAX_OWED_ANSWERS = LENT_LAYERS - 1
 
 
 class LaneAttention(Protocol):
@@ -94,8 +94,7 @@ class AttentionPlan:
     def staging(self, lane: int) -> Staging:
         """A lane's memory on the way to R-workers and back."""
         if lane not in self._staging:
-            # The layers whose K and V may be lent out, and the one that is written.
-            self._staging[lane] = Staging(self.device, MAX_OWED_ANSWERS + 1)
+            self._staging[lane] = Staging(self.device)
         return self._staging[lane]
 
 

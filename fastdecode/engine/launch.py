@@ -147,6 +147,8 @@ def _device(name: str) -> torch.device:
             f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu, or check "
             "the driver and that torch was built for CUDA"
         )
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={name!r}: the S-part runs on cpu or cuda")
     return device

@@ -74,7 +74,9 @@ class LaneStep:
             if span.worker not in lost:
                 load = int(span.begin.num_visible.sum())
                 r_parts[span.worker] = RPartTime(load, prompt_tokens, self.remote.r_compute_s[span.worker])
-        times.observe(num_decoding, num_prompt_tokens, self.s_compute_s + completed_s, r_parts)
+        # A GPU works on while this thread is elsewhere.
+        s_part_s = max(self.s_compute_s + completed_s, self.forward.device_s())
+        times.observe(num_decoding, num_prompt_tokens, s_part_s, r_parts)
         if lanes is not None:
             loads = {worker: part.load_tokens for worker, part in r_parts.items()}
             lanes.observe(self.lane, num_decoding, loads, self.round_trip_s * (self.forward.layer + 1))
@@ -136,7 +138,6 @@ class Pipeline:
             if step.logits is None:
                 self._advance(step)
             if step.logits is not None and step.remote.settled:
-                step.s_compute_s = max(step.s_compute_s, step.forward.device_s())
                 self._lanes[step.lane] = None
                 return step
 

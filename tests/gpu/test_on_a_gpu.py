@@ -93,7 +93,7 @@ def test_paged_attention(name: str) -> None:
 
 def test_staging_keeps_what_is_lent() -> None:
     """Layers are sent one after another without a wait; each arrives as it was, in its own slot."""
-    staging = Staging(CUDA, 5)
+    staging = Staging(CUDA)
     layers = [[torch.randn(300, heads, 64, device=CUDA).bfloat16() for heads in (8, 2, 2)] for _ in range(5)]
     sent = [staging.send(*(x.clone() for x in layer)) for layer in layers]
     for staged, layer in zip(sent, layers, strict=True):

@@ -26,7 +26,7 @@ def test_rooms_grow_and_stay() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.inference_mode()
 def test_out_and_back(dtype: torch.dtype) -> None:
-    staging = Staging(torch.device("cpu"), 3)
+    staging = Staging(torch.device("cpu"))
     q, k, v = (torch.randn(9, heads, 4).to(dtype) for heads in (6, 2, 2))
     wide = torch.cat((q, k), dim=1)  # views of one tensor, as the S-part makes them
     staged = staging.send(wide[:, :6], wide[:, 6:], v)
