@@ -78,6 +78,8 @@ def add_r_worker(commands: Any) -> None:
 def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but the first serves, and doesn't return.
     With ``--tp 2`` the second mirrors the first."""
+    if args.kv_placement == "gpu" and (mpi_job.launched_size() or 1) > 1:
+        raise ConfigError("--kv-placement gpu has no R-workers for the other ranks to be: start it without a launcher")
     if args.tp > 1 and mpi_job.launched_size() is not None and 0 < mpi_job.join().rank < args.tp:
         _mirror_rank_0(args.model, engine_options)
     if mpi_job.launched_size() is None or args.transport not in ("auto", "mpi") or args.r_worker_addresses:

@@ -70,6 +70,14 @@ def test_two_s_workers_act_as_one(job: Callable[..., tuple[list[str], Path, str]
     assert output.read_text() == expected
 
 
+def test_ranks_with_nothing_to_do(job: Callable[..., tuple[list[str], Path, str]]) -> None:
+    options, _, _ = job(1)
+    command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--kv-placement", "gpu"]
+    outcome = run(command, timeout_s=120)
+    assert outcome.exit_code == 2, outcome.output
+    assert "without a launcher" in outcome.output and "Traceback" not in outcome.output
+
+
 def test_one_rank_is_too_few(job: Callable[..., tuple[list[str], Path, str]]) -> None:
     options, _, _ = job(1)
     outcome = run([mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options], timeout_s=120)
