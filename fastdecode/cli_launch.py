@@ -63,15 +63,19 @@ def run_launch(args: argparse.Namespace) -> int:
             return 0
         tell(line.shown())
         code = subprocess.run(line.words(), check=False).returncode
-        return _truthful(code, report)
+        return _truthful(code, report if "--exit-code-file" in line.s_command else None)
 
 
-def _truthful(mpirun_code: int, report: Path) -> int:
-    """mpirun fails when an R-worker was lost, though every request was answered; the S-worker knows better."""
+def _truthful(mpirun_code: int, report: Path | None) -> int:
+    """The S-worker's word counts: mpirun may fail when an R-worker was lost, though every request was answered, and not
+    fail when the S-worker died."""
+    code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
+    if report is None:
+        return code
     try:
         return int(report.read_text())
     except (OSError, ValueError):
-        return mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
+        return code or 1
 
 
 def _line(args: argparse.Namespace, command: list[str], report: Path) -> JobLine:

@@ -8,7 +8,8 @@ core between looks, then sleep.
 
 Nobody is trusted to be alive. MPI tells of a dead rank where it can (Open MPI under ``--with-ft ulfm``) or ends the
 job. It says nothing of a rank that hangs or can't be reached. So R-workers give signs of life all the time, whatever
-their main thread does, and the caller has deadlines (``heard_s``).
+their main thread does, and the caller has deadlines (``heard_s``). MPI itself may never return when a peer on the same
+host was stopped in the middle of writing to shared memory; a watchdog ends the process then.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
 from fastdecode.wire.mpi_connection import MpiConnection
-from fastdecode.wire.mpi_job import DEFAULT_TAG, S_RANK, MpiJob
-from fastdecode.wire.patience import Pump, look_until_found
+from fastdecode.wire.mpi_job import DEFAULT_TAG, S_RANK, MpiJob, leave_stuck
+from fastdecode.wire.patience import Pump, Watchdog, look_until_found
 from fastdecode.wire.transport import closed_error, timeout_error
 
 SendT = TypeVar("SendT", bound=Message)
@@ -67,6 +68,9 @@ class MpiHub(Generic[SendT, ReceiveT]):
             self._connections = tuple(MpiConnection(self, rank, peer, receives) for rank, peer in peers)
         self._first = 0
         self._waits_since: float | None = None
+        self._num_looks = 0
+        self._watchdog = Watchdog(lambda: None if self._waits_since is None else self._num_looks, leave_stuck)
+        self._watchdog.start()
         self._stirred = 0.0
         self._pump: Pump | None = None
         self._pulse: Pump | None = None
@@ -87,6 +91,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
 
     def close(self) -> None:
         """Close every connection, and see off what was sent over them, for a few seconds at most."""
+        self._watchdog.stop()
         if self._pulse is not None:
             self._pulse.stop()
         for connection in self._connections:
@@ -106,9 +111,14 @@ class MpiHub(Generic[SendT, ReceiveT]):
 
     def wait(self, look: Callable[[], T | None], timeout_s: float | None, whom: Callable[[], str]) -> T:
         """What ``look`` gives, as soon as it gives anything."""
+
+        def look_once() -> T | None:
+            self._num_looks += 1
+            return look()
+
         self._waits_since = time.monotonic()
         try:
-            found = look_until_found(look, timeout_s)
+            found = look_until_found(look_once, timeout_s)
         finally:
             self._waits_since = None
             self.stir()

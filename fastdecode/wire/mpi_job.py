@@ -213,6 +213,12 @@ def receive_text(job: MpiJob, rank: int) -> str:
         return bytes(buffer[: status.Get_count()]).decode()
 
 
+def leave_stuck() -> None:
+    """End this process, and have the launcher end the others: MPI has kept one of its threads for far too long."""
+    logger.critical("MPI doesn't return: some rank on this host hangs in the middle of a message; the job ends")
+    _abort(WorkerError.exit_code, LEAVING_TIMEOUT_S)
+
+
 def _part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
     """Say goodbye, and finalize MPI; end the process with that exit code if MPI doesn't let it go.
 
@@ -245,8 +251,10 @@ def _abort(exit_code: int, timeout_s: float) -> None:
 def _silence_threads() -> None:
     """Hubs that weren't closed have threads that call MPI."""
     for job in _joined:
-        with job.lock:
-            job.over.set()
+        has_lock = job.lock.acquire(timeout=1.0)
+        job.over.set()
+        if has_lock:
+            job.lock.release()
 
 
 def _exit_later(exit_code: int, timeout_s: float) -> threading.Timer:

@@ -39,6 +39,39 @@ def look_until_found(look: Callable[[], T | None], timeout_s: float | None) -> T
             os.sched_yield()
 
 
+class Watchdog(threading.Thread):
+    """Barks, once, when somebody should be looking and hasn't for ``num_ticks`` ticks: a call that never waits does.
+
+    Args:
+        looks: how often somebody has looked by now; None while nobody should.
+        bark: what to do then.
+        tick_s: between two of its own looks. Ticks are counted, not time: a process that was stopped has missed both.
+    """
+
+    def __init__(
+        self, looks: Callable[[], int | None], bark: Callable[[], None], *, tick_s: float = 1.0, num_ticks: int = 15
+    ) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self._looks = looks
+        self._bark = bark
+        self._tick_s = tick_s
+        self._num_ticks = num_ticks
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def run(self) -> None:
+        before, num_same = None, 0
+        while not self._stopped.wait(self._tick_s):
+            looks = self._looks()
+            num_same = num_same + 1 if looks is not None and looks == before else 0
+            before = looks
+            if num_same >= self._num_ticks:
+                self._bark()
+                return
+
+
 class Pump(threading.Thread):
     """Calls ``work`` every so often until it returns False; then rests until it is woken."""
 
