@@ -70,6 +70,19 @@ def test_two_s_workers_act_as_one(job: Callable[..., tuple[list[str], Path, str]
     assert output.read_text() == expected
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_s_worker_ends_the_job(rank: int, job: Callable[..., tuple[list[str], Path, str]]) -> None:
+    """Soon, and with every process."""
+    options, output, _ = job(400)
+    command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
+    with running([*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]) as started:
+        started.wait_until(lambda: output.exists() and bool(output.read_text()))
+        victim = next(p for p in started.processes() if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank))
+        victim.kill()
+        outcome = started.wait(timeout_s=60)
+    assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
+
+
 def test_ranks_with_nothing_to_do(job: Callable[..., tuple[list[str], Path, str]]) -> None:
     options, _, _ = job(1)
     command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--kv-placement", "gpu"]

@@ -1,0 +1,86 @@
+"""q, k and v that reach the host late, as from a GPU: they are sent when they are there, and nothing overtakes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from checkpoints import prompts
+from torch import Tensor
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.engine import attend, launch
+from sworker.buffers import LENT_LAYERS, Staging
+from sworker.graphs import StepGraphs
+
+NUM_LATE = {"polls": 0, "waits": 0}
+
+
+class LateStaged:
+    """Copies when it is waited for, or after a few looks: whoever writes the sources before, spoils it."""
+
+    def __init__(self, sources: tuple[Tensor, ...], slot: list[np.ndarray]) -> None:
+        self._sources, self._slot = sources, slot
+        self._looks = 0
+
+    @property
+    def done(self) -> bool:
+        self._looks += 1
+        NUM_LATE["polls"] += 1
+        if self._looks > 6:
+            self._copy()
+        return not self._sources
+
+    def wait(self) -> None:
+        NUM_LATE["waits"] += 1
+        self._copy()
+
+    def _copy(self) -> None:
+        if self._sources:
+            self._slot[:] = [source.numpy().copy() for source in self._sources]
+            self._sources = ()
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        assert name in ("q", "k", "v") and not self._sources, "sent before it was there"
+        return self._slot["qkv".index(name)]
+
+
+class LateStaging(Staging):
+    """A ring of host memory, as a GPU's: its slots are written again, in place, after ``LENT_LAYERS`` layers."""
+
+    def __init__(self, device: object) -> None:
+        super().__init__(device)  # type: ignore[arg-type]
+        self._ring: list[list[np.ndarray]] = [[] for _ in range(LENT_LAYERS)]
+
+    def send(self, q: Tensor, k: Tensor, v: Tensor) -> LateStaged:  # type: ignore[override]
+        slot = self._ring.pop(0)
+        self._ring.append(slot)
+        for array in slot:
+            array.fill(np.nan)  # who still reads it reads nonsense
+        return LateStaged((q, k, v), slot)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_equal_tokens(lanes: int, graphs: bool, tiny_checkpoint: Callable[..., Path]) -> None:
+    path = str(tiny_checkpoint("llama", num_hidden_layers=9))  # more layers than may be on loan
+    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "prefill_chunk": 9, "r_workers": 2}
+    asked = prompts([3, 30, 11, 1, 19, 8, 5, 40], seed=2)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def run() -> list[tuple[int, ...]]:
+        with LLM(path, lanes=lanes, **options) as llm:
+            return [output.completions[0].token_ids for output in llm.generate(asked, params)]
+
+    expected = run()
+    NUM_LATE.update(polls=0, waits=0)
+    with (
+        mock.patch.object(attend, "Staging", LateStaging),
+        mock.patch.object(launch, "_uses_graphs", return_value=graphs),
+        mock.patch.object(launch, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
+    ):
+        assert run() == expected
+    assert NUM_LATE["polls"] > 0 and NUM_LATE["waits"] > 0
