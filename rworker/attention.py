@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 import cpu_kernels
@@ -19,6 +20,10 @@ from fastdecode.wire.messages import Activations, AttendResult
 from rworker.instructions import Compute, CopyBlocks, Prepare, StepPlan
 
 logger = logging.getLogger(__name__)
+
+
+def _available_bytes() -> int:
+    return int(psutil.virtual_memory().available)
 
 
 class Kernels(Protocol):
@@ -51,6 +56,7 @@ class AttentionExecutor:
         num_threads: threads that a kernel may use.
         clock: seconds, for ``AttendResult.compute_s``.
         kernels: ``cpu_kernels`` by default.
+        free_bytes: memory that this host has left.
     """
 
     def __init__(
@@ -59,7 +65,9 @@ class AttentionExecutor:
         num_threads: int = 1,
         clock: Callable[[], float] = time.perf_counter,
         kernels: Kernels = cpu_kernels,
+        free_bytes: Callable[[], int] = _available_bytes,
     ) -> None:
+        self._free_bytes = free_bytes
         self._num_threads = num_threads
         self._clock = clock
         self._kernels = kernels
@@ -73,17 +81,22 @@ class AttentionExecutor:
         """Make the KV cache (its memory is committed as it is written), and compile the kernels that it needs.
 
         Raises:
-            CapacityError: the address space for the cache can't be had.
+            CapacityError: there isn't that much free memory, or the address space for it can't be had.
         """
         self._prepared, self._pool, self._layers, self._outputs = prepare, None, [], {}
         started = self._clock()
         self._warm_up(prepare)
         warm = self._clock()
         layout, num_layers = prepare.layout, len(prepare.attention)
+        total_bytes, free_bytes = num_layers * prepare.num_blocks * layout.block_bytes, self._free_bytes()
+        if total_bytes > free_bytes:  # the system would promise it, and kill whoever fills it
+            raise CapacityError(
+                f"the KV cache would take {total_bytes} bytes, but {free_bytes} are free on this host: "
+                "give the R-worker less KV memory (--kv-memory-gb)"
+            )
         try:
             self._pool = allocate_pool(layout, num_layers, prepare.num_blocks)
         except (MemoryError, OSError, OverflowError) as error:
-            total_bytes = num_layers * prepare.num_blocks * layout.block_bytes
             raise CapacityError(
                 f"{total_bytes} bytes for the KV cache can't be had from this host ({error}): "
                 "give the R-worker less KV memory"

@@ -376,9 +376,16 @@ def test_a_cache_that_cannot_be_had_is_a_typed_failure(
         return cpu_kernels.allocate_pool(layout, num_layers, num_blocks)
 
     monkeypatch.setattr(attention, "allocate_pool", allocate_pool)
-    worker = start(kv_bytes=1 << 55)  # the books alone would fill memory, were they filled in beforehand
+    # The books alone would fill memory, were they filled in beforehand.
+    worker = start(kv_bytes=1 << 55, executor=AttentionExecutor(free_bytes=lambda: 1 << 60))
     worker.connection.send(hello(DType.FLOAT32))
     expect_failed_then_closed(worker, "out_of_capacity", "less KV memory")
+
+
+def test_a_cache_larger_than_what_is_free_is_refused_not_promised(start: Callable[..., WorkerThread]) -> None:
+    worker = start(executor=AttentionExecutor(free_bytes=lambda: 300_000))
+    worker.connection.send(hello(DType.FLOAT32))
+    expect_failed_then_closed(worker, "out_of_capacity", "but 300000 are free", "--kv-memory-gb")
 
 
 def test_shutdown_ends_the_thread_after_the_work_before_it(start: Callable[..., WorkerThread]) -> None:
