@@ -140,10 +140,6 @@ class RWorkerState:
                 raise _unknown(message)
 
     def _hello(self, hello: Hello) -> tuple[Instruction, ...]:
-        if self._session is not None and self._session.store.num_sequences:
-            raise ProtocolError(
-                f"{self._session.store.num_sequences} sequences are still open: close them before greeting again"
-            )
         _check_hello(hello)
         if self._model_hash not in (None, hello.model_hash) and not self.was_inspected:
             raise ProtocolError(
@@ -162,6 +158,9 @@ class RWorkerState:
                 f"{self._kv_bytes} bytes of KV memory don't hold one KV block of {block_bytes} bytes "
                 f"({kv.num_layers} layers, {kv.block_size} tokens): give the R-worker more memory"
             )
+        # Whoever greets again begins anew: what was held and under way before is forgotten.
+        self._steps.clear()
+        self._settled.clear()
         self._session = _Session(hello, KVStore(num_blocks, kv.block_size, max_sequences=self._max_sequences))
         return (
             Prepare(layout, num_blocks, hello.attention, hello.activation_dtype),

@@ -9,6 +9,7 @@ from fastdecode.core.errors import ConfigError
 
 MAX_R_WORKERS = 4096
 MAX_TP = 64
+R_PARTITIONS = ("sequences", "heads")
 TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu")
 CUDA_GRAPHS = ("auto", "on", "off")
@@ -45,6 +46,8 @@ class EngineConfig:
     """File with the cluster's key, for R-workers that aren't on this host; with zmq."""
     r_workers: int = 1
     """R-workers to start as threads of this process."""
+    r_partition: str = "sequences"
+    """What R-workers share out: sequences (each has whole ones) or heads (each has some KV heads of all sequences)."""
     r_threads: int | None = None
     """CPU threads of each R-worker; None: this machine's cores shared out among the R-workers."""
     kv_memory_gb: float | None = None
@@ -92,6 +95,8 @@ class EngineConfig:
         for name in ("dtype", "kv_dtype"):
             if getattr(self, name) != "auto":
                 DType.parse(getattr(self, name), option=name)
+        if self.r_partition not in R_PARTITIONS:
+            raise ConfigError(f"r_partition={self.r_partition!r} is not one of {', '.join(R_PARTITIONS)}")
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport={self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         if self.cuda_graphs not in CUDA_GRAPHS:

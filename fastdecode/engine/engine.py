@@ -35,7 +35,7 @@ from sworker.sampler import SampledToken, SamplingState
 from sworker.worker import SWorker
 
 if TYPE_CHECKING:
-    from fastdecode.engine.replacements import Replacements  # needs pyzmq
+    from fastdecode.engine.workers import Newcomers
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Engine:
         trace: Trace | None = None,
         times: MeasuredTimes | None = None,
         lanes: LaneControl | None = None,
-        replacements: Replacements | None = None,
+        replacements: Newcomers | None = None,
     ) -> None:
         self._replacements = replacements
         self._times = times
@@ -309,8 +309,12 @@ class Engine:
         lost = self._fleet.lost
         if not lost:
             return []
+        outputs: list[RequestOutput] = []
         if len(lost) == len(self._fleet):
-            raise next(iter(lost.values()))
+            if self._replacements is None or not self._replacements.look(lost):
+                raise next(iter(lost.values()))
+            while self._pipeline.in_flight:  # nothing comes of these steps; but whoever was in them starts again
+                outputs += self._finish_step()
         hopeless: list[Sequence] = []
         for worker in lost.keys() - self._mourned:
             hopeless += self._scheduler.lose_worker(worker)
@@ -327,8 +331,10 @@ class Engine:
                     hopeless.append(sequence)
         self._readmit()
         error = WorkerError("its R-worker was lost, and no R-worker that is left has room for it")
+        # Those that have been readmitted just now may have room.
+        hopeless = [sequence for sequence in hopeless if not self._scheduler.is_possible(sequence)]
         request_ids = dict.fromkeys(sequence.request.request_id for sequence in hopeless)
-        return [self._fail(self._groups[request_id], error) for request_id in request_ids]
+        return outputs + [self._fail(self._groups[request_id], error) for request_id in request_ids]
 
     def _readmit(self) -> None:
         """Use R-workers that have come in the place of lost ones, once no step in flight remembers those."""

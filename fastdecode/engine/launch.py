@@ -20,6 +20,7 @@ from fastdecode.core.trace import Trace
 from fastdecode.engine.attend import Attention, AttentionPlan
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.fleet import Fleet
+from fastdecode.engine.heads import HeadsWorkers
 from fastdecode.engine.local import LocalAttention, LocalWorkers
 from fastdecode.engine.memory import FreeMemory, KVDemand, MemoryPlan, StepSizes, plan_memory
 from fastdecode.engine.pipeline import Pipeline
@@ -190,6 +191,9 @@ class RunningEngine:
         workers = _reach_workers(resolved)
         self._workers: Workers | None = workers
         self._fleet = Fleet(workers.hub, config.worker_timeout_s, config.worker_silence_s)
+        # The R-workers that are lost, and why.
+        self._lost = workers.hub.dead if isinstance(workers, HeadsWorkers) else self._fleet.lost
+        self.num_r_workers = workers.num_r_workers if isinstance(workers, HeadsWorkers) else len(self._fleet)
         try:
             tell(
                 f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype}): "
@@ -229,11 +233,11 @@ class RunningEngine:
 
     @property
     def has_hung_r_workers(self) -> bool:
-        return any(error.code == TIMEOUT for error in self._fleet.lost.values())
+        return any(error.code == TIMEOUT for error in self._lost.values())
 
     @property
     def num_live_r_workers(self) -> int:
-        return len(self._fleet) - len(self._fleet.lost)
+        return self.num_r_workers - len(self._lost)
 
     def close(self) -> None:
         """Stop the R-workers, and S-workers beside this one. Safe to call twice."""
@@ -286,9 +290,14 @@ def _attention(
 
 
 def _reach_workers(resolved: ResolvedConfig) -> Workers:
-    config = resolved.config
     if resolved.transport == "local":
         return LocalWorkers(resolved.device, resolved.kv_bytes)
+    workers = _reach_r_workers(resolved)
+    return HeadsWorkers(workers) if resolved.config.r_partition == "heads" else workers
+
+
+def _reach_r_workers(resolved: ResolvedConfig) -> Workers:
+    config = resolved.config
     if resolved.transport == "mpi":
         return MpiWorkers(config.tp)
     if resolved.transport == "zmq":

@@ -92,7 +92,7 @@ class LLM:
     @property
     def num_r_workers(self) -> int:
         """R-workers that it began with."""
-        return len(self._running.welcomes)
+        return self._running.num_r_workers
 
     @property
     def num_live_r_workers(self) -> int:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from fastdecode.core.errors import MissingExtraError, WorkerError
 from fastdecode.engine.fleet import RHub
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
+from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
 from fastdecode.wire.transport import Connection
 from rworker.worker import WorkerThread, start_worker_thread
-
-if TYPE_CHECKING:
-    from fastdecode.engine.replacements import Replacements  # needs pyzmq
 
 logger = logging.getLogger(__name__)
 
 REACH_TIMEOUT_S = 20.0
 """For R-workers that are being started at the same time."""
+
+
+class Newcomers(Protocol):
+    """R-workers that take the place of lost ones."""
+
+    def look(self, lost: Collection[int]) -> Mapping[int, Welcome]:
+        """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
+
+    def admit(self, worker: int) -> None:
+        """From now on the hub's connection of that number is the new R-worker's."""
 
 
 class Workers(Protocol):
@@ -30,7 +37,7 @@ class Workers(Protocol):
     def hub(self) -> RHub:
         """One connection a worker."""
 
-    def replacements(self, hello: Hello) -> Replacements | None:
+    def replacements(self, hello: Hello) -> Newcomers | None:
         """Who may take the place of those that are lost; None: nobody."""
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
@@ -139,7 +146,7 @@ class ZmqWorkers:
             self.hub.close()
             raise
 
-    def replacements(self, hello: Hello) -> Replacements:
+    def replacements(self, hello: Hello) -> Newcomers:
         from fastdecode.engine.replacements import Replacements
 
         return Replacements(self.hub, hello)

@@ -133,6 +133,9 @@ class ContinuousScheduler:
     def regain_worker(self, worker: int, num_blocks: int) -> None:
         self._ledger.regain(worker, num_blocks)
 
+    def is_possible(self, sequence: Sequence) -> bool:
+        return self._ledger.is_possible(sequence.max_cached_tokens)
+
     def regroup(self, num_lanes: int) -> None:
         runs = [run for lane in self._lanes for run in lane.running.values()]
         self._make_lanes(num_lanes)

@@ -99,6 +99,9 @@ class Scheduler(Protocol):
         """An empty R-worker with so many KV blocks is there in the place of a lost one, of which nothing runs any
         more."""
 
+    def is_possible(self, sequence: Sequence) -> bool:
+        """Whether some R-worker, were it empty, could hold all that the sequence may ever cache."""
+
     def regroup(self, num_lanes: int) -> None:
         """From now on there are so many lanes, among which the running sequences are shared out anew. No lane's step
         is in flight. Prompts keep the room that was booked for them, so for a few steps a lane may run more tokens than

@@ -84,6 +84,7 @@ class Frame(NamedTuple):
                     pieces.append(_PADDING[: offset - end])
                 pieces.append(array)
                 end = offset + array.nbytes
+        pieces.append(_PADDING[: self.num_bytes - end])  # where empty arrays end the body
         return b"".join(pieces)
 
     def write_body(self, out: memoryview) -> None:

@@ -3,7 +3,8 @@
 ==================  ===========  ============================================================================
 message             direction    meaning, and the answer
 ==================  ===========  ============================================================================
-``Hello``           S → R        protocol version, model, KV cache and attention of every layer → ``Welcome``
+``Hello``           S → R        protocol version, model, KV cache and attention of every layer → ``Welcome``; said
+                                 again, it begins anew: sequences, cache and open steps are forgotten
 ``OpenSequence``    S → R        reserve room for a new sequence → ``Accepted`` or ``Refused``
 ``ForkSequence``    S → R        a new sequence that starts with a prefix of its parent's cached tokens (blocks are
                                  shared, copied on write) → ``Accepted`` or ``Refused``

@@ -30,11 +30,12 @@ def write_requests(path: Path, max_tokens: int) -> None:
 
 @pytest.fixture
 def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[list[str], Path, str]]:
-    """``job(max_tokens)``: generate's options, its output file, and what is to be in it."""
+    """``job(max_tokens, **model)``: generate's options, its output file, and what is to be in it."""
 
-    def make(max_tokens: int) -> tuple[list[str], Path, str]:
+    def make(max_tokens: int, **overrides: int) -> tuple[list[str], Path, str]:
         write_requests(tmp_path / "in.jsonl", max_tokens)
-        model = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--prefill-chunk", "16"]
+        checkpoint = str(tiny_checkpoint("llama", **overrides))
+        model = ["generate", "--model", checkpoint, "--dtype", "float32", "--prefill-chunk", "16"]
         model += ["--input", str(tmp_path / "in.jsonl")]
         expected = tmp_path / "expected.jsonl"
         assert main([*model, "--output", str(expected), "--kv-memory-gb", "0.01"]) == 0
@@ -98,11 +99,13 @@ def test_one_rank_is_too_few(job: Callable[..., tuple[list[str], Path, str]]) ->
     assert "1 MPI rank" in outcome.output and "Traceback" not in outcome.output
 
 
+@pytest.mark.parametrize("partition", ["sequences", "heads"])
 @pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_r_worker_changes_no_token(
-    trouble: signal.Signals, job: Callable[..., tuple[list[str], Path, str]]
+    trouble: signal.Signals, partition: str, job: Callable[..., tuple[list[str], Path, str]]
 ) -> None:
-    options, output, expected = job(300)
+    options, output, expected = job(300, num_key_value_heads=3)
+    options += ["--r-partition", partition]
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, "--worker-silence-s", "1", ":"]
     command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     with running(command) as started:

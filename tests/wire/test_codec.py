@@ -52,6 +52,7 @@ def in_one_piece(message: Message, *, epoch: int = 0) -> np.ndarray:
     frame = codec.encode(message, epoch=epoch)
     out = np.zeros(frame.num_bytes, np.uint8)
     frame.write(out.data)
+    assert frame.whole() == out.tobytes()
     return out
 
 

@@ -1,0 +1,145 @@
+"""R-workers that share out the KV heads: the tokens of R-workers that each have whole sequences, also after a loss."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import prompts
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.spec import AttentionSpec
+from fastdecode.engine import workers
+from fastdecode.engine.heads import HeadsHub, share_heads
+from fastdecode.wire.inproc import InprocHub, connect
+from fastdecode.wire.messages import Accepted, CloseSequence, FromRWorker, OpenSequence, Refused, ToRWorker
+from rworker.attention import AttentionExecutor
+from rworker.instructions import Compute
+from rworker.worker import WorkerThread, start_worker_thread
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=20, n=3, ignore_eos=True)
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_attention_heads": 10, "num_key_value_heads": 5},  # 5 KV heads: uneven among 2 and 3
+    "bloom": {},  # a slope for each head
+    "gemma2": {},
+}
+
+
+def tokens(path: Path, **options: Any) -> tuple[list[list[tuple[int, ...]]], LLM]:
+    """Everybody's tokens, and the closed LLM."""
+    shared = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "prefill_chunk": 8}
+    with LLM(str(path), **shared, **options) as llm:
+        outputs = llm.generate(prompts([3, 30, 11, 1, 19, 8, 5], seed=2), [GREEDY] * 5 + [FORKED] * 2)
+        return [[c.token_ids for c in output.completions] for output in outputs], llm
+
+
+@pytest.mark.parametrize(
+    ("family", "num_workers"), [("qwen3", 1), ("qwen3", 2), ("qwen3", 3), ("bloom", 3), ("gemma2", 2)]
+)
+def test_tokens_are_those_of_whole_sequences(
+    family: str, num_workers: int, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    path = tiny_checkpoint(family, **SHAPES[family])
+    expected, _ = tokens(path)
+    assert tokens(path, r_workers=num_workers, r_partition="heads", lanes=2)[0] == expected
+
+
+class Crashing(AttentionExecutor):
+    """Works until its ``after``-th layer."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(num_threads=1)
+        self._left = after
+
+    def compute(self, compute: Compute) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise MemoryError("no more memory")
+        return super().compute(compute)
+
+
+@pytest.mark.parametrize("crashes", [{"r1": 0}, {"r1": 33, "r2": 90}])
+def test_those_that_are_left_share_the_heads_anew(
+    crashes: dict[str, int], tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint("qwen3", **SHAPES["qwen3"])
+    expected, _ = tokens(path)
+
+    def start(name: str, **options: Any) -> WorkerThread:
+        executor = Crashing(crashes[name]) if name in crashes else None
+        return start_worker_thread(name, **options, executor=executor)
+
+    monkeypatch.setattr(workers, "start_worker_thread", start)
+    found, llm = tokens(path, r_workers=3, r_partition="heads", lanes=2)
+    assert found == expected
+    assert llm.num_live_r_workers == 3 - len(crashes)
+    assert llm.stats.num_recomputed > 0
+
+
+def test_one_that_hangs_is_given_up(tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_checkpoint("qwen3", **SHAPES["qwen3"])
+    expected, _ = tokens(path)
+    woken = threading.Event()
+
+    class Hanging(Crashing):
+        def compute(self, compute: Compute) -> Any:
+            if self._left == 0:
+                assert woken.wait(60)
+            return super().compute(compute)
+
+    def start(name: str, **options: Any) -> WorkerThread:
+        return start_worker_thread(name, **options, executor=Hanging(13) if name == "r1" else None)
+
+    monkeypatch.setattr(workers, "start_worker_thread", start)
+    try:
+        found, llm = tokens(path, r_workers=3, r_partition="heads", worker_timeout_s=0.5)
+    finally:
+        woken.set()
+    assert found == expected
+    assert llm.num_live_r_workers == 2 and llm.has_hung_r_workers
+
+
+def test_when_all_are_lost_every_request_says_so(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        workers, "start_worker_thread", lambda name, **o: start_worker_thread(name, **o, executor=Crashing(20))
+    )
+    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2, "r_partition": "heads"}
+    with LLM(str(tiny_checkpoint("qwen3", **SHAPES["qwen3"])), **options) as llm:
+        (output,) = llm.generate(prompts([4]), GREEDY)
+    assert isinstance(output.error, WorkerError) and "no more memory" in str(output.error)
+
+
+def test_more_r_workers_than_heads_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="can't share 1 KV heads"):
+        LLM(str(tiny_checkpoint("mistral")), r_workers=2, r_partition="heads", kv_memory_gb=0.01)
+
+
+def test_shares_are_even_and_cover_all_heads() -> None:
+    shares = share_heads(20, 10, 4)
+    assert [s.kv for s in shares] == [slice(0, 2), slice(2, 5), slice(5, 7), slice(7, 10)]
+    assert [s.q for s in shares] == [slice(0, 4), slice(4, 10), slice(10, 14), slice(14, 20)]
+    spec = AttentionSpec(20, 10, 8, 1.0, alibi_slopes=tuple(np.arange(20.0)))
+    assert [s.of(spec).alibi_slopes for s in shares][1] == (4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
+
+
+def test_a_sequence_that_one_refuses_is_closed_on_the_others() -> None:
+    parts: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    peers = [connect(parts, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(2)]
+    hub = HeadsHub(parts)
+    hub._shares = dict(enumerate(share_heads(4, 2, 2)))
+    hub.send(OpenSequence(7, 100))
+    refused = Refused(7, "out_of_capacity", "full")
+    peers[0].send(Accepted(7))
+    assert hub.poll() is None
+    peers[1].send(refused)
+    assert hub.receive_any(5.0) == (0, refused)
+    assert [peer.poll() for peer in peers] == [OpenSequence(7, 100)] * 2
+    assert [peer.poll() for peer in peers] == [CloseSequence(7), None]
