@@ -13,6 +13,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.config import EngineConfig
 from fastdecode.engine.launch import resolve
 from fastdecode.engine.llm import PromptRequest
+from fastdecode.engine.memory import FreeMemory
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes
 from sworker.weights import load_spec
@@ -71,7 +72,8 @@ def test_lanes_adapt_where_the_parts_have_hardware_of_their_own(tiny_checkpoint:
     spec = load_spec(path)
 
     def resolved(**options: object) -> tuple[int, bool]:
-        found = resolve(EngineConfig(model=path, **options), spec, num_cores=2, free_bytes=1 << 30)  # type: ignore[arg-type]
+        config = EngineConfig(model=path, **options)  # type: ignore[arg-type]
+        found = resolve(config, spec, num_cores=2, free=FreeMemory(1 << 30))
         return found.schedule.num_lanes, found.adapts_lanes
 
     assert resolved() == (1, False)
