@@ -154,7 +154,7 @@ def gathered_decode(
         tables: int32 [N, W].
         context_lens: [N], >= 1; the query is the last of these tokens.
         slopes: ALiBi's, float32 [Hq].
-        out: [N, Hq, D], written.
+        out: [N, Hq, D], dense, written.
     """
     Hkv, G, D = spec.num_kv_heads, spec.group_size, spec.head_dim
     on_cpu = q.device.type == "cpu"

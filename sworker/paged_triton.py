@@ -20,6 +20,7 @@ TILE = 64
 """Tokens of a step of a program's loop."""
 MIN_SPLIT_TOKENS = 256
 _PROGRAMS_PER_SM = 4
+_MERGED_AT_A_TIME = 8
 _DEFAULT_NUM_SMS = 128
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -31,7 +32,7 @@ def _decode(  # type: ignore[no-untyped-def]
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """q [N, Hq, D], keys and values [slots, Hkv, D] → o float32 [S, N, Hq, D], lse float32 (base 2) [S, N, Hq].
+    """q [N, Hq, D], keys and values [slots, Hkv, D] → o [S, N, Hq, D], lse float32 (base 2) [S, N, Hq].
 
     ``sharpness`` is 2 / softcap, base 2. Grid (N, Hkv, S). Loop: tiles of TILE tokens of this split; within: K tile,
     scores [G, TILE], running softmax, V tile.
@@ -82,6 +83,29 @@ def _decode(  # type: ignore[no-untyped-def]
     tl.store(lse + out_row, tl.where(mass > 0, greatest + tl.log2(mass), float("-inf")), mask=in_g)
 
 
+@triton.jit(do_not_specialize=["num_splits", "num_outputs"])  # type: ignore[untyped-decorator]
+def _merge(  # type: ignore[no-untyped-def]
+    parts, lse, out, num_splits, num_outputs,
+    D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """parts float32 [S, N · Hq, D], lse (base 2) [S, N · Hq] → out [N · Hq, D]. Grid (N · Hq). Some split has seen
+    something."""
+    row = tl.program_id(0).to(tl.int64)
+    s, d = tl.arange(0, S_PAD), tl.arange(0, D_PAD)
+    sums = tl.load(lse + s * num_outputs + row, mask=s < num_splits, other=float("-inf"))
+    greatest = tl.max(sums, axis=0)
+    mass = tl.sum(tl.exp2(sums - greatest), axis=0)
+    total = tl.zeros([D_PAD], tl.float32)
+    for start in range(0, num_splits, TILE):
+        split = start + tl.arange(0, TILE)
+        is_split = split < num_splits
+        share = tl.exp2(tl.load(lse + split * num_outputs + row, mask=is_split, other=float("-inf")) - greatest)
+        at = (split[:, None] * num_outputs + row) * D + d[None, :]
+        part = tl.load(parts + at, mask=is_split[:, None] & (d[None, :] < D), other=0.0)  # [TILE, D]
+        total += tl.sum(part * share[:, None], axis=0)
+    tl.store(out + row * D + d, total / mass, mask=d < D)
+
+
 def paged_decode(
     q: Tensor,
     keys: Tensor,
@@ -104,7 +128,7 @@ def paged_decode(
         context_lens: int32 [N], >= 1; the query is the last of these tokens.
         slopes: ALiBi's, float32 [Hq].
         longest: the greatest of the context lengths, or more.
-        out: [N, Hq, D], written. Scores and sums are float32; softmax weights are rounded to q's dtype.
+        out: [N, Hq, D], dense, written. Scores and sums are float32; softmax weights are rounded to q's dtype.
     """
     num_rows, Hq, D = q.shape
     Hkv, G = spec.num_kv_heads, spec.group_size
@@ -112,7 +136,8 @@ def paged_decode(
     splits = num_splits(num_rows * Hkv, most, _num_sms(q.device))
     split_tokens = -(-most // splits)
     split_tokens += -split_tokens % TILE
-    o = torch.empty((splits, num_rows, Hq, D), dtype=torch.float32, device=q.device)
+    # As few launches as may be: with one split its result is the result.
+    o = out if splits == 1 else torch.empty((splits, num_rows, Hq, D), dtype=torch.float32, device=q.device)
     lse = torch.empty((splits, num_rows, Hq), dtype=torch.float32, device=q.device)
     cap = spec.logit_softcap or 1.0
     _decode[(num_rows, Hkv, splits)](
@@ -123,11 +148,11 @@ def paged_decode(
         BLOCK_SIZE=block_size, TILE=TILE, HAS_SLOPES=slopes is not None,
         HAS_SOFTCAP=spec.logit_softcap is not None, HAS_WINDOW=spec.sliding_window is not None,
     )  # fmt: skip
-    if splits == 1:
-        out.copy_(o[0])
-        return
-    weights = torch.softmax(lse * 0.6931471805599453, dim=0)  # [S, N, Hq]; some split has seen something
-    out.copy_((o * weights[..., None]).sum(dim=0))
+    if splits > 1:
+        _merge[(num_rows * Hq,)](
+            o, lse, out, splits, num_rows * Hq,
+            D=D, D_PAD=triton.next_power_of_2(D), S_PAD=triton.next_power_of_2(splits), TILE=_MERGED_AT_A_TIME,
+        )  # fmt: skip
 
 
 def num_splits(num_programs: int, longest: int, num_sms: int) -> int:

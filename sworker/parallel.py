@@ -63,6 +63,7 @@ class Ranks:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         try:
             store = dist.FileStore(  # type: ignore[attr-defined]
                 str(place), shard.size
