@@ -32,7 +32,7 @@ APPEND_JOB = np.dtype(
         for name in (
             "pool", "k", "v", "slots", "num_tokens", "source", "dtype", "pack", "num_kv_heads", "head_dim",
             "block_size", "block_bytes", "head_bytes", "v_offset", "scale_offset", "padded_tokens", "padded_dims",
-            "dim_words",
+            "dim_words", "tile_dims", "tile_bytes",
         )
     ]
 )  # fmt: skip
@@ -100,15 +100,22 @@ def _write_column(job, codes, cells):
 
 @njit(nogil=True, cache=True)
 def _write_row(job, codes, cells, element):
-    """One token's V: its elements within the cells from ``cells`` on."""
+    """One token's V: its elements within the cells from ``cells`` on, and those of the following tiles."""
+    for first in range(0, job.head_dim, job.tile_dims):
+        _write_tile_row(job, codes + 4 * first, min(job.tile_dims, job.head_dim - first), cells, element)
+        cells += job.tile_bytes
+
+
+@njit(nogil=True, cache=True)
+def _write_tile_row(job, codes, count, cells, element):
     if job.dtype == FLOAT16:
-        for d in range(job.head_dim):
+        for d in range(count):
             store_u16(cells + 2 * d, np.uint16(load_u32(codes + 4 * d)))
         return
     signs = np.uint32(0x80) if job.dtype == INT8 else np.uint32(0)  # V's bytes are signed, K's are raised by 128
     shift = _shift(job.dtype, job.pack, element)
     mask = np.uint32(~np.uint32(np.uint32(0xFFFFFFFF >> (32 - 32 // job.pack)) << shift))
-    for d in range(job.head_dim):
+    for d in range(count):
         kept = np.uint32(load_u32(cells + 4 * d) & mask)
         store_u32(cells + 4 * d, np.uint32(kept | np.uint32((load_u32(codes + 4 * d) ^ signs) << shift)))
 
@@ -132,7 +139,7 @@ def append_unit(variant, job_address, head, scratch):
         _write_column(job, codes, base + offset * cell_bytes)
         read_row(job.source, job.v + source, job.head_dim, row)
         v_scale = _encode_row(job.dtype, row, job.head_dim, codes)
-        cells = base + job.v_offset + offset // job.pack * job.padded_dims * cell_bytes
+        cells = base + job.v_offset + offset // job.pack * job.tile_dims * cell_bytes
         _write_row(job, codes, cells, offset % job.pack)
         if job.dtype >= INT8:
             store_f32(base + job.scale_offset + 4 * offset, k_scale)
@@ -155,7 +162,7 @@ def run_append(entry, team, scratch, fields, pool, k, v, slots):
     job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
     job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
     job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
-    job.dim_words = shape.dim_words
+    job.dim_words, job.tile_dims, job.tile_bytes = shape.dim_words, shape.tile_dims, shape.tile_bytes
     run_units(team, entry, jobs.ctypes.data, shape.num_kv_heads, scratch)
     keep_alive(jobs)
     return True

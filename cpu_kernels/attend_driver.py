@@ -12,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from cpu_kernels.attend_kernel import CHUNK_TOKENS, JOB, MAX_ROWS, SUPERBLOCK_TOKENS, UNIT_FIELDS
+from cpu_kernels.attend_kernel import CHUNK_TOKENS, JOB, MAX_ROWS, UNIT_FIELDS
+from cpu_kernels.merge_kernel import PARTIAL_HEADER
 from cpu_kernels.shape import SHAPE
 from cpu_kernels.simd import as_record, keep_alive
 from cpu_kernels.team import run_units
-from cpu_kernels.tiles import MAX_OPERANDS
 
 OK, BAD_CONTEXT, BAD_POSITION, BAD_STARTS, BAD_BLOCK = range(5)
 MAX_POSITION = 1 << 30
@@ -87,8 +87,7 @@ def run_attend(
     job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
     job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
     job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
-    job.dim_words = shape.dim_words
-    job.superblock = max(1, min(SUPERBLOCK_TOKENS // shape.block_size, MAX_OPERANDS // shape.padded_tokens))
+    job.dim_words, job.tile_dims, job.tile_bytes = shape.dim_words, shape.tile_dims, shape.tile_bytes
     job.chunk_blocks = max(1, CHUNK_TOKENS // shape.block_size)
     group = job.num_q_heads // job.num_kv_heads
 
@@ -104,7 +103,7 @@ def run_attend(
             num_pending = num_sequences * job.num_kv_heads
     if num_base_units == 0:
         return OK, 0
-    partial_floats = job.padded_dims + 16
+    partial_floats = job.padded_dims + PARTIAL_HEADER
     partials = np.empty(num_partials * partial_floats + 16, np.float32)
     for n in range(num_sequences):
         partial_starts[n] = partials.ctypes.data + partial_starts[n] * partial_floats * 4

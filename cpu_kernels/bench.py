@@ -47,7 +47,7 @@ class Case:
     batch: int
     kv_dtype: str
     num_threads: int = 1
-    block_size: int = 32
+    block_size: int = 64
 
     @property
     def layout(self) -> BlockLayout:

@@ -20,6 +20,9 @@ from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.simd import Variant, variant_type
 from cpu_kernels.team import SCRATCH_BYTES, Team, aligned_bytes
 
+_MOST_ROWS = 8
+_MOST_SPREAD = 4
+
 
 def _choose_dot(dtype: str, isa: Isa) -> str:
     if dtype == "bfloat16" and isa.has_bf16_dot:
@@ -41,16 +44,19 @@ def choose_variant(layout: BlockLayout, group_size: int, isa: Isa, source: str, 
         ragged: some sequence has more than one query; rows then come by the dozen.
     """
     dot = _choose_dot(layout.dtype, isa)
-    most_rows = isa.registers // 4
+    score_vectors, value_vectors = layout.padded_tokens // isa.lanes, layout.tile_dims // isa.lanes
+    accumulators = isa.registers * 3 // 4 if isa.registers > 16 else 8
+    most_rows = min(_MOST_ROWS, accumulators // value_vectors) if isa.registers > 16 else isa.registers // 4
     num_tiles = -(-group_size // most_rows)
     rows = most_rows if ragged else -(-group_size // num_tiles)
-    value_vectors = layout.padded_dims // isa.lanes
     exact = source != "bfloat16"
     q_planes = p_planes = 1
     if dot == "bf16":
-        q_planes, p_planes = (2 if exact else 1), (2 if exact or rows <= 4 else 1)
+        q_planes, p_planes = (2 if exact else 1), (2 if exact or rows <= 2 else 1)
     elif layout.dtype == "int8" and dot == "int8":
         q_planes = p_planes = 2  # int4's own rounding is far coarser than what one plane loses
+    unpacked = layout.pack if dot == "fma" else 1
+    most_vectors = min(accumulators // rows, max(1, (isa.registers - 2) // (rows + unpacked)))
     return Variant(
         dtype=layout.dtype,
         dot=dot,
@@ -58,10 +64,11 @@ def choose_variant(layout: BlockLayout, group_size: int, isa: Isa, source: str, 
         has_fma=isa.name != "generic",
         has_f16c=isa.name != "generic",
         rows=rows,
-        score_vectors=2 if layout.padded_tokens % (2 * isa.lanes) == 0 else 1,
-        value_vectors=_largest_divisor(value_vectors, (isa.registers * 3 // 4 if isa.registers > 16 else 8) // rows),
+        score_vectors=_largest_divisor(score_vectors, most_vectors),
+        value_vectors=_largest_divisor(value_vectors, most_vectors),
         q_planes=q_planes,
         p_planes=p_planes,
+        spread=1 if ragged else min(_MOST_SPREAD, num_tiles),
     )
 
 
@@ -82,14 +89,14 @@ def attend_entry(variant: Variant) -> int:
 @cache
 def append_entry() -> int:
     """Address of ``append_unit``."""
-    unused = Variant("float32", "fma", 4, False, False, 1, 1, 1, 1, 1)
+    unused = Variant("float32", "fma", 4, False, False, 1, 1, 1, 1, 1, 1)
     return _address_of(append_unit, unused)
 
 
 @cache
 def read_entry() -> int:
     """Address of ``read_unit``."""
-    unused = Variant("float32", "fma", default_level().lanes, False, False, 1, 1, 1, 1, 1)
+    unused = Variant("float32", "fma", default_level().lanes, False, False, 1, 1, 1, 1, 1, 1)
     return _address_of(read_unit, unused)
 
 

@@ -5,7 +5,7 @@ side, both as rows of **cells**; a cell packs ``pack`` elements that follow each
 
     block   [num_kv_heads]
       head    K       cells [dim_words,   padded_tokens]     cell (w, t): dims   w*pack … of token t
-              V       cells [token_words, padded_dims]       cell (w, d): tokens w*pack … at dim d
+              V       cells [dim tiles, token_words, tile_dims]     cell (w, d): tokens w*pack … at dim d
               scales  float32 [2, padded_tokens]             int8 and int4 only: of K, of V, one a token
 
     float32   pack 1, 32-bit cells        int8   pack 4: bytes, value + 128 in K, signed in V
@@ -16,7 +16,9 @@ so that a score needs no horizontal sum: a vector of K cells is many tokens at t
 one broadcast query operand, and a vector of V cells is many dims at the same tokens. Packing along the summed axis is
 what the dot products (``vdpbf16ps``, ``vpdpbusd``) and AMX tiles read as it is, and plain FMAs unpack with a shift and
 a mask; float16 has no such instruction, and unpaired it converts straight from memory. Rows are padded to whole
-vectors. The layout doesn't depend on the host's features, so blocks can be shipped between hosts as they are.
+vectors. V is cut into tiles of as many dims as a register tile takes at once, so that both products walk through
+memory from one end to the other, which is what prefetchers foresee. The layout doesn't depend on the host's features,
+so blocks can be shipped between hosts as they are.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class BlockLayout:
     head_dim: int
     dtype: str
     """One of ``DTYPES``."""
-    block_size: int = 32
+    block_size: int = 64
 
     def __post_init__(self) -> None:
         if self.dtype not in _PACK:
@@ -92,8 +94,19 @@ class BlockLayout:
 
     @property
     def padded_dims(self) -> int:
-        """Cells in a row of V."""
+        """Cells of all dims of V."""
         return _round_up(self.head_dim, LANES)
+
+    @property
+    def tile_dims(self) -> int:
+        """Dims of V in a tile: the most vectors, up to 7, that divide ``padded_dims``; 4 if they do."""
+        vectors = self.padded_dims // LANES
+        return LANES * (4 if vectors % 4 == 0 else max(d for d in range(1, 8) if vectors % d == 0))
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes from one tile of V to the next."""
+        return self.token_words * self.tile_dims * self.cell_bytes
 
     @property
     def dim_words(self) -> int:
@@ -102,7 +115,7 @@ class BlockLayout:
 
     @property
     def token_words(self) -> int:
-        """Rows of V."""
+        """Rows of a tile of V."""
         return -(-self.block_size // self.pack)
 
     @property

@@ -48,7 +48,7 @@ class _Head:
     """Views into one head of one block."""
 
     k: NDArray[Any]  # cells [dim_words, padded_tokens]
-    v: NDArray[Any]  # cells [token_words, padded_dims]
+    v: NDArray[Any]  # cells [dim tiles, token_words, tile_dims]
     scales: NDArray[np.float32]  # [2, padded_tokens], or empty
 
     @classmethod
@@ -59,7 +59,7 @@ class _Head:
         v_bytes = layout.token_words * layout.padded_dims * layout.cell_bytes
         return cls(
             raw[:k_bytes].view(cell).reshape(layout.dim_words, layout.padded_tokens),
-            raw[layout.v_offset :][:v_bytes].view(cell).reshape(layout.token_words, layout.padded_dims),
+            raw[layout.v_offset :][:v_bytes].view(cell).reshape(-1, layout.token_words, layout.tile_dims),
             raw[layout.scale_offset :].view(np.float32).reshape(-1, layout.padded_tokens),
         )
 
@@ -114,8 +114,9 @@ def append(
             cells.k[:, offset] = 0
             for d in range(layout.head_dim):
                 cells.k[d // pack, offset] |= int(k_bits[d]) << shifts[d % pack]
-                old = int(cells.v[offset // pack, d]) & ~(mask << shifts[offset % pack])
-                cells.v[offset // pack, d] = old | (int(v_bits[d]) ^ v_signs) << shifts[offset % pack]
+                cell = d // layout.tile_dims, offset // pack, d % layout.tile_dims
+                old = int(cells.v[cell]) & ~(mask << shifts[offset % pack])
+                cells.v[cell] = old | (int(v_bits[d]) ^ v_signs) << shifts[offset % pack]
             if layout.is_quantized:
                 cells.scales[:, offset] = k_scale, v_scale
 
@@ -134,7 +135,8 @@ def gather(
         for head in range(layout.num_kv_heads):
             cells = _Head.of(layout, pool_layer, block, head)
             k_bits = (cells.k[:, None].astype(np.uint32) >> shifts & mask).reshape(-1, layout.padded_tokens)
-            v_bits = (cells.v[:, None].astype(np.uint32) >> shifts & mask).reshape(-1, layout.padded_dims)
+            v_cells = cells.v.swapaxes(0, 1).reshape(-1, 1, layout.padded_dims).astype(np.uint32)
+            v_bits = (v_cells >> shifts & mask).reshape(-1, layout.padded_dims)
             k_block = _decode(k_bits[: layout.head_dim, : layout.block_size].T.copy(), layout.dtype)
             v_bits = v_bits[: layout.block_size, : layout.head_dim] ^ np.uint32(0x80 if layout.dtype == "int8" else 0)
             v_block = _decode(v_bits, layout.dtype)

@@ -72,6 +72,8 @@ class Variant:
     """Operands that a query is split into, so that low-precision products lose nothing that matters."""
     p_planes: int
     """The same for the softmax weights."""
+    spread: int
+    """Tiles of rows over which asking for the next piece of memory is spread."""
 
     @property
     def pack(self) -> int:
@@ -110,11 +112,6 @@ class Variant:
     def max_weight(self) -> int:
         """The largest integer weight."""
         return 255 if self.p_planes == 1 else 65535
-
-    @property
-    def holds_values(self) -> bool:
-        """Outputs stay in registers over a superblock, not only over a block: worth it when arithmetic is the limit."""
-        return self.rows > 4 or self.is_integer
 
     @property
     def word_bytes(self) -> int:
@@ -394,9 +391,9 @@ def clamp(typingctx, value, bound):
     return value(value, types.float32), codegen
 
 
-_EXP2_PRECISE = (1.0, 0.693146944, 0.240221202, 0.0555071309, 0.00967554189, 0.00132764725)
+EXP2_PRECISE = (1.0, 0.693146944, 0.240221202, 0.0555071309, 0.00967554189, 0.00132764725)
 """2^f on [-0.5, 0.5]: relative error 1.5e-7."""
-_EXP2_COARSE = (0.999999285, 0.693121791, 0.240247443, 0.0559178628, 0.00957010221)
+EXP2_COARSE = (0.999999285, 0.693121791, 0.240247443, 0.0559178628, 0.00957010221)
 """Relative error 2.6e-6, for what is rounded to bfloat16 anyway."""
 _ROUNDING = 12582912.0 + 127.0  # 1.5 · 2^23 + the exponent's bias: the sum's lowest bits are a biased exponent
 
@@ -421,7 +418,7 @@ def exp2(typingctx, variant, value):
     coarse = shape.dot in ("bf16", "tile") and shape.p_planes == 1
 
     def codegen(context, builder, signature, args):
-        coefficients = _EXP2_COARSE if coarse else _EXP2_PRECISE
+        coefficients = EXP2_COARSE if coarse else EXP2_PRECISE
         return map_tile(builder, value, lambda x: emit_exp2(builder, x, shape.has_fma, coefficients), args[1])
 
     return value(variant, value), codegen
@@ -433,7 +430,7 @@ def exp2_scalar(typingctx, variant, value):
 
     def codegen(context, builder, signature, args):
         vector = broadcast(builder, args[1], 4)
-        power = emit_exp2(builder, vector, variant.variant.has_fma, _EXP2_PRECISE)
+        power = emit_exp2(builder, vector, variant.variant.has_fma, EXP2_PRECISE)
         return builder.extract_element(power, I32(0))
 
     return types.float32(variant, types.float32), codegen

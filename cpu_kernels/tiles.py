@@ -13,7 +13,10 @@ An **operand row** is what the small side of the product looks like in memory, `
     dot "bf16"   bfloat16 elements of the high plane; the low plane (what rounding left over) PLANE_BYTES further
     dot "int8"   the same with bytes: element ≈ unit · (128 · high + low) for queries, both planes signed, and
                  unit · (256 · high + low) for weights, both planes unsigned; or one plane, unit · byte
-    + 2048       float32 unit, int32 bias (both of int8 only), float32 rescale factor (of weights only)
+    + 2048       float32 unit and int32 bias of a query (int8 only)
+
+The softmax leaves two vectors for each tile's weights, FACTOR_BYTES apart: what the state has to be multiplied with
+first, row for row, and what a unit of integer weight is worth.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from cpu_kernels.simd import (
 MAX_OPERANDS = 512
 """Elements of an operand row: the largest head_dim, and the most tokens of a superblock."""
 PLANE_BYTES = 2 * MAX_OPERANDS
-UNIT, BIAS, RESCALE = (4 * MAX_OPERANDS + offset for offset in (0, 4, 8))
+UNIT, BIAS = 4 * MAX_OPERANDS, 4 * MAX_OPERANDS + 4
+FACTOR_BYTES = 64
 ROW_BYTES = 4 * MAX_OPERANDS + 64
 """An odd number of cache lines, so that rows don't fall on the same cache sets."""
 _ROUNDING = 12582912.0
@@ -244,9 +248,9 @@ begin_low_values = _low_plane(8)
 
 
 @intrinsic
-def prefetch_cells(typingctx, variant, tile, address):
-    """Ask for the lines that a vector row of cells covers, at another address."""
-    num_bytes = tile.vectors * tile.lanes * variant.variant.cell_bytes
+def prefetch_share(typingctx, variant, tile, address):
+    """Ask for as many lines as a vector row of cells covers, shared out over ``variant.spread`` tiles of rows."""
+    num_bytes = tile.vectors * tile.lanes * variant.variant.cell_bytes // variant.variant.spread
 
     def codegen(context, builder, signature, args):
         for offset in range(0, num_bytes, 64):
@@ -284,20 +288,17 @@ def _row_addresses(builder, tile, address, stride):
 
 
 @intrinsic
-def begin_values(typingctx, variant, operands, state, row_bytes, rescaling):
+def begin_values(typingctx, variant, factors, state, row_bytes, rescaling):
     """The tile that a block's weights · V is added to: the state (times its rescale factor, if that's still due), or
     zeros where products are summed in integers."""
     result = values_type(variant.variant)
 
     def codegen(context, builder, signature, args):
-        _, rows, address, stride, due = args
+        _, scales, address, stride, due = args
         if result.integer:
             return ir.Constant(result.value, None)
         targets = _row_addresses(builder, result, address, stride)
-        factors = [
-            builder.select(due, load_at(builder, rows, F32, row * ROW_BYTES + RESCALE), F32(1.0))
-            for row in range(result.rows)
-        ]
+        factors = _due_factors(builder, result, scales, due)
 
         def emit(row, vector):
             old = load_at(builder, targets[row], result.vector, vector * result.lanes * 4)
@@ -308,20 +309,25 @@ def begin_values(typingctx, variant, operands, state, row_bytes, rescaling):
     return result(variant, types.int64, types.int64, types.int64, types.boolean), codegen
 
 
+def _due_factors(builder, tile, address, due):
+    return [builder.select(due, load_at(builder, address, F32, 4 * row), F32(1.0)) for row in range(tile.rows)]
+
+
 @intrinsic
-def end_values(typingctx, variant, tile, operands, state, row_bytes, rescaling):
+def end_values(typingctx, variant, tile, factors, state, row_bytes, rescaling):
     """The tile back to the state, in float32 [rows][row_bytes]."""
     shape = variant.variant
 
     def codegen(context, builder, signature, args):
-        _, value, rows, address, stride, due = args
+        _, value, scales, address, stride, due = args
         lanes = tile.lanes
         targets = _row_addresses(builder, tile, address, stride)
+        if tile.integer:
+            factors = _due_factors(builder, tile, scales, due)
         for row in range(tile.rows):
             if tile.integer:
-                factor = builder.select(due, load_at(builder, rows, F32, row * ROW_BYTES + RESCALE), F32(1.0))
-                factor = broadcast(builder, factor, lanes)
-                unit = _operand(builder, rows, row, UNIT, lanes, F32)
+                factor = broadcast(builder, factors[row], lanes)
+                unit = broadcast(builder, load_at(builder, scales, F32, FACTOR_BYTES + 4 * row), lanes)
             for vector in range(tile.vectors):
                 result = builder.extract_value(value, row * tile.vectors + vector)
                 if tile.integer:

@@ -89,7 +89,8 @@ def _twin(
 
     spec, cores = read_model(args.model), available_cores()
     kv_bytes = psutil.virtual_memory().available // 4
-    kv_tokens = min(MAX_TWIN_TOKENS, kv_bytes // spec.kv_spec(DType.parse(kv_dtype, option="kv_dtype")).token_bytes)
+    token_bytes = spec.kv_spec(DType.parse(kv_dtype, option="kv_dtype", of_kv=True)).token_bytes
+    kv_tokens = min(MAX_TWIN_TOKENS, kv_bytes // token_bytes)
     longest = replace(planned, context_tokens=min(planned.context_tokens, spec.max_model_len // 2))
     on_cpu = args.device == "cpu"
     twin = scale_down(longest, cores=cores, kv_tokens=kv_tokens, max_batch=MAX_TWIN_BATCH, one_lane=on_cpu)
@@ -119,7 +120,7 @@ def _calibrate_r(spec: ModelSpec, config: EngineConfig, twin: SteadyBatch) -> RP
         sequences=tuple(sorted({1, max(1, share // 4), share})),
         contexts=tuple(sorted({16, max(16, twin.context_tokens // 4), twin.context_tokens})),
     )
-    kv = spec.kv_spec(DType.parse(config.kv_dtype, option="kv_dtype"), config.block_size)
+    kv = spec.kv_spec(DType.parse(config.kv_dtype, option="kv_dtype", of_kv=True), config.block_size)
     host = Host(twin.r_workers, config.r_threads or 1)
     memory_bytes = int((config.kv_memory_gb or 1.0) * 1e9)
     return measure_r_part(host, kv, spec.attention, DType.parse(config.dtype), memory_bytes, effort)

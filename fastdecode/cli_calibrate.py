@@ -63,7 +63,7 @@ def _add_net(kinds: Any) -> None:
 def _add_shared(parser: argparse.ArgumentParser, model: str) -> None:
     _add_common(parser, model)
     parser.add_argument("--kv-dtype", default="auto", help="KV cache; auto is --dtype")
-    parser.add_argument("--block-size", type=int, default=32, metavar="N", help="tokens in a KV block (default: 32)")
+    parser.add_argument("--block-size", type=int, default=64, metavar="N", help="tokens in a KV block (default: 64)")
     parser.add_argument("--r-workers", type=int, default=1, metavar="N", help="R-workers of this host (default: 1)")
     parser.add_argument("--r-threads", type=int, metavar="N", help="threads of each; default: the cores shared out")
     parser.add_argument("--kv-memory-gb", type=float, metavar="GB", help="KV cache of each R-worker in earnest")
@@ -137,7 +137,7 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     _check_repeats(args)
     spec = read_model(args.model)
     dtype = spec.dtype if args.dtype == "auto" else DType.parse(args.dtype)
-    kv_dtype = dtype if args.kv_dtype == "auto" else DType.parse(args.kv_dtype, option="kv_dtype")
+    kv_dtype = dtype if args.kv_dtype == "auto" else DType.parse(args.kv_dtype, option="kv_dtype", of_kv=True)
     if not 1 <= args.r_workers <= 4096 or not 1 <= (args.r_threads or 1) <= 4096:
         raise ConfigError(f"--r-workers {args.r_workers} and --r-threads {args.r_threads} must be within 1..4096")
     if not 0.001 <= args.max_memory_gb <= 65536:

@@ -28,7 +28,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, type=kind, default=default[name], metavar=metavar, help=text + shown)
 
     add("--dtype", str, "weights and activations: float32, bfloat16, float16; auto is the checkpoint's", "DTYPE")
-    add("--kv-dtype", str, "KV cache: float32, bfloat16, float16; auto is like --dtype", "DTYPE")
+    add("--kv-dtype", str, "KV cache: float32, bfloat16, float16, int8, int4; auto is like --dtype", "DTYPE")
     add("--device", str, "where the S-part runs: cpu, cuda, cuda:1, ...", "DEVICE")
     add("--cuda-graphs", str, "S-steps as CUDA graphs: on, off; auto: on CUDA, with --tp 1", "MODE")
     add("--tp", int, "S-workers that act as one, a part of every layer each: the first ranks of an MPI job")

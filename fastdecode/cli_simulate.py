@@ -72,7 +72,7 @@ def _add_hardware(group: Any) -> None:
         help=f"tokens that an R-worker holds; once for all, or once for each (default: {DEFAULT_KV_TOKENS})",
     )
     group.add_argument(
-        "--block-size", type=int, default=32, metavar="N", help="tokens in a KV block (default: %(default)s)"
+        "--block-size", type=int, default=64, metavar="N", help="tokens in a KV block (default: %(default)s)"
     )
     group.add_argument("--lanes", type=int, default=2, metavar="N", help="1: S-part and R-part take turns (default: 2)")
 

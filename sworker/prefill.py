@@ -22,12 +22,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec
 
 MAX_TILE_BYTES = 64 << 20
 """Of float32 scores, over all heads."""
 MAX_CPU_TILE_BYTES, MAX_CPU_TILE_QUERIES = 4 << 20, 64
 """On a CPU small tiles are as fast or faster: they stay in its caches, and less of a tile lies beyond the diagonal."""
+
+
+def as_cached(x: Tensor, dtype: DType) -> Tensor:
+    """K or V as a KV cache of ``dtype`` will give them back.
+
+    Args:
+        x: [T, Hkv, D].
+
+    Returns:
+        [T, Hkv, D] in x's dtype. int8 and int4 round to whole multiples of a float32 scale, one for each token and
+        head: the largest magnitude is 127 of them, or 7.
+    """
+    if dtype.is_float:
+        cached: Tensor = x.to(getattr(torch, dtype.value)).to(x.dtype)
+        return cached
+    most = 127.0 if dtype is DType.INT8 else 7.0
+    values = x.float()
+    scales = values.abs().amax(-1, keepdim=True) / most  # [T, Hkv, 1]
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    return ((values * inverse).round_().clamp_(-most, most) * scales).to(x.dtype)
 
 
 def local_causal_attention(

@@ -28,7 +28,7 @@ class EngineConfig:
     dtype: str = "auto"
     """Of weights and activations; auto: the checkpoint's."""
     kv_dtype: str = "auto"
-    """Of the KV cache on the R-workers; auto: like ``dtype``."""
+    """Of the KV cache on the R-workers, also int8 or int4; auto: like ``dtype``."""
     device: str = "cpu"
     """Where the S-part runs: cpu, cuda, cuda:1, …"""
     cuda_graphs: str = "auto"
@@ -54,7 +54,7 @@ class EngineConfig:
     """KV cache of each R-worker in GB (1e9 bytes); None: half of the memory that the S-part leaves free, shared out."""
     gpu_memory_fraction: float = 0.9
     """Of a CUDA device's memory, what may be in use, by this engine and whoever else is on it."""
-    block_size: int = 32
+    block_size: int = 64
     """Tokens in a KV block."""
     max_model_len: int | None = None
     """Most tokens of prompt and completion together; None: the model's own limit."""
@@ -94,7 +94,7 @@ class EngineConfig:
             raise ConfigError("model is empty: give the path of a Hugging Face model directory")
         for name in ("dtype", "kv_dtype"):
             if getattr(self, name) != "auto":
-                DType.parse(getattr(self, name), option=name)
+                DType.parse(getattr(self, name), option=name, of_kv=name == "kv_dtype")
         if self.r_partition not in R_PARTITIONS:
             raise ConfigError(f"r_partition={self.r_partition!r} is not one of {', '.join(R_PARTITIONS)}")
         if self.transport not in TRANSPORTS:

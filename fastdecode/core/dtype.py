@@ -25,14 +25,33 @@ class DType(str, Enum):
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+    """Of a KV cache only, like int4: integers times one float32 scale for each token and head of K, and of V."""
+    INT4 = "int4"
 
     def __str__(self) -> str:
         return self.value
 
     @property
+    def is_float(self) -> bool:
+        """Whether weights and activations can have it."""
+        return self not in (DType.INT8, DType.INT4)
+
+    @property
+    def bits(self) -> int:
+        """Bits that one element takes."""
+        return {DType.FLOAT32: 32, DType.INT8: 8, DType.INT4: 4}.get(self, 16)
+
+    @property
     def size_bytes(self) -> int:
-        """Bytes one element takes."""
-        return 4 if self is DType.FLOAT32 else 2
+        """Bytes that one floating-point element takes."""
+        assert self.is_float, self
+        return self.bits // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes that each token and head of K, and of V, takes beside its elements."""
+        return 0 if self.is_float else 4
 
     @property
     def carrier(self) -> np.dtype[np.float32] | np.dtype[np.uint16]:
@@ -40,14 +59,19 @@ class DType(str, Enum):
         return np.dtype(np.float32) if self is DType.FLOAT32 else np.dtype(np.uint16)
 
     @classmethod
-    def parse(cls, name: str, *, option: str = "dtype") -> DType:
+    def parse(cls, name: str, *, option: str = "dtype", of_kv: bool = False) -> DType:
         """``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``, … → ``DType``.
+
+        Args:
+            option: what to call it in an error.
+            of_kv: whether it is a KV cache's, which may be quantised.
 
         Raises:
             ConfigError: the name is none of ours; the message lists those that are.
         """
         plain = name.lower().removeprefix("torch.")
-        try:
-            return cls(_ALIASES.get(plain, plain))
-        except ValueError:
-            raise ConfigError(f"{option}={name!r} is not one of {', '.join(d.value for d in cls)}") from None
+        known = [dtype for dtype in cls if dtype.is_float or of_kv]
+        for dtype in known:
+            if dtype.value == _ALIASES.get(plain, plain):
+                return dtype
+        raise ConfigError(f"{option}={name!r} is not one of {', '.join(dtype.value for dtype in known)}")

@@ -108,7 +108,7 @@ class ModelSpec:
 
         return read_model_spec(config, name, generation_config or {}, max_model_len)
 
-    def kv_spec(self, dtype: DType, block_size: int = 32) -> KVSpec:
+    def kv_spec(self, dtype: DType, block_size: int = 64) -> KVSpec:
         """The KV cache of this model in ``dtype``."""
         return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, dtype, block_size)
 

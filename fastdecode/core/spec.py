@@ -75,7 +75,7 @@ class KVSpec:
     num_kv_heads: int
     head_dim: int
     dtype: DType
-    block_size: int = 32
+    block_size: int = 64
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -89,8 +89,9 @@ class KVSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Raw K and V bytes of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.size_bytes
+        """Raw K and V bytes of one token over all layers, scales included."""
+        head_bytes = -(-self.head_dim * self.dtype.bits // 8) + self.dtype.scale_bytes
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
     @property
     def block_bytes(self) -> int:

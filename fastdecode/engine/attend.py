@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.layout import LocalSpan, StepBatch, WorkerSpan
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.buffers import LENT_LAYERS, Staged, Staging, as_tensor
-from sworker.prefill import local_causal_attention, merge_attention
+from sworker.prefill import as_cached, local_causal_attention, merge_attention
 
 # While an R-worker only stores a prompt's K and V, the S-worker computes ahead of it by this many layers at most.
 MAX_OWED_ANSWERS = LENT_LAYERS - 1
@@ -82,7 +83,7 @@ class AttentionPlan:
 
     specs: Seq[AttentionSpec]
     """One a layer."""
-    kv_dtype: torch.dtype
+    kv_dtype: DType
     fleet: Fleet
     device: torch.device
     """The S-worker's."""
@@ -204,7 +205,7 @@ class RemoteStep:
     ) -> tuple[Tensor, Tensor | None]:
         rows = local.rows
         # Attend to K and V as the cache will hold them, so that where a prompt is cut leaves no trace.
-        k_seen, v_seen = (x[rows].to(self._plan.kv_dtype).to(x.dtype) for x in (k, v))
+        k_seen, v_seen = (as_cached(x[rows], self._plan.kv_dtype) for x in (k, v))
         return local_causal_attention(q[rows], k_seen, v_seen, local.starts, spec, want_lse=local.merge)
 
     def _place(self, span: WorkerSpan, result: AttendResult) -> None:

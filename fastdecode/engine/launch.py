@@ -71,13 +71,15 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free: Free
         ConfigError: the device doesn't exist, max_model_len exceeds the model's, or the memory doesn't suffice.
     """
     dtype = spec.dtype if config.dtype == "auto" else DType.parse(config.dtype)
-    kv_dtype = dtype if config.kv_dtype == "auto" else DType.parse(config.kv_dtype, option="kv_dtype")
+    kv_dtype = dtype if config.kv_dtype == "auto" else DType.parse(config.kv_dtype, option="kv_dtype", of_kv=True)
     max_model_len = config.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
         raise ConfigError(
             f"max_model_len={max_model_len} exceeds the {spec.max_model_len} tokens that {config.model} was made for"
         )
     is_local = config.kv_placement == "gpu"
+    if is_local and not kv_dtype.is_float:
+        raise ConfigError(f"kv_dtype={kv_dtype.value!r} needs R-workers: with kv_placement='gpu' choose a 16-bit type")
     device = _device(config.device)
     transport = "local" if is_local else config.transport
     if transport == "auto":
@@ -286,7 +288,7 @@ def _attention(
 ) -> Attention:
     if isinstance(workers, LocalWorkers):
         return LocalAttention(workers, fleet)
-    return AttentionPlan(spec.attention, _torch_dtype(resolved.kv_dtype), fleet, s_worker.device)
+    return AttentionPlan(spec.attention, resolved.kv_dtype, fleet, s_worker.device)
 
 
 def _reach_workers(resolved: ResolvedConfig) -> Workers:

@@ -52,6 +52,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
 from fastdecode.core.host import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 
@@ -75,6 +76,11 @@ class Hello:
     attention: tuple[AttentionSpec, ...]
     """One a layer."""
     activation_dtype: DType
+    """Of q, k, v and o: a floating-point type."""
+
+    def __post_init__(self) -> None:
+        if not self.activation_dtype.is_float:
+            raise ConfigError(f"activation_dtype={self.activation_dtype.value!r}: q, k, v and o travel as floats")
 
 
 @dataclass(frozen=True)

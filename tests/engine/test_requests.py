@@ -113,7 +113,7 @@ def test_too_little_memory_is_a_refusal_and_a_queue(tiny_checkpoint: Callable[..
     with LLM(path, dtype="float32", kv_memory_gb=2.5 * block_bytes / 1e9) as tight:
         assert tight.num_kv_blocks == 2
         outputs = tight.generate([[5, 6]] * 6, GREEDY)
-        (big,) = tight.generate([[5, 6]], SamplingParams(max_tokens=80))
+        (big,) = tight.generate([[5, 6]], SamplingParams(max_tokens=140))
     assert [o.completions for o in outputs] == [o.completions for o in expected]
     assert isinstance(big.error, CapacityError)
     assert "kv-memory" in str(big.error)

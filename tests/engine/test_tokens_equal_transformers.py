@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, oracle, prompts
@@ -63,10 +64,15 @@ def test_greedy_tokens_and_logprobs(
                 assert abs(logprob - row[token].item()) < 1e-4
 
 
-@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float16", 2e-2), ("bfloat16", 2e-1)])
-@pytest.mark.parametrize("kv_placement", ["r", "gpu"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "kv_placement", "tolerance"),
+    [
+        ("float16", "r", 2e-2), ("float16", "gpu", 2e-2), ("bfloat16", "r", 2e-1), ("bfloat16", "gpu", 2e-1),
+        ("int8", "r", 5e-1), ("int4", "r", 6.0),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
-def test_16_bit_kv_stays_close(
+def test_rounded_kv_stays_close(
     family: str, kv_placement: str, kv_dtype: str, tolerance: float, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     """First generated token's logprobs: later ones may follow another token."""
@@ -82,3 +88,20 @@ def test_16_bit_kv_stays_close(
         assert steps is not None
         worst = max(worst, max(abs(lp - logprobs[0, token].item()) for token, lp in steps[0].top))
     assert 0 < worst < tolerance
+
+
+def test_where_a_prompt_is_cut_leaves_little_trace_in_an_int8_cache(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Whole prompts are attended on the S-worker, later chunks and decode steps on the R-worker's own integers.
+
+    Rounding itself moves these logprobs by up to 0.25; that some value falls on the other side of a step, by 0.02.
+    """
+    path = tiny_checkpoint("llama")
+    asked, _, _ = reference(path)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+    found = []
+    for chunk in (1, 7, 512):
+        with LLM(str(path), prefill_chunk=chunk, dtype="float32", kv_dtype="int8", kv_memory_gb=0.01) as llm:
+            outputs = llm.generate(asked, params)
+        found.append([[step.logprob for step in output.completions[0].logprobs or ()] for output in outputs])
+    np.testing.assert_allclose(found[0], found[2], atol=5e-2)
+    np.testing.assert_allclose(found[1], found[2], atol=5e-2)
