@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
-from fastdecode.core.sequence import Completion, FinishReason, Request, RequestOutput, Sequence
+from fastdecode.core.sequence import FinishReason, Request, RequestOutput, Sequence
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.layout import StepBatch
@@ -31,7 +31,7 @@ from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.scheduler import Chunk, Scheduler, StepPlan
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import CloseSequence, ExtendSequence, Refused
-from sworker.sampler import SampledToken, SamplingState
+from sworker.sampler import SampledToken
 from sworker.worker import SWorker
 
 if TYPE_CHECKING:
@@ -112,16 +112,7 @@ class Engine:
         now = time.perf_counter()
         for index in range(request.params.n):
             sequence = Sequence.of(next(self._sequence_ids), request, index)
-            sampling = SamplingState(
-                params=request.params,
-                seed=request.seed,
-                prompt_token_ids=request.prompt_token_ids,
-                eos_token_ids=self._eos_token_ids,
-                vocab_size=self._s_worker.spec.vocab_size,
-                sample_index=index,
-            )
-            text = self._codec.sequence_text(request.params, request.prompt_token_ids)
-            runs.append(Run(sequence, sampling, text, now))
+            runs.append(Run.of(sequence, self._codec, self._eos_token_ids, self._s_worker.spec.vocab_size, now))
         self._scheduler.add(run.sequence for run in runs)
         self._groups[request.request_id] = Group(request, prompt, runs)
         self._runs.update((run.sequence.sequence_id, run) for run in runs)
@@ -364,7 +355,7 @@ class Engine:
             if run.first_token_s is None:
                 run.first_token_s = now
                 self.stats.ttft.add(now - run.submitted_s)
-            reason = self._append(run, drawn)
+            reason = run.append(drawn, self._eos_token_ids)
             if reason is not None:
                 if run.sequence.num_generated > 1:
                     self.stats.tpot.add((now - run.first_token_s) / (run.sequence.num_generated - 1))
@@ -373,38 +364,14 @@ class Engine:
                     outputs.append(output)
         return outputs
 
-    def _append(self, run: Run, drawn: SampledToken) -> FinishReason | None:
-        sequence, params = run.sequence, run.sequence.request.params
-        token = drawn.token_id
-        sequence.token_ids.append(token)
-        run.sampling.observe(token)
-        if drawn.logprob is not None:
-            run.logprobs.append(drawn.logprob)
-        if (token in self._eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
-            return "stop"
-        if run.text.append(token):
-            return "stop"
-        return "length" if sequence.num_generated >= sequence.request.max_tokens else None
-
     def _finish(self, group: Group, run: Run, reason: FinishReason) -> RequestOutput | None:
         """One sequence is over. Returns the request's output once all of its sequences are."""
-        sequence = run.sequence
-        group.completions.append(
-            Completion(
-                index=sequence.index,
-                text=run.text.finish(),
-                token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens :]),
-                finish_reason=reason,
-                logprobs=tuple(run.logprobs) if sequence.request.params.logprobs is not None else None,
-            )
-        )
-        self._release(self._runs.pop(sequence.sequence_id))
+        group.completions.append(run.completion(reason))
+        self._release(self._runs.pop(run.sequence.sequence_id))
         if len(group.completions) < len(group.runs):
             return None
-        request = group.request
-        del self._groups[request.request_id]
-        completions = tuple(sorted(group.completions, key=lambda completion: completion.index))
-        return RequestOutput(request.request_id, group.prompt, request.prompt_token_ids, completions)
+        del self._groups[group.request.request_id]
+        return group.output()
 
     def _fail(self, group: Group, error: FastDecodeError) -> RequestOutput:
         self._drop(group)

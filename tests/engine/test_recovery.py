@@ -123,7 +123,7 @@ def test_a_hung_worker_is_given_up(troubled: Callable[..., None], tiny_checkpoin
     woken = threading.Event()
     troubled({"r1": lambda: Trouble(13, lambda: assert_woken(woken))})
     try:
-        tokens, num_recomputed = run(path, 1, timeout_s=0.5)
+        tokens, num_recomputed = run(path, 1, timeout_s=3.0)  # others may be slow on a busy machine
     finally:
         woken.set()
     assert tokens == expected
