@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli_options import add_exit_code_option
-from fastdecode.cli_r_worker import serve_if_r_rank
+from fastdecode.cli_r_worker import serve_rank
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.wire import mpi_job
@@ -37,7 +37,7 @@ def add_doctor(commands: Any) -> None:
         description="Check everything that a job needs. Alone: this host. In an MPI job: all of it. "
         "With --r-worker: those R-workers; they serve jobs afterwards.",
     )
-    parser.set_defaults(run=run_doctor, transport="auto", tp=1)
+    parser.set_defaults(run=run_doctor)
     parser.add_argument("--model", metavar="DIR", help="the model to be run: R-workers must serve it")
     parser.add_argument(
         "--r-worker", dest="r_worker_addresses", action="append", default=[], metavar="ADDRESS",
@@ -60,7 +60,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     findings: list[Finding] = []
     workers: list[WorkerFacts] = []
     try:
-        serve_if_r_rank(args, {})
+        _serve_if_r_rank(args)
         workers = _examine_all(args)
     except MissingExtraError as error:
         findings.append(Finding("FAIL", "transport", error.message, f'pip install "fastdecode[{error.extra}]"'))
@@ -81,6 +81,15 @@ def run_doctor(args: argparse.Namespace) -> int:
         counts = {level: sum(x.level == level for x in findings) for level in ("PASS", "WARN", "FAIL")}
         print(", ".join(f"{count} {level}" for level, count in counts.items()))
     return EXIT_FAILED if any(x.level == "FAIL" for x in findings) else 0
+
+
+def _serve_if_r_rank(args: argparse.Namespace) -> None:
+    """In an MPI job every rank but the first is an R-worker, and doesn't return."""
+    if mpi_job.launched_size() is None or args.r_worker_addresses:
+        return
+    job = mpi_job.join()
+    if job.rank != mpi_job.S_RANK:
+        serve_rank(job, kv_memory_gb=args.kv_memory_gb, num_threads=args.r_threads)
 
 
 def _examine_all(args: argparse.Namespace) -> list[WorkerFacts]:
