@@ -86,6 +86,12 @@ class Result:
     level: str
 
 
+def read_pool(pool: NDArray[np.uint8], num_threads: int, ahead_bytes: int) -> None:
+    """Read a pool from end to end, asking for what lies ``ahead_bytes`` further; 0: leave it to the hardware."""
+    team, memory = team_of(num_threads).address, pool.reshape(-1)
+    run_read(read_entry(), team, thread_scratch(), memory[: memory.size // 512 * 512], 2 << 20, ahead_bytes)
+
+
 class Workload:
     """A filled cache and one step's queries."""
 
@@ -120,9 +126,7 @@ class Workload:
         )  # fmt: skip
 
     def read(self, ahead_bytes: int) -> None:
-        team = team_of(self.case.num_threads).address
-        memory = self.pool.reshape(-1)
-        run_read(read_entry(), team, thread_scratch(), memory[: memory.size // 512 * 512], 2 << 20, ahead_bytes)
+        read_pool(self.pool, self.case.num_threads, ahead_bytes)
 
     def max_abs_err(self) -> float:
         """Against float64 over the same cache, for as many sequences as a second or so allows."""
