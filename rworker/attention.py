@@ -160,16 +160,21 @@ class AttentionExecutor:
         return room[:size].reshape(shape)
 
     def _warm_up(self, prepare: Prepare) -> None:
-        """Append and attend once for every kind of layer, on a cache of one layer, so that no step has to compile."""
+        """Append and attend once for every kind of layer and step, on a cache of one layer, so that no step compiles.
+
+        Kernels differ by what several queries of one sequence allow, and are kept on disk once compiled.
+        """
         layout = prepare.layout
         carrier = prepare.activation_dtype.carrier
         pool = allocate_pool(layout, 1, 2)
-        kv = np.zeros((1, layout.num_kv_heads, layout.head_dim), carrier)
-        for spec in dict.fromkeys(prepare.attention):
+        kinds = list(dict.fromkeys(prepare.attention))
+        for index, spec in enumerate(kinds):
+            logger.info("preparing kernels for %d kind(s) of layer: %d", len(kinds), index + 1)
             layer = _make_layer(pool[0], spec)
-            q = np.zeros((1, spec.num_q_heads, layout.head_dim), carrier)
-            for want_lse in (False, True):
-                self._run(prepare, _one_token_plan(want_lse), layer, q, kv, kv)
+            for num_tokens in (1, 2):
+                kv = np.zeros((num_tokens, layout.num_kv_heads, layout.head_dim), carrier)
+                q = np.zeros((num_tokens, spec.num_q_heads, layout.head_dim), carrier)
+                self._run(prepare, _first_step(num_tokens), layer, q, kv, kv)
         self._kernels.copy_blocks(pool, np.array([0], np.int64), np.array([1], np.int64))
         self._outputs.clear()
 
@@ -185,15 +190,15 @@ def _make_layer(pool: NDArray[np.uint8], spec: AttentionSpec) -> _Layer:
     return _Layer(pool, spec, options)
 
 
-def _one_token_plan(want_lse: bool) -> StepPlan:
-    """The step of one sequence's first token."""
+def _first_step(num_tokens: int) -> StepPlan:
+    """The step of one sequence's first tokens, all of which are attended."""
     return StepPlan(
         step=0,
         lane=0,
-        slots=np.zeros(1, np.int64),
+        slots=np.arange(num_tokens, dtype=np.int64),
         block_tables=np.zeros((1, 1), np.int32),
-        query_starts=np.array([0, 1], np.int32),
+        query_starts=np.array([0, num_tokens], np.int32),
         query_positions=np.zeros(1, np.int32),
-        context_lens=np.ones(1, np.int32),
-        want_lse=want_lse,
+        context_lens=np.full(1, num_tokens, np.int32),
+        want_lse=True,
     )
