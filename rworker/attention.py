@@ -174,7 +174,8 @@ class AttentionExecutor:
             for num_tokens in (1, 2):
                 kv = np.zeros((num_tokens, layout.num_kv_heads, layout.head_dim), carrier)
                 q = np.zeros((num_tokens, spec.num_q_heads, layout.head_dim), carrier)
-                self._run(prepare, _first_step(num_tokens), layer, q, kv, kv)
+                for want_lse in (False, True):
+                    self._run(prepare, _first_step(num_tokens, want_lse), layer, q, kv, kv)
         self._kernels.copy_blocks(pool, np.array([0], np.int64), np.array([1], np.int64))
         self._outputs.clear()
 
@@ -190,7 +191,7 @@ def _make_layer(pool: NDArray[np.uint8], spec: AttentionSpec) -> _Layer:
     return _Layer(pool, spec, options)
 
 
-def _first_step(num_tokens: int) -> StepPlan:
+def _first_step(num_tokens: int, want_lse: bool) -> StepPlan:
     """The step of one sequence's first tokens, all of which are attended."""
     return StepPlan(
         step=0,
@@ -200,5 +201,5 @@ def _first_step(num_tokens: int) -> StepPlan:
         query_starts=np.array([0, num_tokens], np.int32),
         query_positions=np.zeros(1, np.int32),
         context_lens=np.full(1, num_tokens, np.int32),
-        want_lse=True,
+        want_lse=want_lse,
     )
