@@ -139,6 +139,8 @@ class Pipeline:
                 self._advance(step)
             if step.logits is not None and step.remote.settled:
                 self._lanes[step.lane] = None
+                # What isn't sent by now was for R-workers that are lost; others may be in their place soon.
+                self._unsent = deque(other for other in self._unsent if other is not step)
                 return step
 
     def await_openings(self, sequences: dict[int, Sequence]) -> dict[int, Accepted | Refused]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,7 +13,10 @@ from checkpoints import prompts
 from torch import Tensor
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine import attend, launch
+from fastdecode.engine import attend, launch, workers
+from rworker.attention import AttentionExecutor
+from rworker.instructions import Compute
+from rworker.worker import WorkerThread, start_worker_thread
 from sworker.buffers import LENT_LAYERS, Staging
 from sworker.graphs import StepGraphs
 
@@ -84,3 +88,47 @@ def test_equal_tokens(lanes: int, graphs: bool, tiny_checkpoint: Callable[..., P
     ):
         assert run() == expected
     assert NUM_LATE["polls"] > 0 and NUM_LATE["waits"] > 0
+
+
+class NeverDone(LateStaged):
+    """Copies only when it is waited for."""
+
+    @property
+    def done(self) -> bool:
+        return not self._sources
+
+
+class NeverDoneStaging(LateStaging):
+    def send(self, q: Tensor, k: Tensor, v: Tensor) -> LateStaged:  # type: ignore[override]
+        late = super().send(q, k, v)
+        return NeverDone(late._sources, late._slot)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_what_a_lost_r_worker_was_to_get_is_not_sent_to_its_successor(
+    lanes: int, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tiny_checkpoint("qwen3", num_attention_heads=10, num_key_value_heads=5))
+    asked = prompts([3, 30, 11, 1, 19], seed=2)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "prefill_chunk": 8, "lanes": lanes}
+    with LLM(path, **options) as llm:
+        expected = [output.completions[0].token_ids for output in llm.generate(asked, params)]
+
+    class Crashing(AttentionExecutor):
+        num_left = 21
+
+        def compute(self, compute: Compute) -> Any:
+            self.num_left -= 1
+            if self.num_left < 0:
+                raise MemoryError("no more memory")
+            return super().compute(compute)
+
+    def start(name: str, **given: Any) -> WorkerThread:
+        return start_worker_thread(name, **given, executor=Crashing() if name == "r1" else None)
+
+    monkeypatch.setattr(workers, "start_worker_thread", start)
+    monkeypatch.setattr(attend, "Staging", NeverDoneStaging)
+    with LLM(path, r_workers=3, r_partition="heads", **options) as llm:
+        assert [output.completions[0].token_ids for output in llm.generate(asked, params)] == expected
+        assert llm.num_live_r_workers == 2
