@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -117,6 +117,8 @@ class HeadsHub:
         self.connections = (HeadsConnection(self),)
         self._shares: dict[int, HeadShare] = {}
         self._answers: dict[int, deque[FromRWorker]] = {}
+        # Greetings that each has still to answer: what comes before the last Welcome answers what is forgotten.
+        self._greetings: Counter[int] = Counter()
         self._asked: deque[ToRWorker] = deque()
         self._broken: WorkerError | None = None
         self._set_live()
@@ -141,6 +143,7 @@ class HeadsHub:
         if isinstance(message, _ANSWERED):
             self._asked.append(message)
         for worker in self._answers:
+            self._greetings[worker] += isinstance(message, Hello)
             try:
                 self.parts.connections[worker].send(self._part(message, self._shares[worker]))
             except WorkerError as error:
@@ -212,21 +215,19 @@ class HeadsHub:
             return  # it was given up, and answers after all
         if isinstance(answer, Failed):
             self._lose(worker, WorkerError(f"R-worker {answer.worker} failed: {answer.message}", code=answer.code))
-        else:
-            self._answers[worker].append(answer)
+            return
+        if self._greetings[worker]:
+            self._greetings[worker] -= isinstance(answer, Welcome)
+            if self._greetings[worker] or not isinstance(answer, Welcome):
+                return
+        self._answers[worker].append(answer)
 
     def _join(self) -> FromRWorker | None:
         """The answer to what was asked first, once everybody has given it."""
-        while self._asked and all(self._answers.values()):
-            answers = {worker: queue.popleft() for worker, queue in self._answers.items()}
-            if isinstance(self._asked[0], Hello) and not all(isinstance(x, Welcome) for x in answers.values()):
-                # Answers to what was asked before the greeting are still coming in from some.
-                for worker, answer in answers.items():
-                    if isinstance(answer, Welcome):
-                        self._answers[worker].appendleft(answer)
-                continue
-            return self._joined(self._asked.popleft(), answers)
-        return None
+        if not self._asked or not all(self._answers.values()):
+            return None
+        answers = {worker: queue.popleft() for worker, queue in self._answers.items()}
+        return self._joined(self._asked.popleft(), answers)
 
     def _joined(self, asked: ToRWorker, answers: dict[int, FromRWorker]) -> FromRWorker:
         parts = list(answers.values())

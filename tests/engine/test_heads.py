@@ -12,12 +12,23 @@ import pytest
 from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
-from fastdecode.core.spec import AttentionSpec
+from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine import workers
 from fastdecode.engine.heads import HeadsHub, share_heads
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.messages import Accepted, CloseSequence, FromRWorker, OpenSequence, Refused, ToRWorker
+from fastdecode.wire.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    CloseSequence,
+    FromRWorker,
+    Hello,
+    OpenSequence,
+    Refused,
+    ToRWorker,
+    Welcome,
+)
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
 from rworker.worker import WorkerThread, start_worker_thread
@@ -143,3 +154,27 @@ def test_a_sequence_that_one_refuses_is_closed_on_the_others() -> None:
     assert hub.receive_any(5.0) == (0, refused)
     assert [peer.poll() for peer in peers] == [OpenSequence(7, 100)] * 2
     assert [peer.poll() for peer in peers] == [CloseSequence(7), None]
+
+
+def test_who_is_greeted_twice_is_heard_once() -> None:
+    """Another one is lost while the heads are shared anew: what comes of the first greeting isn't for the second."""
+    parts: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    peers = [connect(parts, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(2)]
+    hub = HeadsHub(parts)
+    kv, spec = KVSpec(1, 2, 16, DType.FLOAT32, 16), AttentionSpec(4, 2, 16, 1.0)
+    hello = Hello(PROTOCOL_VERSION, "model", kv, (spec,), DType.FLOAT32)
+    hub._shares = dict(enumerate(share_heads(4, 2, 2)))
+    hub.send(OpenSequence(7, 100))
+    hub.send(hello)
+    peers[1].close()
+    with pytest.raises(WorkerError):
+        hub.receive_any(5.0)
+    hub.send(hello)
+    peers[0].send(Accepted(7))
+    peers[0].send(Welcome("r0", 20, 16, 1))
+    assert hub.poll() is None
+    peers[0].send(Welcome("r0", 10, 16, 1))
+    assert hub.receive_any(5.0) == (0, Welcome("r0", 10, 16, 1))
+    hub.send(OpenSequence(8, 100))
+    peers[0].send(Accepted(8))
+    assert hub.receive_any(5.0) == (0, Accepted(8))
