@@ -152,7 +152,10 @@ def _launcher() -> list[Finding]:
 def _mpi_library() -> str | None:
     """As another process sees it: loading MPI changes a process, and may end it."""
     script = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    try:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
     return done.stdout.split("\n")[0].split(",")[0].strip("\0 ") if done.returncode == 0 else None
 
 

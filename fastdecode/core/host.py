@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from fastdecode.core.machine import free_memory_bytes
+
 _PACKAGES = ("fastdecode", "numpy", "numba", "mpi4py", "pyzmq")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _NODES = Path("/sys/devices/system/node")
@@ -36,6 +38,7 @@ class HostFacts:
     huge_pages: str
     """Transparent ones: always, madvise or never."""
     free_bytes: int
+    """Memory that this process may still take."""
     interfaces: tuple[str, ...]
     """Network interfaces that are up, with an address: "eth0 10.0.0.1"."""
 
@@ -56,7 +59,7 @@ def this_host() -> HostFacts:
             :_MAX_LISTED
         ],
         huge_pages=_chosen(_read(_HUGE_PAGES)),
-        free_bytes=psutil.virtual_memory().available,
+        free_bytes=free_memory_bytes(),
         interfaces=_interfaces(),
     )
 

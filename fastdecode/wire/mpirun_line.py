@@ -91,7 +91,7 @@ class JobLine:
     def __post_init__(self) -> None:
         if self.interface is not None and not _INTERFACE.fullmatch(self.interface):
             raise ConfigError(f"--interface={self.interface!r} is neither an interface such as eth0 nor 10.0.0.0/24")
-        if self.s_host is not None and not _HOST.fullmatch(self.s_host):
+        if self.s_host is not None and (":" in self.s_host or not _HOST.fullmatch(self.s_host)):
             raise ConfigError(f"--s-host={self.s_host!r} is not a host's name")
         if self.vendor == "MPICH" and self.interface is not None and "/" in self.interface:
             raise ConfigError(f"--interface={self.interface!r}: MPICH takes an interface's name, such as eth0")

@@ -49,6 +49,9 @@ def test_the_lines() -> None:
         JobLine(("s",), ("r",), hosts, vendor="MPICH", interface="10.0.0.0/24")
     with pytest.raises(ConfigError, match="--interface"):
         JobLine(("s",), ("r",), hosts, interface="; rm")
+    for bad in ("", "c:2", "-c", "c d"):
+        with pytest.raises(ConfigError, match="--s-host"):
+            JobLine(("s",), ("r",), hosts, s_host=bad)
 
 
 @needs_mpi
