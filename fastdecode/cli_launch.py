@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -62,8 +63,23 @@ def run_launch(args: argparse.Namespace) -> int:
             print(line.shown())
             return 0
         tell(line.shown())
-        code = subprocess.run(line.words(), check=False).returncode
+        code = _run(line.words())
         return _truthful(code, report if "--exit-code-file" in line.s_command else None)
+
+
+def _run(words: list[str]) -> int:
+    """Run mpirun to its end. Who stops us stops it, and it isn't killed: to see the ranks off takes it a while."""
+    with subprocess.Popen(words) as mpirun:
+        before = signal.signal(signal.SIGTERM, lambda *_: mpirun.terminate())
+        try:
+            while True:
+                try:
+                    return mpirun.wait()
+                except KeyboardInterrupt:
+                    if not os.isatty(0):  # a terminal has told it already
+                        mpirun.send_signal(signal.SIGINT)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _truthful(mpirun_code: int, report: Path | None) -> int:

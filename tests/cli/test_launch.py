@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -116,3 +118,23 @@ def test_exit_codes_of_mpirun_pass_through(generate: tuple[list[str], Path, str]
     launch = [*FASTDECODE, "launch", "--hosts", "localhost:1", "--"]
     outcome = run([*launch, *command, "--model", "/nonexistent"], **PATHS)
     assert (outcome.exit_code, outcome.orphans) == (2, []), outcome
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_mpirun_has_time_to_see_the_ranks_off(stop: signal.Signals, tmp_path: Path) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = --version ]; then echo Open MPI; exit; fi\n'
+        "trap 'sleep 1; exit 7' INT TERM\n"
+        "echo begins\n"
+        "while true; do sleep 0.1; done\n"
+    )
+    mpirun.chmod(0o755)
+    line = [*FASTDECODE, "launch", "--mpirun", str(mpirun), "--hosts", "localhost:1", "--", "doctor"]
+    with subprocess.Popen(
+        line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env={**os.environ, **PATHS}
+    ) as launch:
+        assert launch.stdout is not None and launch.stdout.readline() == "begins\n"
+        launch.send_signal(stop)
+        assert launch.wait(60) == 7
