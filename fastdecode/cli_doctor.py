@@ -55,7 +55,7 @@ def add_doctor(commands: Any) -> None:
 def run_doctor(args: argparse.Namespace) -> int:
     """Ask, judge, print. Returns the exit code."""
     from fastdecode.core.host import this_host
-    from fastdecode.engine.doctor import Finding, judge
+    from fastdecode.engine.doctor import Finding, hash_of_model, judge
 
     findings: list[Finding] = []
     workers: list[WorkerFacts] = []
@@ -69,7 +69,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     findings += _launcher()
     findings += _interfaces(len({w.report.host.host for w in workers if w.report is not None}))
     here = this_host()
-    findings += judge(here, workers, None if args.model is None else _model_hash(args.model))
+    findings += judge(here, workers, None if args.model is None else hash_of_model(args.model))
     if args.json:
         shown = {"findings": findings, "s_worker": here, "r_workers": workers}
         print(json.dumps(shown, indent=2, default=asdict))
@@ -170,11 +170,3 @@ def _interfaces(num_hosts: int) -> list[Finding]:
         mend = "--mca btl_tcp_if_include NET, or fastdecode launch --interface NET"
         return [Finding("WARN", "interface", f"{text}; MPI may choose any", mend)]
     return [Finding("PASS", "interface", text)]
-
-
-def _model_hash(model: str) -> str:
-    try:
-        from sworker.weights import model_hash
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(str(error.name), "sworker", "--model") from None
-    return model_hash(model)

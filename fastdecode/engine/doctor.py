@@ -73,6 +73,18 @@ def examine(connection: RConnection, *, repeats: int = 10) -> WorkerFacts:
     return WorkerFacts(connection.peer, report, link)
 
 
+def hash_of_model(directory: str) -> str:
+    """What R-workers that are kept for one model know it by.
+
+    Raises:
+        MissingExtraError: the S-part isn't installed here.
+        CheckpointError: it is no model's directory.
+    """
+    from sworker.checkpoint import model_hash  # hosts without the S-part have a doctor, too
+
+    return model_hash(directory)
+
+
 def judge(here: HostFacts, workers: Sequence[WorkerFacts], model_hash: str | None = None) -> list[Finding]:
     """Everything that can be said of an S-worker's host and its R-workers.
 
