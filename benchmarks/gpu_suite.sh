@@ -17,6 +17,6 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFE
 # The project's pytest options name plugins that may not be there.
 timeout 240 "$python" -m pytest -o addopts=--import-mode=importlib -q -rs tests/gpu 2>&1 | tail -25
 tests=${PIPESTATUS[0]}
-timeout 420 "$python" benchmarks/gpu_suite.py "${smoke[@]}" --tests-exit-code "$tests" --out "$out/gpu_suite.json"
+timeout 350 "$python" benchmarks/gpu_suite.py "${smoke[@]}" --tests-exit-code "$tests" --out "$out/gpu_suite.json"
 suite=$?
 exit $((suite ? suite : tests))
