@@ -56,6 +56,8 @@ class Replacements:
     def _knock(self, worker: int) -> None:
         candidate = self._candidates.get(worker)
         if candidate is None:
+            # One that was given up though it lives would go on serving the old connection, and be busy for ever.
+            self._hub.connections[worker].close()
             candidate = self._candidates[worker] = _Candidate(self._hub.knock(worker))
         connection = candidate.connection
         try:

@@ -1,0 +1,48 @@
+"""R-workers that come in a lost one's place."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("zmq")
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.engine.replacements import Replacements
+from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from fastdecode.wire.zmq import ZmqHub
+from fastdecode.wire.zmq_listener import ZmqListener
+from rworker.attention import AttentionExecutor
+from rworker.state import RWorkerState
+from rworker.worker import serve
+
+
+def test_one_that_was_given_up_though_it_lives_may_come_back() -> None:
+    listener = ZmqListener("tcp://127.0.0.1:*", "r")
+
+    def serve_two() -> None:
+        for _ in range(2):
+            connection = listener.accept(30.0)
+            assert connection is not None
+            serve(connection, RWorkerState("r", kv_bytes=1 << 20, num_threads=1), AttentionExecutor(num_threads=1))
+
+    thread = threading.Thread(target=serve_two)
+    thread.start()
+    hub = ZmqHub()
+    spec = AttentionSpec(2, 1, 16, 1.0)
+    hello = Hello(PROTOCOL_VERSION, "model", KVSpec(1, 1, 16, DType.FLOAT32, 16), (spec,), DType.FLOAT32)
+    try:
+        hub.add(listener.address).send(hello)
+        assert isinstance(hub.receive_any(60.0)[1], Welcome)
+        replacements = Replacements(hub, hello)  # nobody has closed the connection to the lost one
+        deadline = time.monotonic() + 30
+        while not replacements.look([0]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        replacements.admit(0)
+    finally:
+        hub.close()
+        thread.join(30)
+        listener.close()
