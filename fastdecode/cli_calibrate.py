@@ -14,6 +14,8 @@ from fastdecode.cli_options import tell
 from fastdecode.core.errors import ConfigError, MissingExtraError
 
 MAX_SIZES = 64
+LINK_BLOCK_SIZE = 16
+"""Tokens in a KV block while a link is measured: a sequence has few, so that many fit into little memory."""
 
 
 def add_calibrate(commands: Any) -> None:
@@ -186,7 +188,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     batches = args.batches or (1, 16, 64, 256, 1024)
     try:
         times = measure_link(
-            hub.connections[0], spec.kv_spec(dtype), spec.attention[0], dtype, batches, repeats=args.repeats
+            hub.connections[0], spec.kv_spec(dtype, LINK_BLOCK_SIZE), spec.attention[0], dtype, batches, repeats=args.repeats
         )
     finally:
         for connection in hub.connections:
