@@ -19,7 +19,8 @@ from cpu_kernels.simd import as_record, keep_alive
 from cpu_kernels.team import run_units
 
 OK, BAD_CONTEXT, BAD_POSITION, BAD_STARTS, BAD_BLOCK = range(5)
-MAX_POSITION = 1 << 30
+MAX_POSITION = 1 << 24
+"""Kernels count tokens in float32, which is exact up to here."""
 _UNITS_PER_THREAD = 8
 
 

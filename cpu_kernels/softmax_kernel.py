@@ -34,6 +34,8 @@ from cpu_kernels.simd import (
 from cpu_kernels.tiles import FACTOR_BYTES, ROW_BYTES, store_weights
 
 LOG2_E = 1.4426950408889634
+_TINY = np.float32(1e-30)
+"""Values of V all smaller than this count as zero: their inverse might not be finite."""
 
 
 @njit(nogil=True, cache=True)
@@ -100,7 +102,7 @@ def scale_values(variant, padded_tokens, scales, num_tokens, v_scales):
     if not variant.is_integer:
         return np.float32(1)
     most = first_lane(fold_maxima(variant, top))
-    factors = fill_lanes(variant, np.float32(variant.max_weight) / most if most > 0 else np.float32(0))
+    factors = fill_lanes(variant, np.float32(variant.max_weight) / most if most > _TINY else np.float32(0))
     for t in range(0, padded_tokens, variant.lanes):
         store_lanes(load_lanes(variant, v_scales + 4 * t) * factors, v_scales + 4 * t)
     return most * np.float32(1.0 / variant.max_weight)

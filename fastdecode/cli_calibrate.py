@@ -188,7 +188,12 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     batches = args.batches or (1, 16, 64, 256, 1024)
     try:
         times = measure_link(
-            hub.connections[0], spec.kv_spec(dtype, LINK_BLOCK_SIZE), spec.attention[0], dtype, batches, repeats=args.repeats
+            hub.connections[0],
+            spec.kv_spec(dtype, LINK_BLOCK_SIZE),
+            spec.attention[0],
+            dtype,
+            batches,
+            repeats=args.repeats,
         )
     finally:
         for connection in hub.connections:

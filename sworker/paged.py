@@ -163,7 +163,7 @@ def gathered_decode(
     for members, first, last in _groups(context_lens, spec.sliding_window, most):
         rows = torch.from_numpy(members).to(q.device)  # [n]
         places = torch.arange(first, last, device=q.device)  # [c]
-        blocks = tables[rows][:, places // block_size]  # [n, c]
+        blocks = tables[rows][:, places // block_size].long()  # [n, c]
         ends = lens[rows][:, None]  # [n, 1]
         hidden = places >= ends  # [n, c]
         if spec.sliding_window is not None:
@@ -171,7 +171,7 @@ def gathered_decode(
         slots = blocks * block_size + places % block_size
         # Past a table's end stands some block's id, whose slots may hold anything, NaN included: what isn't seen is
         # read from the query's own slot.
-        own = tables[rows].gather(1, ((ends - 1) // block_size).long()) * block_size + (ends - 1) % block_size
+        own = tables[rows].gather(1, ((ends - 1) // block_size).long()).long() * block_size + (ends - 1) % block_size
         slots = torch.where(hidden, own, slots).long()
         k, v = (x[slots].transpose(1, 2) for x in (keys, values))  # [n, Hkv, c, D]
         queries = q[rows].view(-1, Hkv, G, D)

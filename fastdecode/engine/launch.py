@@ -213,24 +213,24 @@ class RunningEngine:
             times = MeasuredTimes() if times is None else times
             blocks = tuple(welcome.num_blocks for welcome in self.welcomes)
             scheduler = make_scheduler(resolved.schedule, blocks, config.block_size, times)
+            s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
+            attention = _attention(workers, self._fleet, self.spec, resolved, s_worker)
+            pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
+            self.engine = Engine(
+                s_worker,
+                pipeline,
+                self._fleet,
+                scheduler,
+                self.codec,
+                self.spec.eos_token_ids,
+                trace,
+                times,
+                LaneControl(times, resolved.schedule.num_lanes) if resolved.adapts_lanes else None,
+                workers.replacements(hello),
+            )
         except BaseException:
             self.close()
             raise
-        s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
-        attention = _attention(workers, self._fleet, self.spec, resolved, s_worker)
-        pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
-        self.engine = Engine(
-            s_worker,
-            pipeline,
-            self._fleet,
-            scheduler,
-            self.codec,
-            self.spec.eos_token_ids,
-            trace,
-            times,
-            LaneControl(times, resolved.schedule.num_lanes) if resolved.adapts_lanes else None,
-            workers.replacements(hello),
-        )
         self.load_s = time.perf_counter() - started
 
     @property
