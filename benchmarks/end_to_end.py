@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from provenance import provenance
 
 MODELS = {
     "gqa100m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
@@ -119,13 +119,7 @@ def main() -> int:
                     rows.append({"model": model, "workload": workload, "engine": engine, **result})
                     print(json.dumps(rows[-1]), flush=True)
     if options.out is not None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        report = {
-            "command": " ".join(["python", *sys.argv]),
-            "commit": commit.stdout.strip(),
-            "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-            "rows": rows,
-        }
+        report = {**provenance(), "rows": rows}
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 

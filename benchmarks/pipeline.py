@@ -16,7 +16,6 @@ import heapq
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 MODEL = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 12,
@@ -270,18 +271,6 @@ def quiet(values: Iterable[float]) -> float:
     return statistics.quantiles(values, n=4)[0]
 
 
-def environment() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    models = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit.stdout.strip(),
-        "machine": {"processor": models[0].split(": ")[1], "cores": len(os.sched_getaffinity(0))},
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("pipeline.json"))
@@ -296,7 +285,7 @@ def main() -> None:
         os.sched_setaffinity(0, {cores[0 if options.rank == "s" else 1]})
         s_worker(options) if options.rank == "s" else r_worker(options.delay_s)
         return
-    before = environment()
+    before = provenance()
     with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as scratch:
         model = Path(scratch) / "model"
         make_checkpoint(model)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import numpy
 import psutil
-import torch
 
 from fastdecode.core.machine import available_cores, this_machine
 
@@ -25,7 +26,8 @@ def provenance() -> dict[str, Any]:
             "cores": available_cores(),
             "memory_bytes": psutil.virtual_memory().total,
         },
-        "torch": torch.__version__,
+        "load_average": os.getloadavg(),
+        "torch": version("torch"),
         "numpy": numpy.__version__,
         "python": platform.python_version(),
     }

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from provenance import provenance
 
 from fastdecode.wire.arrays import lay_out
 from fastdecode.wire.messages import Attend, AttendResult, Shutdown
@@ -266,18 +266,6 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def environment() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    models = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit.stdout.strip(),
-        "machine": {"processor": models[0].split(": ")[1], "cores": len(os.sched_getaffinity(0))},
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("transport.json"))
@@ -295,7 +283,7 @@ def main() -> None:
         else:
             zmq_s_worker(int(number), args.out)
     else:
-        before = environment()
+        before = provenance()
         rows = [row for transport in args.transports for num_r in args.r_workers for row in run(transport, num_r)]
         print(table(rows))
         described = [asdict(row) | {"added_s": row.added_s, "ratio": row.ratio} for row in rows]

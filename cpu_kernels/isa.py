@@ -23,8 +23,6 @@ class Isa:
     """``vdpbf16ps``: two bf16 products a lane."""
     has_int8_dot: bool = False
     """``vpdpbusd``: four u8 · s8 products a lane."""
-    has_tiles: bool = False
-    """AMX: 16 x 16 tiles of bf16 and int8 products."""
 
 
 LEVELS: Final = (
@@ -32,7 +30,6 @@ LEVELS: Final = (
     Isa("avx2", lanes=8, registers=16),
     Isa("avx512", lanes=16, registers=32),
     Isa("avx512dot", lanes=16, registers=32, has_bf16_dot=True, has_int8_dot=True),
-    Isa("amx", lanes=16, registers=32, has_bf16_dot=True, has_int8_dot=True, has_tiles=True),
 )
 
 _NEEDS: Final = {
@@ -40,7 +37,6 @@ _NEEDS: Final = {
     "avx2": ("avx2", "fma", "f16c"),
     "avx512": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
     "avx512dot": ("avx512bf16", "avx512vnni"),
-    "amx": ("amx-tile", "amx-bf16", "amx-int8"),
 }
 
 

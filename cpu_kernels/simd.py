@@ -58,7 +58,7 @@ class Variant:
     dtype: str
     """Element type of the cache."""
     dot: str
-    """How products are summed: "fma" on unpacked floats, "bf16", "int8" on packed words, "tile" by AMX."""
+    """How products are summed: "fma" on unpacked floats, "bf16", "int8" on packed words."""
     lanes: int
     has_fma: bool
     has_f16c: bool
@@ -87,7 +87,7 @@ class Variant:
     @property
     def operand_bytes(self) -> int:
         """Bytes of one element in one plane of an operand row."""
-        return {"fma": 4, "bf16": 2, "tile": 2, "int8": 1}[self.dot]
+        return {"fma": 4, "bf16": 2, "int8": 1}[self.dot]
 
     @property
     def is_quantized(self) -> bool:
@@ -415,7 +415,7 @@ def emit_exp2(builder, value, has_fma: bool, coefficients):
 def exp2(typingctx, variant, value):
     """2^x for x <= 127; 0 where x <= -127, minus infinity included; NaN stays NaN."""
     shape = variant.variant
-    coarse = shape.dot in ("bf16", "tile") and shape.p_planes == 1
+    coarse = shape.dot == "bf16" and shape.p_planes == 1
 
     def codegen(context, builder, signature, args):
         coefficients = EXP2_COARSE if coarse else EXP2_PRECISE

@@ -44,7 +44,7 @@ from cpu_kernels.simd import (
 )
 
 MAX_OPERANDS = 512
-"""Elements of an operand row: the largest head_dim, and the most tokens of a superblock."""
+"""Elements of an operand row: the largest head_dim, and the most tokens of a block."""
 PLANE_BYTES = 2 * MAX_OPERANDS
 UNIT, BIAS = 4 * MAX_OPERANDS, 4 * MAX_OPERANDS + 4
 FACTOR_BYTES = 64
@@ -387,7 +387,7 @@ def store_query(typingctx, variant, value, address):
 
         def emit(row, vector):
             element, offset = builder.extract_value(column, row), row * ROW_BYTES
-            if shape.dot in ("bf16", "tile"):
+            if shape.dot == "bf16":
                 _store_bf16(builder, element, target, offset, shape.q_planes)
             elif shape.dot == "int8":
                 return _store_int8(builder, element, target, offset, shape.q_planes, 7)
@@ -409,7 +409,7 @@ def store_weights(typingctx, variant, value, address):
         _, column, target = args
         for row in range(value.rows):
             element, offset = builder.extract_value(column, row), row * ROW_BYTES
-            if shape.dot in ("bf16", "tile"):
+            if shape.dot == "bf16":
                 _store_bf16(builder, element, target, offset, shape.p_planes)
             elif shape.dot == "int8":
                 _store_int8(builder, element, target, offset, shape.p_planes, 8)

@@ -132,6 +132,8 @@ class RWorkerState:
             case Hello():
                 return self._hello(message)
             case Inspect():
+                if self._session is not None:
+                    raise ProtocolError("Inspect came in the middle of a job: it has to come before Hello")
                 self.was_inspected = True
                 return (TellAboutHost(self._num_threads, self._kv_bytes, self._model_hash or ""),)
             case Shutdown():

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from sworker.dtypes import torch_dtype
 from sworker.prefill import chunk_attention, local_causal_attention
 
 MAX_GATHERED_BYTES = 256 << 20
@@ -76,7 +77,7 @@ class PagedKV:
         shape = (kv.num_layers, 2, num_blocks * kv.block_size, kv.num_kv_heads, kv.head_dim)
         try:
             # Not zeroed: a CPU's memory is taken as blocks are used. What was never written is never weighed in.
-            self.pool = torch.empty(shape, dtype=getattr(torch, kv.dtype.value), device=device)
+            self.pool = torch.empty(shape, dtype=torch_dtype(kv.dtype), device=device)
         except RuntimeError:
             size_gib = num_blocks * kv.block_bytes / (1 << 30)
             raise CapacityError(

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec
+from sworker.dtypes import torch_dtype
 
 MAX_TILE_BYTES = 64 << 20
 """Of float32 scores, over all heads."""
@@ -42,8 +43,7 @@ def as_cached(x: Tensor, dtype: DType) -> Tensor:
         head: the largest magnitude is 127 of them, or 7.
     """
     if dtype.is_float:
-        cached: Tensor = x.to(getattr(torch, dtype.value)).to(x.dtype)
-        return cached
+        return x.to(torch_dtype(dtype)).to(x.dtype)
     most = 127.0 if dtype is DType.INT8 else 7.0
     values = x.float()
     scales = values.abs().amax(-1, keepdim=True) / most  # [T, Hkv, 1]

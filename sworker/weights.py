@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError
 from fastdecode.core.model_spec import ModelSpec
 from sworker.checkpoint import Checkpoint, TensorEntry, model_hash, open_checkpoint
+from sworker.dtypes import torch_dtype
 from sworker.model.families import CHECKPOINT_NAMES, CheckpointNames, Layout, Names, Source
 from sworker.model.linear import Linear
 from sworker.model.rope import RotaryTable
@@ -65,7 +66,7 @@ def load_model(
     checkpoint = open_checkpoint(path)
     spec = _spec(checkpoint, max_model_len)
     target = _check_device(device)
-    kind = dtype or getattr(torch, spec.dtype.value)
+    kind = dtype or torch_dtype(spec.dtype)
     if kind not in _TARGET_DTYPES:
         raise ConfigError(f"dtype={kind} is not one of {', '.join(map(str, _TARGET_DTYPES))}")
     with torch.device("meta"):

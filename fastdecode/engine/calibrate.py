@@ -13,6 +13,7 @@ from fastdecode.core.machine import this_machine
 from fastdecode.core.measurement import ModelShape, Point, SProfile, Timing
 from fastdecode.engine.launch import RunningEngine, make_s_worker, resolve_for_this_host
 from fastdecode.engine.steady import time_steady_steps
+from sworker.dtypes import torch_dtype
 from sworker.measure import measure_s_part
 from sworker.weights import load_model, load_spec
 
@@ -41,7 +42,7 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
     """
     spec = load_spec(config.model)
     resolved = resolve_for_this_host(config, spec)
-    dtype: torch.dtype = getattr(torch, resolved.dtype.value)
+    dtype = torch_dtype(resolved.dtype)
     tell(f"loading {config.model}")
     _, model = load_model(config.model, device=resolved.device, dtype=dtype)
     tell(f"S-part: {len(effort.batches)} batch sizes, {len(effort.prompts)} prompt lengths, {effort.repeats} repeats")

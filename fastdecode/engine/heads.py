@@ -290,6 +290,8 @@ class HeadsWorkers:
         return Reunion(self.hub, hello)
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
+        if lost:  # the engine may have given up waiting before anybody asked for whom
+            self.hub.give_up_the_slowest()
         self._workers.close(self.hub.dead, timeout_s)
 
 

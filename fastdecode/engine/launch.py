@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.machine import free_memory_bytes
+from fastdecode.core.machine import available_cores, free_memory_bytes
 from fastdecode.core.model_spec import ModelSpec
 from fastdecode.core.spec import KVSpec
 from fastdecode.core.trace import Trace
@@ -33,6 +32,7 @@ from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
 from fastdecode.wire.mpi_job import launched_size
 from fastdecode.wire.transport import TIMEOUT
+from sworker.dtypes import torch_dtype
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
 from sworker.parallel import ParallelSWorker, Ranks
@@ -157,11 +157,6 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class RunningEngine:
     """An engine, the model that it runs and the R-workers that serve it. Close it when done.
 
@@ -204,7 +199,7 @@ class RunningEngine:
             if config.tp > 1:
                 self._ranks = meet_ranks(config.tp, resolved.device)
             device, shard = (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
-            _, model = load_model(config.model, device=device, dtype=_torch_dtype(resolved.dtype), shard=shard)
+            _, model = load_model(config.model, device=device, dtype=torch_dtype(resolved.dtype), shard=shard)
             tell(
                 f"greeting {len(self._fleet)} R-worker(s): {', '.join(map(self._fleet.peer, range(len(self._fleet))))}"
             )
@@ -316,8 +311,3 @@ def _hello(spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
         block_size=resolved.config.block_size,
     )
     return Hello(PROTOCOL_VERSION, model_hash(resolved.config.model), kv, spec.attention, resolved.dtype)
-
-
-def _torch_dtype(dtype: DType) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype.value)
-    return found

@@ -92,6 +92,7 @@ class Pipeline:
         self._lanes: list[LaneStep | None] = [None] * num_lanes
         self._ready: deque[LaneStep] = deque()
         self._unsent: deque[LaneStep] = deque()  # scattered, but not on the host yet; once a layer
+        self._awaited: dict[int, Sequence] = {}  # to be opened or extended
         self._openings: dict[int, Accepted | Refused] = {}
         self.wait_s = 0.0
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
@@ -147,9 +148,11 @@ class Pipeline:
         """Wait until every sequence {id: sequence} that was sent to be opened is accepted, refused, or its R-worker
         lost. Answers to other lanes' steps that arrive meanwhile are kept."""
         lost = self._attention.fleet.lost
+        self._awaited, self._openings = sequences, {}
         while any(i not in self._openings and s.worker not in lost for i, s in sequences.items()):
             self._receive()
-        return {i: self._openings.pop(i) for i in sequences if i in self._openings}
+        self._awaited = {}
+        return self._openings
 
     def _advance(self, step: LaneStep) -> None:
         started = time.perf_counter()
@@ -211,9 +214,13 @@ class Pipeline:
             sent, now = step.remote.sent_s[message.layer], time.perf_counter()
             step.round_trip_s = min(step.round_trip_s, now - sent - message.compute_s)
             self._trace.attended(worker, step.lane, message.step, message.layer, sent, now, message.compute_s)
-        elif isinstance(message, (Accepted, Refused)):
+        elif isinstance(message, (Accepted, Refused)) and self._is_awaited(worker, message.sequence_id):
             self._openings[message.sequence_id] = message
         else:
             raise ProtocolError(
                 f"R-worker {self._attention.fleet.peer(worker)} sent {type(message).__name__}, which nobody asked for"
             )
+
+    def _is_awaited(self, worker: int, sequence_id: int) -> bool:
+        sequence = self._awaited.get(sequence_id)
+        return sequence is not None and sequence.worker == worker and sequence_id not in self._openings

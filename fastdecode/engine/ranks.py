@@ -18,6 +18,7 @@ import torch
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.wire import mpi_job
+from sworker.dtypes import torch_dtype
 from sworker.parallel import Ranks, mirror
 from sworker.sharding import Shard, parallelize
 from sworker.weights import load_model
@@ -60,7 +61,7 @@ def mirror_rank_0(config: EngineConfig) -> None:
 
     resolved = resolve_for_this_host(config)
     ranks = meet_ranks(config.tp, resolved.device)
-    dtype: torch.dtype = getattr(torch, resolved.dtype.value)
+    dtype = torch_dtype(resolved.dtype)
     spec, model = load_model(config.model, device=ranks.device, dtype=dtype, shard=ranks.shard)
     parallelize(model, ranks.shard, ranks.data)
     mirror(spec, model, ranks)

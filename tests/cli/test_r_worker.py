@@ -114,8 +114,8 @@ def test_it_serves_one_after_another_under_a_key(expected: list[np.ndarray], tmp
 def test_it_ends_when_its_s_worker_is_killed() -> None:
     with r_worker("--silence-s", "1") as (job, address):
         script = (
-            "import sys, time; from fastdecode.wire.zmq import ZmqHub; from test_r_worker import HELLO; "
-            "hub = ZmqHub(); c = hub.add(sys.argv[1]); c.send(HELLO); print(c.receive(100)); time.sleep(600)"
+            "import signal, sys; from fastdecode.wire.zmq import ZmqHub; from test_r_worker import HELLO; "
+            "hub = ZmqHub(); c = hub.add(sys.argv[1]); c.send(HELLO); print(c.receive(100)); signal.pause()"
         )
         paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), PATHS["PYTHONPATH"]])
         with running([sys.executable, "-c", script, address], PYTHONPATH=paths) as s_worker:
