@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 import cpu_kernels
 from cpu_kernels import BlockLayout, allocate_pool, reference
+from cpu_kernels.isa import host_levels
 
 SEED = 20240321
 
 
-def random_batch(rng, layout, num_q_heads, context_lens, num_queries, source):
+def random_batch(rng, layout, num_q_heads, context_lens, num_queries, source, stale=None):
     """A pool filled through ``append`` in a random block order, and everything ``attend`` needs."""
     needed = [-(-length // layout.block_size) for length in context_lens]
     num_blocks = sum(needed) + 3
     pool = allocate_pool(layout, 1, num_blocks)
-    pool[:] = rng.integers(0, 100, pool.shape, dtype=np.uint8)  # stale, finite
+    # What blocks held before is anything.
+    pool[:] = rng.integers(0, 100, pool.shape, dtype=np.uint8) if stale is None else stale
     ids = rng.permutation(num_blocks).astype(np.int32)
     tables = np.full((len(context_lens), max([*needed, 1])), -1, np.int32)
     used = 0
@@ -42,17 +46,21 @@ def random_batch(rng, layout, num_q_heads, context_lens, num_queries, source):
     return pool, k, v, slots, q, tables, starts, positions, np.array(context_lens, np.int32)
 
 
-def compare(layout, num_q_heads, context_lens, num_queries, source="float32", tolerance=2e-6, seed=SEED, **options):
+def compare(
+    layout, num_q_heads, context_lens, num_queries, source="float32", tolerance=2e-6, seed=SEED, level=None, stale=None,
+    **options,
+):  # fmt: skip
+    """Append and attend with the kernels and with their twins. Returns the kernels' o and lse."""
     rng = np.random.default_rng(seed)
     pool, k, v, slots, q, tables, starts, positions, lens = random_batch(
-        rng, layout, num_q_heads, context_lens, num_queries, source
+        rng, layout, num_q_heads, context_lens, num_queries, source, stale
     )
     twin_pool = pool.copy()
     cpu_kernels.append(layout, pool[0], k, v, slots, source=source)
     reference.append(layout, twin_pool[0], k, v, slots, source=source)
     np.testing.assert_array_equal(pool, twin_pool)
     results = []
-    for attend in (cpu_kernels.attend, reference.attend):
+    for attend in (partial(cpu_kernels.attend, level=level), reference.attend):
         out = np.full(q.shape, 0x7FC0, q.dtype) if source != "float32" else np.full(q.shape, np.nan, q.dtype)
         lse = np.full(q.shape[:2], np.nan, np.float32)
         attend(
@@ -73,6 +81,25 @@ def compare(layout, num_q_heads, context_lens, num_queries, source="float32", to
     elif layout.dtype == "bfloat16":
         lse_tolerance = 2e-3 if source == "bfloat16" else 2e-5
     np.testing.assert_allclose(lse, twin_lse, rtol=lse_tolerance, atol=lse_tolerance)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
+@pytest.mark.parametrize("level", [isa.name for isa in host_levels()[:-1]])
+def test_instruction_sets_that_are_not_the_best_that_this_host_has(level, dtype):
+    compare(BlockLayout(2, 72, dtype, 32), 6, [1, 17, 70, 0], [1, 1, 3, 1], level=level, sliding_window=40)
+
+
+@pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
+def test_wide_groups_long_contexts_threads_and_nan_in_what_blocks_held_before(dtype):
+    """Contexts of several chunks and of odd lengths; where one thread and two leave the same bits."""
+    layout = BlockLayout(2, 64, dtype)
+    one, two = (
+        compare(layout, 32, [2101, 65, 1, 1024], [1, 1, 1, 1], tolerance=1e-5, stale=0xFF, num_threads=threads)
+        for threads in (1, 2)
+    )
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
