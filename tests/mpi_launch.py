@@ -93,8 +93,10 @@ class Running:
         """Until something has come true while the command runs."""
         end = time.monotonic() + timeout_s
         while not condition():
-            assert self._process.poll() is None and time.monotonic() < end, self.output()
-            time.sleep(0.005)
+            assert time.monotonic() < end, self.output()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.005)
+                assert condition(), self.output()
 
     def wait(self, timeout_s: float = 120.0, grace_s: float = 5.0) -> Outcome:
         """Until the command ends. What it started has ``grace_s`` more, and is an orphan if it needs longer."""
@@ -105,9 +107,7 @@ class Running:
         seconds = time.monotonic() - self._started
         orphans = []
         if exit_code is not None:
-            end = time.monotonic() + grace_s
-            while self.processes() and time.monotonic() < end:
-                time.sleep(0.02)
+            psutil.wait_procs(self.processes(), grace_s)
             orphans = [" ".join(p.cmdline()) for p in self.processes() if p.is_running()]
         self.kill()
         return Outcome(exit_code, self.output(), seconds, orphans)

@@ -34,7 +34,7 @@ class HostFacts:
     """That this process may use."""
     num_host_cpus: int
     numa_cpus: tuple[str, ...]
-    """Of each NUMA node, as "0-15,32-47"."""
+    """By NUMA node, as "0-15,32-47"; empty for a number that no node has."""
     huge_pages: str
     """Transparent ones: always, madvise or never."""
     free_bytes: int
@@ -55,9 +55,7 @@ def this_host() -> HostFacts:
         mpi=_mpi_library(),
         cpus=tuple(sorted(os.sched_getaffinity(0)))[: 1 << 13] if hasattr(os, "sched_getaffinity") else (),
         num_host_cpus=os.cpu_count() or 1,
-        numa_cpus=tuple(_read(path / "cpulist") for path in sorted(_NODES.glob("node[0-9]*"), key=_number))[
-            :_MAX_LISTED
-        ],
+        numa_cpus=_numa_cpus(),
         huge_pages=_chosen(_read(_HUGE_PAGES)),
         free_bytes=free_memory_bytes(),
         interfaces=_interfaces(),
@@ -80,6 +78,11 @@ def _mpi_library() -> str:
     return "" if mpi is None else str(mpi.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
 
 
+def _numa_cpus() -> tuple[str, ...]:
+    listed = {int(path.name[4:]): _read(path / "cpulist") for path in _NODES.glob("node[0-9]*")}
+    return tuple(listed.get(node, "") for node in range(max(listed, default=-1) + 1))[:_MAX_LISTED]
+
+
 def _interfaces() -> tuple[str, ...]:
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found = [
@@ -95,10 +98,6 @@ def _chosen(text: str) -> str:
     """``always [madvise] never`` → madvise."""
     match = re.search(r"\[(\w+)\]", text)
     return match[1] if match else ""
-
-
-def _number(path: Path) -> int:
-    return int(path.name[4:])
 
 
 def _read(path: Path) -> str:

@@ -70,7 +70,9 @@ class LaneControl:
 
     def decide(self) -> int:
         """The number of lanes that there should be. If it isn't what it was, ``regrouped`` is due."""
-        if self._num_steps < self._every or len(self._batches) < self._num_lanes:
+        # A lane that was not heard of has nothing that decodes: wait for it twice as long as for the others, no longer.
+        all_heard = len(self._batches) >= self._num_lanes
+        if self._num_steps < (self._every if all_heard else 2 * self._every):
             return self._num_lanes
         cycles_s = {k: self.cycle_s(k) for k in range(1, self._limit() + 1)}
         fastest_s = min(cycles_s.values())
@@ -90,6 +92,8 @@ class LaneControl:
         """What one step of the whole batch would take in so many lanes; NaN while that is unknown."""
         num_sequences = sum(self._batches.values())
         s_part_s = self._times.s_part_s(-(-num_sequences // num_lanes), hopeful=True)
+        if math.isnan(s_part_s):
+            return math.nan
         loads: dict[int, int] = {}
         for lane in self._loads.values():
             for worker, load in lane.items():

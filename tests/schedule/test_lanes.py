@@ -121,3 +121,14 @@ def assert_even(scheduler: object, num_lanes: int) -> None:
     lanes = scheduler._lanes  # type: ignore[attr-defined]
     sizes = [len(lane.running) for lane in lanes]
     assert len(sizes) == num_lanes and max(sizes) - min(sizes) <= 1
+
+
+def test_a_lane_that_never_decodes_holds_nothing_up() -> None:
+    times = MeasuredTimes(min_observed=8)
+    control = LaneControl(times, 2, every=16)
+    wanted = []
+    for _ in range(64):
+        times.observe(20, 0, 20e-3, {0: RPartTime(20_000, 0, 20e-3)})
+        control.observe(0, 20, {0: 20_000}, 30e-3)  # a slow network: more lanes
+        wanted.append(control.decide())
+    assert wanted[:31] == [2] * 31 and wanted[-1] > 2
