@@ -30,6 +30,7 @@ from gpu_end_to_end import end_to_end
 from gpu_instant import instant_steps
 
 from fastdecode.core.dtype import DType
+from fastdecode.core.families import read_model_spec
 from fastdecode.core.machine import this_machine
 from fastdecode.core.model_spec import ModelSpec
 from fastdecode.core.spec import KVSpec
@@ -69,7 +70,7 @@ class Setup:
             "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0,
             "tie_word_embeddings": False,
         }  # fmt: skip
-        return ModelSpec.from_hf(config, name=name)
+        return read_model_spec(config, name=name)
 
     def seconds(self, run: Callable[[], object], repeats: int = 10) -> float:
         """Median of the device's time for one run, which is queued while the one before it runs."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from fastdecode.core.families import read_model_spec
 from fastdecode.core.model_spec import ModelSpec
 
 
@@ -42,4 +43,4 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], name: str) -> M
     weights |= {name: torch.ones(hidden) for name in norms}
     save_file({name: weight.to(dtype) for name, weight in weights.items()}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
-    return ModelSpec.from_hf(dict(config), name=name)
+    return read_model_spec(dict(config), name=name)

@@ -1,6 +1,6 @@
 """Well-known models by name, as the ``config.json`` that their checkpoints carry, so that nobody needs to have one.
 
-Parameter counts, KV bytes and wire bytes all come from ``ModelSpec.from_hf``, as for a model on disk. GPT-3 was never
+Parameter counts, KV bytes and wire bytes all come from ``read_model_spec``, as for a model on disk. GPT-3 was never
 released; its shapes (arXiv 2005.14165, table 2.1) are written as GPT-2 configs, the 13B one with the 40 heads of 128
 that its stated head size implies.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from cost_model.hardware import find_name
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.families import read_model_spec
 from fastdecode.core.model_spec import ModelSpec
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -119,7 +120,7 @@ def model_named(name: str) -> ModelSpec:
         ConfigError: there is none of this name; the message suggests the nearest.
     """
     known = find_name(name, {own: own for own in CONFIGS}, option="model")
-    return ModelSpec.from_hf(CONFIGS[known], name=known)
+    return read_model_spec(CONFIGS[known], name=known)
 
 
 def read_model(model: str) -> ModelSpec:
@@ -146,4 +147,4 @@ def read_model(model: str) -> ModelSpec:
         raise ConfigError(f"--model {model}: {path} isn't JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--model {model}: {path} must hold a JSON object")
-    return ModelSpec.from_hf(config, name=path.parent.name or model)
+    return read_model_spec(config, name=path.parent.name or model)

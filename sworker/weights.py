@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError
+from fastdecode.core.families import read_model_spec
 from fastdecode.core.model_spec import ModelSpec
 from sworker.checkpoint import Checkpoint, TensorEntry, model_hash, open_checkpoint
 from sworker.dtypes import torch_dtype
@@ -49,7 +50,7 @@ def load_model(
         path: the directory.
         device: where the weights go.
         dtype: of weights and activations: float32, float16 or bfloat16; None is the checkpoint's own.
-        max_model_len: a lower length limit than the model's own (see ``ModelSpec.from_hf``).
+        max_model_len: a lower length limit than the model's own (see ``read_model_spec``).
         progress: called after every tensor with bytes read and bytes to read.
         shard: load this rank's part only; None: all.
 
@@ -108,7 +109,7 @@ def load_spec(path: str | Path, *, max_model_len: int | None = None) -> ModelSpe
 
 
 def _spec(checkpoint: Checkpoint, max_model_len: int | None) -> ModelSpec:
-    return ModelSpec.from_hf(
+    return read_model_spec(
         checkpoint.config,
         name=str(checkpoint.directory),
         generation_config=checkpoint.generation_config,

@@ -43,11 +43,25 @@ class _Family:
 
 def read_model_spec(
     config: Mapping[str, object],
+    *,
     name: str,
-    generation_config: Mapping[str, object],
-    max_model_len: int | None,
+    generation_config: Mapping[str, object] | None = None,
+    max_model_len: int | None = None,
 ) -> ModelSpec:
-    """See ``ModelSpec.from_hf``."""
+    """Read ``config.json``, as any version of transformers has written it.
+
+    Args:
+        config: the parsed file.
+        name: the model's directory or name, for messages.
+        generation_config: ``generation_config.json``; its end-of-text ids have precedence.
+        max_model_len: a lower length limit than the model's own. For LongRoPE models a limit above the original
+            length chooses the long factors; without one the model serves its original length.
+
+    Raises:
+        UnsupportedModelError: the architecture, or a feature the config asks for, isn't implemented.
+        CheckpointError: a field is missing or out of range.
+        ConfigError: ``max_model_len`` is beyond the model's.
+    """
     reader = ConfigReader(config, f"{name}/config.json")
     family, architecture = find_family(reader, {name: entry.architectures for name, entry in _FAMILIES.items()})
     refuse_features(reader)
@@ -58,7 +72,7 @@ def read_model_spec(
         default_kv_heads=entry.default_kv_heads,
         default_head_dim=entry.default_head_dim,
     )
-    ids = ConfigReader(generation_config, f"{name}/generation_config.json")
+    ids = ConfigReader(generation_config or {}, f"{name}/generation_config.json")
     eos = ids.token_ids("eos_token_id") or reader.token_ids("eos_token_id")
     bos = reader.token_ids("bos_token_id")[:1]
     start = ModelSpec(

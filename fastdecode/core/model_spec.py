@@ -2,12 +2,11 @@
 
 Everything that builds or plans for a model (the S-part's modules, the R-part's ``AttentionSpec``, the cost model's
 sizes) starts from one ``ModelSpec``; nothing else reads ``config.json``. Which fields a family has, what they are
-called and what they default to is in ``fastdecode.core.families``.
+called and what they default to is in ``fastdecode.core.families``, which reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -22,7 +21,7 @@ Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model. Frozen and valid at construction by ``from_hf``; needs no torch."""
+    """One model. Frozen, and valid if it is ``families.read_model_spec``'s; needs no torch."""
 
     name: str
     """For messages: usually the model's directory."""
@@ -80,33 +79,6 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Any of these ends a text. Ids outside the vocabulary have been dropped: they can't be drawn."""
-
-    @classmethod
-    def from_hf(
-        cls,
-        config: Mapping[str, object],
-        *,
-        name: str,
-        generation_config: Mapping[str, object] | None = None,
-        max_model_len: int | None = None,
-    ) -> ModelSpec:
-        """Read ``config.json``, as any version of transformers has written it.
-
-        Args:
-            config: the parsed file.
-            name: the model's directory or name, for messages.
-            generation_config: ``generation_config.json``; its end-of-text ids have precedence.
-            max_model_len: a lower length limit than the model's own. For LongRoPE models a limit above the original
-                length chooses the long factors; without one the model serves its original length.
-
-        Raises:
-            UnsupportedModelError: the architecture, or a feature the config asks for, isn't implemented.
-            CheckpointError: a field is missing or out of range.
-            ConfigError: ``max_model_len`` is beyond the model's.
-        """
-        from fastdecode.core.families import read_model_spec
-
-        return read_model_spec(config, name, generation_config or {}, max_model_len)
 
     def kv_spec(self, dtype: DType, block_size: int = 64) -> KVSpec:
         """The KV cache of this model in ``dtype``."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CheckpointError, ConfigError, FastDecodeError, UnsupportedModelError
-from fastdecode.core.families import alibi_slopes
+from fastdecode.core.families import alibi_slopes, read_model_spec
 from fastdecode.core.model_spec import ModelSpec
 
 LLAMA2_7B: dict[str, Any] = {
@@ -109,7 +109,7 @@ PUBLISHED = {
 
 
 def read(config: dict[str, Any], **changes: Any) -> ModelSpec:
-    return ModelSpec.from_hf({**config, **changes}, name="demo")
+    return read_model_spec({**config, **changes}, name="demo")
 
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def test_scaled_length(config: dict[str, Any], scaling: dict[str, Any], served: 
 def test_longrope_chooses_its_factors_by_the_length_asked_for() -> None:
     scaling = {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     config = {**PHI3_MINI, "max_position_embeddings": 131072, "rope_scaling": scaling}
-    short, long = read(config), ModelSpec.from_hf(config, name="demo", max_model_len=50000)
+    short, long = read(config), read_model_spec(config, name="demo", max_model_len=50000)
     assert short.rope is not None
     assert long.rope is not None
     assert (short.max_model_len, short.rope.frequency_factors[0]) == (4096, 1.0)
@@ -213,16 +213,16 @@ def test_longrope_chooses_its_factors_by_the_length_asked_for() -> None:
 
 
 def test_max_model_len_lowers_the_limit_and_never_raises_it() -> None:
-    assert ModelSpec.from_hf(LLAMA2_7B, name="demo", max_model_len=100).max_model_len == 100
+    assert read_model_spec(LLAMA2_7B, name="demo", max_model_len=100).max_model_len == 100
     for length in (0, -1, 4097):
         with pytest.raises(ConfigError, match=r"max_model_len=.* 1\.\.4096"):
-            ModelSpec.from_hf(LLAMA2_7B, name="demo", max_model_len=length)
+            read_model_spec(LLAMA2_7B, name="demo", max_model_len=length)
 
 
 def test_end_of_text_ids() -> None:
     generation = {"eos_token_id": [7, 9, 7]}
-    assert ModelSpec.from_hf(LLAMA2_7B, name="demo", generation_config=generation).eos_token_ids == (7, 9)
-    assert ModelSpec.from_hf(LLAMA2_7B, name="demo", generation_config={}).eos_token_ids == (2,)
+    assert read_model_spec(LLAMA2_7B, name="demo", generation_config=generation).eos_token_ids == (7, 9)
+    assert read_model_spec(LLAMA2_7B, name="demo", generation_config={}).eos_token_ids == (2,)
     assert read(LLAMA2_7B, eos_token_id=None).eos_token_ids == ()
     out = read(GPT2, vocab_size=97)  # small checkpoints keep their family's default ids
     assert (out.eos_token_ids, out.bos_token_id) == ((), None)
@@ -295,7 +295,7 @@ def test_bad_fields_are_named(changes: dict[str, Any], field: str) -> None:
 
 def test_bad_fields_of_other_families_are_named() -> None:
     with pytest.raises(CheckpointError, match=r"generation_config\.json.*'eos_token_id'"):
-        ModelSpec.from_hf(LLAMA2_7B, name="demo", generation_config={"eos_token_id": "x"})
+        read_model_spec(LLAMA2_7B, name="demo", generation_config={"eos_token_id": "x"})
     with pytest.raises(CheckpointError, match=r"'short_factor'.*48 numbers"):
         read(PHI3_MINI, rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]})
     with pytest.raises(CheckpointError, match="'sliding_window'"):
@@ -324,13 +324,13 @@ def test_any_config_is_read_or_refused(name: str, changes: dict[str, Any], rope:
         config["rope_scaling"] = rope
     config.update(changes)
     try:
-        spec = ModelSpec.from_hf(config, name="demo")
+        spec = read_model_spec(config, name="demo")
     except FastDecodeError:
         return
     assert len(spec.attention) == spec.num_layers
     assert spec.num_parameters > 0
     assert spec.max_model_len >= 1
-    assert hash(spec) == hash(ModelSpec.from_hf(config, name="demo"))
+    assert hash(spec) == hash(read_model_spec(config, name="demo"))
 
 
 def test_needs_no_torch() -> None:

@@ -8,12 +8,12 @@ import pytest
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.families import read_model_spec
 from fastdecode.engine.launch import resolve
 from fastdecode.engine.memory import CUDA_RESERVE_BYTES, FreeMemory, KVDemand, StepSizes, plan_memory
 
 GB = 10**9
-LLAMA_8B = ModelSpec.from_hf(
+LLAMA_8B = read_model_spec(
     {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16",
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

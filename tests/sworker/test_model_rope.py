@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from fastdecode.core.families import read_model_spec
 from fastdecode.core.model_spec import ModelSpec
 from sworker.model.rope import RotaryTable, frequencies
 
@@ -31,7 +32,7 @@ _SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def _read(scaling: dict[str, Any]) -> ModelSpec:
-    return ModelSpec.from_hf({**_SIZES, "rope_scaling": scaling}, name="demo")
+    return read_model_spec({**_SIZES, "rope_scaling": scaling}, name="demo")
 
 
 @pytest.mark.parametrize("name", _SCALINGS)
