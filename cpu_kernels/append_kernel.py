@@ -9,8 +9,8 @@ are KV heads, so that no two threads ever write to the same cell.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from cpu_kernels.compiled import entry, part
 from cpu_kernels.elements import float_to_brain, float_to_half, read_row
 from cpu_kernels.shape import SHAPE
 from cpu_kernels.simd import (
@@ -41,7 +41,7 @@ APPEND_JOB = np.dtype(
 FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 = range(5)  # the order of layout.DTYPES
 
 
-@njit(nogil=True, cache=True)
+@part
 def _largest(row, count):
     top = np.float32(0)
     for d in range(count):
@@ -51,7 +51,7 @@ def _largest(row, count):
     return top
 
 
-@njit(nogil=True, cache=True)
+@part
 def _encode_row(dtype, row, count, codes):
     """float32 elements → their bits in the cache, one in each uint32 of ``codes``. Returns the scale."""
     scale = np.float32(1)
@@ -75,14 +75,14 @@ def _encode_row(dtype, row, count, codes):
     return scale
 
 
-@njit(nogil=True, cache=True)
+@part
 def _shift(dtype, pack, element):
     if dtype == INT4:
         return np.uint32(8 * (element % 4) + 4 * (element // 4))
     return np.uint32(element * (32 // pack))
 
 
-@njit(nogil=True, cache=True)
+@part
 def _write_column(job, codes, cells):
     """One token's K: the first cell at ``cells``."""
     row_bytes = job.padded_tokens * (2 if job.dtype == FLOAT16 else 4)
@@ -98,7 +98,7 @@ def _write_column(job, codes, cells):
         store_u32(cells + w * row_bytes, cell)
 
 
-@njit(nogil=True, cache=True)
+@part
 def _write_row(job, codes, cells, element):
     """One token's V: its elements within the cells from ``cells`` on, and those of the following tiles."""
     for first in range(0, job.head_dim, job.tile_dims):
@@ -106,7 +106,7 @@ def _write_row(job, codes, cells, element):
         cells += job.tile_bytes
 
 
-@njit(nogil=True, cache=True)
+@part
 def _write_tile_row(job, codes, count, cells, element):
     if job.dtype == FLOAT16:
         for d in range(count):
@@ -120,7 +120,7 @@ def _write_tile_row(job, codes, count, cells, element):
         store_u32(cells + 4 * d, np.uint32(kept | np.uint32((load_u32(codes + 4 * d) ^ signs) << shift)))
 
 
-@njit(nogil=True, cache=True)
+@entry
 def append_unit(variant, job_address, head, scratch):
     """Write all tokens' K and V of one head. ``variant`` is not used."""
     job = as_record(job_address, APPEND_JOB)
@@ -146,7 +146,7 @@ def append_unit(variant, job_address, head, scratch):
             store_f32(base + job.scale_offset + 4 * (job.padded_tokens + offset), v_scale)
 
 
-@njit(nogil=True, cache=True)
+@entry
 def run_append(entry, team, scratch, fields, pool, k, v, slots):
     """Check the slots and run. Returns False if one is out of range."""
     shape = as_record(fields.ctypes.data, SHAPE)

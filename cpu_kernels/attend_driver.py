@@ -10,21 +10,23 @@ heads a unit takes depends on the rest of the batch and on the threads, which ch
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from cpu_kernels.attend_kernel import CHUNK_TOKENS, JOB, MAX_ROWS, UNIT_FIELDS
+from cpu_kernels.compiled import entry, part
 from cpu_kernels.merge_kernel import PARTIAL_HEADER
 from cpu_kernels.shape import SHAPE
 from cpu_kernels.simd import as_record, keep_alive
 from cpu_kernels.team import run_units
 
-OK, BAD_CONTEXT, BAD_POSITION, BAD_STARTS, BAD_BLOCK = range(5)
+OK, BAD_CONTEXT, BAD_POSITION, BAD_STARTS, BAD_BLOCK, MORE_ROOM = range(6)
 MAX_POSITION = 1 << 24
 """Kernels count tokens in float32, which is exact up to here."""
+MAX_PARTIALS = (32 << 20) // 4
+"""float32 of partial results that a call may have outstanding, unless a single sequence has more."""
 _UNITS_PER_THREAD = 8
 
 
-@njit(nogil=True, cache=True)
+@part
 def check_values(shape, num_rows, num_blocks, tables, starts, positions, context_lens):
     """What is wrong with the values of a batch, and with which sequence: (code, index)."""
     num_sequences, max_blocks = tables.shape
@@ -48,7 +50,7 @@ def check_values(shape, num_rows, num_blocks, tables, starts, positions, context
     return OK, 0
 
 
-@njit(nogil=True, cache=True)
+@part
 def _cut(job, num_rows, position, context_len):
     """(row blocks, chunks) of one sequence."""
     if num_rows == 0:
@@ -64,19 +66,9 @@ def _cut(job, num_rows, position, context_len):
     return 1, (high - 1) // chunk_tokens - low // chunk_tokens + 1
 
 
-@njit(nogil=True, cache=True)
-def run_attend(
-    entry, tile_rows, team, num_threads, scratch, fields, pool, q, tables, starts, positions, context_lens,
-    slopes, out, lse, scale, softcap, window,
-):  # fmt: skip
-    """Check, partition, run. Returns (code, index) as ``check_values``."""
-    shape = as_record(fields.ctypes.data, SHAPE)
-    code, index = check_values(shape, q.shape[0], pool.shape[0], tables, starts, positions, context_lens)
-    if code != OK:
-        return code, index
-    num_sequences = context_lens.shape[0]
-    jobs = np.zeros(1, JOB)
-    job = jobs[0]
+@part
+def _fill_job(job, shape, pool, q, tables, starts, positions, context_lens, slopes, out, lse, scale, softcap, window):
+    """What doesn't depend on the partition."""
     job.pool, job.q, job.tables = pool.ctypes.data, q.ctypes.data, tables.ctypes.data
     job.starts, job.positions = starts.ctypes.data, positions.ctypes.data
     job.context_lens, job.out = context_lens.ctypes.data, out.ctypes.data
@@ -90,51 +82,91 @@ def run_attend(
     job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
     job.dim_words, job.tile_dims, job.tile_bytes = shape.dim_words, shape.tile_dims, shape.tile_bytes
     job.chunk_blocks = max(1, CHUNK_TOKENS // shape.block_size)
-    group = job.num_q_heads // job.num_kv_heads
 
-    num_base_units, num_partials, num_pending = 0, 0, 0
-    partial_starts = np.zeros(num_sequences, np.int64)
+
+@part
+def _list_units(job, first, end, starts, positions, context_lens, most_heads, tile_rows, units, pending):
+    """The units of the sequences from ``first`` to ``end``, each of at most ``most_heads`` heads. Returns how many."""
+    group = job.num_q_heads // job.num_kv_heads
+    num_units = 0
+    for n in range(first, end):
+        num_rows = np.int64(starts[n + 1] - starts[n]) * group
+        row_blocks, chunks = _cut(job, num_rows, np.int64(positions[n]), np.int64(context_lens[n]))
+        padded_rows = (min(num_rows, MAX_ROWS) + tile_rows - 1) // tile_rows * tile_rows
+        heads = max(1, min(most_heads, MAX_ROWS // max(1, padded_rows)))
+        for index in range(max(row_blocks, chunks)):
+            for head in range(0, job.num_kv_heads, heads):
+                unit = units[num_units]
+                unit[0], unit[1], unit[2] = n, head, min(head + heads, job.num_kv_heads)
+                unit[3] = index * MAX_ROWS if row_blocks > 1 else 0
+                unit[4] = min(num_rows, unit[3] + MAX_ROWS)
+                unit[5] = index if chunks > 1 else 0
+                unit[6] = chunks
+                if chunks > 1:
+                    pending[n * job.num_kv_heads + head] = chunks
+                num_units += 1
+    return num_units
+
+
+@entry
+def run_attend(
+    entry, tile_rows, team, num_threads, scratch, partials, fields, pool, q, tables, starts, positions, context_lens,
+    slopes, out, lse, scale, softcap, window,
+):  # fmt: skip
+    """Check, partition, run. Returns (code, index) as ``check_values``, or (MORE_ROOM, the length that ``partials``,
+    memory for what chunks leave, must have), with nothing done.
+
+    Sequences whose partial results fit into ``partials`` together run as one, those that follow after them.
+    """
+    shape = as_record(fields.ctypes.data, SHAPE)
+    code, index = check_values(shape, q.shape[0], pool.shape[0], tables, starts, positions, context_lens)
+    if code != OK:
+        return code, index
+    num_sequences = context_lens.shape[0]
+    jobs = np.zeros(1, JOB)
+    job = jobs[0]
+    _fill_job(
+        job, shape, pool, q, tables, starts, positions, context_lens, slopes, out, lse, scale, softcap, window,
+    )  # fmt: skip
+
+    num_base_units, num_partials, most_partials = 0, 0, 0
+    partial_starts = np.zeros(num_sequences, np.int64)  # a sequence's number of float32 first, then their address
     for n in range(num_sequences):
         queries = np.int64(starts[n + 1] - starts[n])
-        row_blocks, chunks = _cut(job, queries * group, np.int64(positions[n]), np.int64(context_lens[n]))
+        num_rows = queries * (job.num_q_heads // job.num_kv_heads)
+        row_blocks, chunks = _cut(job, num_rows, np.int64(positions[n]), np.int64(context_lens[n]))
         num_base_units += row_blocks * chunks
-        partial_starts[n] = num_partials
         if chunks > 1:
-            num_partials += chunks * queries * job.num_q_heads
-            num_pending = num_sequences * job.num_kv_heads
+            partial_starts[n] = chunks * queries * job.num_q_heads * (job.padded_dims + PARTIAL_HEADER)
+            num_partials += partial_starts[n]
+            most_partials = max(most_partials, partial_starts[n])
     if num_base_units == 0:
         return OK, 0
-    partial_floats = job.padded_dims + PARTIAL_HEADER
-    partials = np.empty(num_partials * partial_floats + 16, np.float32)
-    for n in range(num_sequences):
-        partial_starts[n] = partials.ctypes.data + partial_starts[n] * partial_floats * 4
-    pending = np.zeros(num_pending, np.int64)
+    room = min(num_partials, max(MAX_PARTIALS, most_partials))
+    if partials.size < room:
+        return MORE_ROOM, room
+    pending = np.zeros(num_sequences * job.num_kv_heads if num_partials > 0 else 0, np.int64)
     job.partial_starts, job.pending = partial_starts.ctypes.data, pending.ctypes.data
 
     splits = 1
     if num_threads > 1:
         splits = min(job.num_kv_heads, (_UNITS_PER_THREAD * num_threads + num_base_units - 1) // num_base_units)
     most_heads = (job.num_kv_heads + splits - 1) // splits
-    num_units = 0
     units = np.empty((num_base_units * job.num_kv_heads, UNIT_FIELDS), np.int32)
-    for n in range(num_sequences):
-        num_rows = np.int64(starts[n + 1] - starts[n]) * group
-        row_blocks, chunks = _cut(job, num_rows, np.int64(positions[n]), np.int64(context_lens[n]))
-        padded_rows = (min(num_rows, MAX_ROWS) + tile_rows - 1) // tile_rows * tile_rows
-        heads = max(1, min(most_heads, MAX_ROWS // max(1, padded_rows)))
-        for part in range(max(row_blocks, chunks)):
-            for head in range(0, job.num_kv_heads, heads):
-                unit = units[num_units]
-                unit[0], unit[1], unit[2] = n, head, min(head + heads, job.num_kv_heads)
-                unit[3] = part * MAX_ROWS if row_blocks > 1 else 0
-                unit[4] = min(num_rows, unit[3] + MAX_ROWS)
-                unit[5] = part if chunks > 1 else 0
-                unit[6] = chunks
-                if chunks > 1:
-                    pending[n * job.num_kv_heads + head] = chunks
-                num_units += 1
     job.units = units.ctypes.data
-    run_units(team, entry, jobs.ctypes.data, num_units, scratch)
+    first = 0
+    while first < num_sequences:
+        end, used = first, 0
+        while end < num_sequences and used + partial_starts[end] <= partials.size:
+            length = partial_starts[end]
+            partial_starts[end] = partials.ctypes.data + 4 * used
+            used += length
+            end += 1
+        num_units = _list_units(
+            job, first, end, starts, positions, context_lens, most_heads, tile_rows, units, pending,
+        )  # fmt: skip
+        run_units(team, entry, jobs.ctypes.data, num_units, scratch)
+        first = end
     keep_alive(jobs)
     keep_alive(units)
     keep_alive(partials)

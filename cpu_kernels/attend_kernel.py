@@ -20,8 +20,8 @@ chunk merges them, in the order of the chunks, so that a result depends on the s
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from cpu_kernels.compiled import entry, part
 from cpu_kernels.merge_kernel import merge_chunks, write_result
 from cpu_kernels.rows import clear_tail, fill_row, read_row
 from cpu_kernels.simd import (
@@ -87,7 +87,7 @@ UNIT_FIELDS = 7
 """int32 fields of a unit: sequence, first and last head, first and last row, chunk, number of chunks."""
 
 
-@njit(nogil=True, cache=True)
+@part
 def _pack_queries(variant, job, rows, operands, spare):
     """A tile of queries (float32 rows, ROW_BYTES apart) to operand rows. ``spare``: room for two floats a row."""
     lanes = variant.lanes
@@ -114,7 +114,7 @@ def _pack_queries(variant, job, rows, operands, spare):
             store_i32(operands + r * ROW_BYTES + BIAS, bias)
 
 
-@njit(nogil=True, cache=True)
+@part
 def _score_block(variant, job, keys, ahead, queries, scores, num_tiles):
     """Dot products of all rows with one block's K: float32 [rows][padded_tokens]; asks for the piece ``ahead``."""
     row_bytes = job.padded_tokens * variant.cell_bytes
@@ -141,7 +141,7 @@ def _score_block(variant, job, keys, ahead, queries, scores, num_tiles):
             store_scores(variant, tile, operands, target + 4 * t)
 
 
-@njit(nogil=True, cache=True)
+@part
 def _add_values(variant, job, values, tile_bytes, num_words, ahead, weights, factors, state, num_tiles, rescaling):
     """state = state · rescale + weights · V, over the first words of one block's V; asks for what lies ``ahead``."""
     row_bytes = job.tile_dims * variant.cell_bytes
@@ -174,7 +174,7 @@ def _add_values(variant, job, values, tile_bytes, num_words, ahead, weights, fac
             end_values(variant, tile, scales, target + 4 * d, state_bytes, rescaling)
 
 
-@njit(nogil=True, cache=True)
+@part
 def _add_block(variant, job, values, num_tokens, ahead, weights, factors, state, num_tiles, spare):
     """state = state · rescale + weights · V over one block, of which ``num_tokens`` are the sequence's.
 
@@ -194,7 +194,7 @@ def _add_block(variant, job, values, num_tokens, ahead, weights, factors, state,
     _add_values(variant, job, values, job.tile_bytes, num_words, ahead, weights, factors, state, num_tiles, rescaling)
 
 
-@njit(nogil=True, cache=True)
+@part
 def _begin_rows(
     variant, job, start, head_begin, num_heads, row_begin, row_end, num_tiles, slopes, tops, totals, state, queries,
     spare,
@@ -222,7 +222,7 @@ def _begin_rows(
             _pack_queries(variant, job, spare, queries + index * rows * ROW_BYTES, slopes - 128)
 
 
-@njit(nogil=True, cache=True)
+@entry
 def attend_unit(variant, job_address, unit_index, scratch):
     """Run one unit. ``scratch``: ``SCRATCH_BYTES`` of this thread's own memory, 64-byte aligned."""
     job = as_record(job_address, JOB)

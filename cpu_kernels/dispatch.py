@@ -12,6 +12,7 @@ from numba import int64
 from numpy.typing import NDArray
 
 from cpu_kernels.append_kernel import append_unit
+from cpu_kernels.attend_driver import MAX_PARTIALS
 from cpu_kernels.attend_kernel import attend_unit
 from cpu_kernels.isa import Isa, default_level, find_level
 from cpu_kernels.layout import DTYPES, SOURCES, BlockLayout
@@ -135,6 +136,19 @@ def thread_scratch() -> int:
         _thread.memory = aligned_bytes(SCRATCH_BYTES)
         _thread.address = _thread.memory.ctypes.data
         return int(_thread.address)
+
+
+def thread_partials(length: int) -> NDArray[np.float32]:
+    """The calling thread's memory for partial results: float32 [>= length], kept for its next call.
+
+    What a single sequence needs beyond ``MAX_PARTIALS`` is not kept.
+    """
+    memory: NDArray[np.float32] | None = getattr(_thread, "partials", None)
+    if memory is None or memory.size < length:
+        memory = np.empty(length, np.float32)
+        if length <= MAX_PARTIALS:
+            _thread.partials = memory
+    return memory
 
 
 _teams: dict[int, Team] = {}

@@ -5,14 +5,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from cpu_kernels.compiled import part
 from cpu_kernels.simd import bits_of, float_of, load_f32, load_u16, store_f32, store_u16
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # the order of layout.SOURCES
 
 
-@njit(nogil=True, cache=True)
+@part
 def half_to_float(half):
     sign = np.uint32(np.uint32(half & np.uint32(0x8000)) << np.uint32(16))
     magnitude = np.uint32(np.uint32(half & np.uint32(0x7FFF)) << np.uint32(13))
@@ -22,7 +22,7 @@ def half_to_float(half):
     return float_of(np.uint32(sign | bits_of(scaled)))
 
 
-@njit(nogil=True, cache=True)
+@part
 def float_to_half(value):
     bits = bits_of(np.float32(value))
     sign = np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))
@@ -39,7 +39,7 @@ def float_to_half(value):
     return np.uint32(sign | (rounded >> np.uint32(13)))
 
 
-@njit(nogil=True, cache=True)
+@part
 def float_to_brain(value):
     bits = bits_of(np.float32(value))
     odd = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
@@ -47,7 +47,7 @@ def float_to_brain(value):
     return np.uint32(0x7FC0) if value != value else rounded
 
 
-@njit(nogil=True, cache=True)
+@part
 def read_row(source, address, count, row):
     """``count`` elements at ``address`` to float32 at ``row``."""
     if source == FLOAT32:
@@ -62,7 +62,7 @@ def read_row(source, address, count, row):
             store_f32(row + 4 * d, float_of(np.uint32(bits << np.uint32(16))))
 
 
-@njit(nogil=True, cache=True)
+@part
 def write_row(source, row, count, address, factor):
     """``count`` float32 at ``row``, times ``factor``, to elements at ``address``."""
     if source == FLOAT32:

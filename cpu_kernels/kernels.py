@@ -17,7 +17,7 @@ from cpu_kernels.checks import (
     check_score_options,
     raise_bad_value,
 )
-from cpu_kernels.dispatch import append_entry, plan_attend, shape_record, team_of, thread_scratch
+from cpu_kernels.dispatch import append_entry, plan_attend, shape_record, team_of, thread_partials, thread_scratch
 from cpu_kernels.isa import default_level
 from cpu_kernels.layout import BlockLayout
 
@@ -115,26 +115,30 @@ def attend(
     check_score_options(num_q_heads, scale, sliding_window, alibi_slopes, logit_softcap)
     ragged = num_rows > context_lens.shape[0]
     plan = plan_attend(layout, num_q_heads // layout.num_kv_heads, source, ragged, level or default_level().name)
-    code, index = run_attend(
-        plan.entry,
-        plan.tile_rows,
-        team_of(num_threads).address if num_threads > 1 else 0,
-        num_threads,
-        thread_scratch(),
-        plan.shape,
-        pool_layer,
-        q,
-        block_tables,
-        query_starts,
-        query_positions,
-        context_lens,
-        _NO_SLOPES if alibi_slopes is None else alibi_slopes,
-        out,
-        _NO_LSE if lse is None else lse,
-        float(scale),
-        float(logit_softcap or 0.0),
-        min(sliding_window or 0, attend_driver.MAX_POSITION),
-    )
+    room, code, index = 0, attend_driver.MORE_ROOM, 0
+    while code == attend_driver.MORE_ROOM:
+        code, index = run_attend(
+            plan.entry,
+            plan.tile_rows,
+            team_of(num_threads).address if num_threads > 1 else 0,
+            num_threads,
+            thread_scratch(),
+            thread_partials(room),
+            plan.shape,
+            pool_layer,
+            q,
+            block_tables,
+            query_starts,
+            query_positions,
+            context_lens,
+            _NO_SLOPES if alibi_slopes is None else alibi_slopes,
+            out,
+            _NO_LSE if lse is None else lse,
+            float(scale),
+            float(logit_softcap or 0.0),
+            min(sliding_window or 0, attend_driver.MAX_POSITION),
+        )
+        room = index
     if code != attend_driver.OK:
         raise_bad_value(code, index, layout, pool_layer, block_tables, query_starts, query_positions, context_lens)
 

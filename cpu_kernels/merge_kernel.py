@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from cpu_kernels.compiled import part
 from cpu_kernels.rows import add_row, copy_row, fill_row, write_row
 from cpu_kernels.simd import exp2_scalar, load_f32, load_i32, load_i64, store_f32
 
@@ -15,7 +15,7 @@ PARTIAL_HEADER = 16
 """float32 of a partial result before its values: running max, sum, padding."""
 
 
-@njit(nogil=True, cache=True)
+@part
 def write_result(variant, job, sequence, num_chunks, chunk, row, q_head, top, total, state):
     """One row's end: to ``out``, or to the partial results of its chunk."""
     group = job.num_q_heads // job.num_kv_heads
@@ -40,7 +40,7 @@ def write_result(variant, job, sequence, num_chunks, chunk, row, q_head, top, to
     copy_row(variant, state, job.padded_dims, target + 4 * PARTIAL_HEADER)
 
 
-@njit(nogil=True, cache=True)
+@part
 def merge_chunks(variant, job, sequence, num_chunks, row, q_head, state):
     """Merge one row's partial results, in the order of the chunks, and write it out. ``state``: room for a row."""
     group = job.num_q_heads // job.num_kv_heads

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from cpu_kernels.compiled import entry
 from cpu_kernels.simd import I32, TileType, as_record, emit_prefetch, fold_lanes, keep_alive, load_at, store_i64, vec
 from cpu_kernels.team import run_units
 
@@ -62,7 +63,7 @@ def _prefetch_step(typingctx, address):
     return types.void(types.int64), codegen
 
 
-@njit(nogil=True, cache=True)
+@entry
 def read_unit(variant, job_address, unit, scratch):
     """Read one stretch of memory, asking for what lies ``ahead`` bytes further (0: leave it to the hardware)."""
     job = as_record(job_address, READ_JOB)
@@ -79,7 +80,7 @@ def read_unit(variant, job_address, unit, scratch):
     store_i64(job.sink + 8 * unit, _fold(tile))
 
 
-@njit(nogil=True, cache=True)
+@entry
 def run_read(entry, team, scratch, memory, unit_bytes, ahead):
     """Read all of ``memory`` (uint8, a multiple of STEP_BYTES), ``unit_bytes`` at a time. Returns the xor of all."""
     jobs = np.zeros(1, READ_JOB)

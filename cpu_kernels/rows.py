@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from cpu_kernels import elements
+from cpu_kernels.compiled import part
 from cpu_kernels.elements import BFLOAT16, FLOAT32
 from cpu_kernels.lanes import (
     fill_lanes,
@@ -21,7 +21,7 @@ from cpu_kernels.lanes import (
 from cpu_kernels.simd import store_f32
 
 
-@njit(nogil=True, cache=True)
+@part
 def read_row(variant, source, address, count, row):
     """``count`` elements at ``address`` to float32 at ``row``."""
     whole = count // variant.lanes * variant.lanes
@@ -41,7 +41,7 @@ def read_row(variant, source, address, count, row):
     elements.read_row(source, address + 2 * whole, count - whole, row + 4 * whole)
 
 
-@njit(nogil=True, cache=True)
+@part
 def write_row(variant, source, row, count, address, factor):
     """``count`` float32 at ``row``, times ``factor``, to elements at ``address``."""
     whole = count // variant.lanes * variant.lanes
@@ -62,7 +62,7 @@ def write_row(variant, source, row, count, address, factor):
     elements.write_row(source, row + 4 * whole, count - whole, address + 2 * whole, factor)
 
 
-@njit(nogil=True, cache=True)
+@part
 def fill_row(variant, row, count, value):
     """``value`` into ``count`` float32; ``count`` is a multiple of the lanes."""
     values = fill_lanes(variant, value)
@@ -70,14 +70,14 @@ def fill_row(variant, row, count, value):
         store_lanes(values, row + 4 * d)
 
 
-@njit(nogil=True, cache=True)
+@part
 def copy_row(variant, source, count, target):
     """``count`` float32; ``count`` is a multiple of the lanes."""
     for d in range(0, count, variant.lanes):
         store_lanes(load_lanes(variant, source + 4 * d), target + 4 * d)
 
 
-@njit(nogil=True, cache=True)
+@part
 def add_row(variant, source, count, weight, target):
     """target += weight · source; ``count`` is a multiple of the lanes."""
     weights = fill_lanes(variant, weight)
@@ -85,7 +85,7 @@ def add_row(variant, source, count, weight, target):
         store_lanes(load_lanes(variant, target + 4 * d) + load_lanes(variant, source + 4 * d) * weights, target + 4 * d)
 
 
-@njit(nogil=True, cache=True)
+@part
 def clear_tail(row, first, end):
     """Zeros from element ``first`` to ``end``."""
     for d in range(first, end):

@@ -20,7 +20,7 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.core.typing.templates import AttributeTemplate
@@ -28,12 +28,15 @@ from numba.extending import (
     NativeValue,
     infer_getattr,
     intrinsic,
+    lower_builtin,
     lower_getattr_generic,
-    overload,
     register_model,
+    type_callable,
     typeof_impl,
     unbox,
 )
+
+from cpu_kernels.compiled import part
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -299,39 +302,34 @@ def iota(typingctx, variant, first):
     return result(variant, types.float32), codegen
 
 
-def _elementwise(emit):
-    @intrinsic
-    def operation(typingctx, a, b):
-        if not (isinstance(a, TileType) and a == b and not a.integer):
-            return None
+def _lower_operator(symbol, emit):
+    """``symbol`` between tiles of floats. Much cheaper to compile than an overload that calls an intrinsic."""
 
-        def codegen(context, builder, signature, args):
-            return map_tile(builder, a, lambda x, y: emit(builder, x, y), *args)
+    @type_callable(symbol)
+    def infer(context):
+        return lambda a, b: a if isinstance(a, TileType) and a == b and not a.integer else None
 
-        return a(a, b), codegen
-
-    return operation
+    @lower_builtin(symbol, TileType, TileType)
+    def lower(context, builder, signature, args):
+        return map_tile(builder, signature.return_type, lambda x, y: emit(builder, x, y), *args)
 
 
-add = _elementwise(lambda builder, a, b: builder.fadd(a, b))
-subtract = _elementwise(lambda builder, a, b: builder.fsub(a, b))
-multiply = _elementwise(lambda builder, a, b: builder.fmul(a, b))
-divide = _elementwise(lambda builder, a, b: builder.fdiv(a, b))
-maximum = _elementwise(larger)
+_lower_operator(operator.add, lambda builder, a, b: builder.fadd(a, b))
+_lower_operator(operator.sub, lambda builder, a, b: builder.fsub(a, b))
+_lower_operator(operator.mul, lambda builder, a, b: builder.fmul(a, b))
+_lower_operator(operator.truediv, lambda builder, a, b: builder.fdiv(a, b))
 
 
-def _overload_operator(symbol, operation):
-    @overload(symbol, inline="always")
-    def implementation(a, b):
-        if isinstance(a, TileType) and isinstance(b, TileType):
-            return lambda a, b: operation(a, b)
+@intrinsic
+def maximum(typingctx, a, b):
+    """The larger of each two elements."""
+    if not (isinstance(a, TileType) and a == b and not a.integer):
         return None
 
+    def codegen(context, builder, signature, args):
+        return map_tile(builder, a, lambda x, y: larger(builder, x, y), *args)
 
-_overload_operator(operator.add, add)
-_overload_operator(operator.sub, subtract)
-_overload_operator(operator.mul, multiply)
-_overload_operator(operator.truediv, divide)
+    return a(a, b), codegen
 
 
 @intrinsic
@@ -436,7 +434,7 @@ def exp2_scalar(typingctx, variant, value):
     return types.float32(variant, types.float32), codegen
 
 
-@njit(nogil=True, cache=True)
+@part
 def tanh(variant, x):
     """tanh, to about 3e-7 of 1."""
     one = splat(variant, np.float32(1))

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from cpu_kernels.compiled import part
 from cpu_kernels.lanes import (
     count_lanes,
     exp2_lanes,
@@ -38,7 +38,7 @@ _TINY = np.float32(1e-30)
 """Values of V all smaller than this count as zero: their inverse might not be finite."""
 
 
-@njit(nogil=True, cache=True)
+@part
 def find_maxima(variant, num_scores, scores):
     """The column whose lanes hold each row's largest raw dot products."""
     top = splat(variant, np.float32(-np.inf))
@@ -47,7 +47,7 @@ def find_maxima(variant, num_scores, scores):
     return top
 
 
-@njit(nogil=True, cache=True)
+@part
 def shape_scores(variant, job, scales, scores, first, masked, low, high, positions, slopes):
     """Raw dot products → scores in powers of two, in place; returns the column of their largest lanes.
 
@@ -86,7 +86,7 @@ def shape_scores(variant, job, scales, scores, first, masked, low, high, positio
     return top
 
 
-@njit(nogil=True, cache=True)
+@part
 def scale_values(variant, padded_tokens, scales, num_tokens, v_scales):
     """V's scales (a token's scale goes into its weight), made so that the largest uses all of an integer weight.
 
@@ -108,7 +108,7 @@ def scale_values(variant, padded_tokens, scales, num_tokens, v_scales):
     return most * np.float32(1.0 / variant.max_weight)
 
 
-@njit(nogil=True, cache=True)
+@part
 def weigh_scores(variant, num_scores, factor, value_unit, top, scores, v_scales, tops, totals, factors, weights):
     """exp2(score · factor - running max) as operand rows of the product with V; running maxima and sums brought on.
 

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from cpu_kernels.compiled import entry, part
 from cpu_kernels.simd import I8, I32, I64, call, load_i64, pointer, store_i64
 
 # Fields of the shared memory, in bytes; those that are written during a call have cache lines of their own.
@@ -119,7 +120,7 @@ def _call_entry(typingctx, entry, job, unit, scratch):
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
 
 
-@njit(nogil=True, cache=True)
+@part
 def _work(shared, scratch):
     """Claim units until none is left."""
     entry, job, num_units = load_i64(shared + _ENTRY), load_i64(shared + _JOB), load_i64(shared + _NUM_UNITS)
@@ -130,7 +131,7 @@ def _work(shared, scratch):
         _call_entry(entry, job, unit, scratch)
 
 
-@njit(nogil=True, cache=True)
+@entry
 def _serve(shared, scratch):
     """A helper's life: wait for a call, help, until the team stops."""
     last, spins = np.int64(0), 0
@@ -155,14 +156,14 @@ def _serve(shared, scratch):
         fetch_add(shared + _SLEEPERS, -1)
 
 
-@njit(nogil=True, cache=True)
+@entry
 def _wake_helpers(shared):
     fetch_add(shared + _WAKE, 1)
     if _atomic_load(shared + _SLEEPERS) > 0:
         _system_call(_FUTEX, shared + _WAKE, 129, 1 << 30)  # FUTEX_WAKE_PRIVATE
 
 
-@njit(nogil=True, cache=True)
+@part
 def run_units(shared, entry, job, num_units, scratch):
     """Run ``entry(job, unit, scratch)`` for every unit, with the team at ``shared`` (0: alone)."""
     alone = shared == 0 or num_units == 1

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import cpu_kernels
-from cpu_kernels import BlockLayout, allocate_pool, reference
+from cpu_kernels import BlockLayout, allocate_pool, dispatch, reference
+from cpu_kernels.attend_driver import MAX_PARTIALS
 from cpu_kernels.isa import host_levels
 
 SEED = 20240321
@@ -142,3 +143,30 @@ def test_past_only_context_and_nothing_visible():
     np.testing.assert_allclose(lse[:2], 8 + np.log([[2, 2], [1, 1]]))
     assert (out[2] == 0).all()
     assert (lse[2] == -np.inf).all()
+
+
+def test_partial_results_of_many_long_sequences_share_bounded_memory():
+    """40 sequences over the same 65,536 tokens leave 40 MB of partial results, more than a call keeps."""
+    layout, num_sequences, num_tokens = BlockLayout(1, 16, "float32"), 40, 1 << 16
+    rng = np.random.default_rng(SEED)
+    pool = allocate_pool(layout, 1, num_tokens // layout.block_size)[0]
+    k, v = (rng.standard_normal((num_tokens, 1, 16), np.float32) for _ in range(2))
+    cpu_kernels.append(layout, pool, k, v, np.arange(num_tokens))
+    q = rng.standard_normal((num_sequences, 128, 16), np.float32)
+    table = np.arange(num_tokens // layout.block_size, dtype=np.int32)[None]
+
+    def attend(q):
+        count, out = len(q), np.full_like(q, np.nan)
+        cpu_kernels.attend(
+            layout, pool, q, np.repeat(table, count, axis=0), np.arange(count + 1, dtype=np.int32),
+            np.full(count, num_tokens - 1, np.int32), np.full(count, num_tokens, np.int32), scale=0.25, out=out,
+            num_threads=2,
+        )  # fmt: skip
+        return out
+
+    out = attend(q)
+    kept = dispatch.thread_partials(0)
+    assert 0 < kept.size <= MAX_PARTIALS < num_sequences * (num_tokens // 1024) * 128 * 32
+    for n in (0, 31, 32, 39):
+        np.testing.assert_array_equal(out[n], attend(q[n : n + 1])[0])
+    assert dispatch.thread_partials(0) is kept
