@@ -12,8 +12,7 @@ import numpy as np
 
 from cpu_kernels.compiled import entry, part
 from cpu_kernels.elements import float_to_brain, float_to_half, read_row
-from cpu_kernels.shape import SHAPE
-from cpu_kernels.simd import (
+from cpu_kernels.memory import (
     as_record,
     bits_of,
     keep_alive,
@@ -24,6 +23,7 @@ from cpu_kernels.simd import (
     store_u16,
     store_u32,
 )
+from cpu_kernels.shape import SHAPE
 from cpu_kernels.team import run_units
 
 APPEND_JOB = np.dtype(

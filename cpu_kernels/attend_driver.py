@@ -13,9 +13,9 @@ import numpy as np
 
 from cpu_kernels.attend_kernel import CHUNK_TOKENS, JOB, MAX_ROWS, UNIT_FIELDS
 from cpu_kernels.compiled import entry, part
+from cpu_kernels.memory import as_record, keep_alive
 from cpu_kernels.merge_kernel import PARTIAL_HEADER
 from cpu_kernels.shape import SHAPE
-from cpu_kernels.simd import as_record, keep_alive
 from cpu_kernels.team import run_units
 
 OK, BAD_CONTEXT, BAD_POSITION, BAD_STARTS, BAD_BLOCK, MORE_ROOM = range(6)

@@ -22,39 +22,32 @@ from __future__ import annotations
 import numpy as np
 
 from cpu_kernels.compiled import entry, part
-from cpu_kernels.merge_kernel import merge_chunks, write_result
-from cpu_kernels.rows import clear_tail, fill_row, read_row
-from cpu_kernels.simd import (
+from cpu_kernels.memory import (
     as_record,
     load_f32,
     load_i32,
     load_rows,
     load_scalars,
-    maximum,
     prefetch,
-    splat,
     store_f32,
     store_i32,
     store_row_maxima,
     store_row_sums,
 )
+from cpu_kernels.merge_kernel import merge_chunks, write_result
+from cpu_kernels.operands import BIAS, FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, UNIT, copy_low_halves, store_query
+from cpu_kernels.rows import clear_tail, fill_row, read_row
+from cpu_kernels.simd import maximum, splat
 from cpu_kernels.softmax_kernel import LOG2_E, find_maxima, scale_values, shape_scores, weigh_scores
 from cpu_kernels.team import fetch_add
 from cpu_kernels.tiles import (
-    BIAS,
-    FACTOR_BYTES,
-    PLANE_BYTES,
-    ROW_BYTES,
-    UNIT,
     accumulate_scores,
     accumulate_values,
     begin_low_scores,
     begin_low_values,
     begin_values,
-    copy_low_halves,
     end_values,
     prefetch_share,
-    store_query,
     store_scores,
     zero_scores,
 )

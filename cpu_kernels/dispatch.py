@@ -18,8 +18,8 @@ from cpu_kernels.isa import Isa, default_level, find_level
 from cpu_kernels.layout import DTYPES, SOURCES, BlockLayout
 from cpu_kernels.read_kernel import read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
-from cpu_kernels.simd import Variant, variant_type
 from cpu_kernels.team import SCRATCH_BYTES, Team, aligned_bytes
+from cpu_kernels.variant import Variant, variant_type
 
 _MOST_ROWS = 8
 _MOST_SPREAD = 4

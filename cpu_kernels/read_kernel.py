@@ -10,7 +10,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from cpu_kernels.compiled import entry
-from cpu_kernels.simd import I32, TileType, as_record, emit_prefetch, fold_lanes, keep_alive, load_at, store_i64, vec
+from cpu_kernels.memory import as_record, emit_prefetch, keep_alive, store_i64
+from cpu_kernels.simd import I32, TileType, fold_lanes, load_at, vec
 from cpu_kernels.team import run_units
 
 READ_JOB = np.dtype([(name, np.int64) for name in ("address", "num_bytes", "unit_bytes", "ahead", "sink")])

@@ -18,7 +18,7 @@ from cpu_kernels.lanes import (
     store_halves,
     store_lanes,
 )
-from cpu_kernels.simd import store_f32
+from cpu_kernels.memory import store_f32
 
 
 @part

@@ -18,20 +18,9 @@ from cpu_kernels.lanes import (
     spread_lanes,
     store_lanes,
 )
-from cpu_kernels.simd import (
-    exp2,
-    fma,
-    iota,
-    keep_within,
-    load_rows,
-    load_scalars,
-    maximum,
-    splat,
-    store_rows,
-    tanh,
-    zero_if_infinite,
-)
-from cpu_kernels.tiles import FACTOR_BYTES, ROW_BYTES, store_weights
+from cpu_kernels.memory import load_rows, load_scalars, store_rows
+from cpu_kernels.operands import FACTOR_BYTES, ROW_BYTES, store_weights
+from cpu_kernels.simd import exp2, fma, iota, keep_within, maximum, splat, tanh, zero_if_infinite
 
 LOG2_E = 1.4426950408889634
 _TINY = np.float32(1e-30)

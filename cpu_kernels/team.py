@@ -24,7 +24,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from cpu_kernels.compiled import entry, part
-from cpu_kernels.simd import I8, I32, I64, call, load_i64, pointer, store_i64
+from cpu_kernels.memory import load_i64, store_i64
+from cpu_kernels.simd import I8, I32, I64, call, pointer
 
 # Fields of the shared memory, in bytes; those that are written during a call have cache lines of their own.
 _GATE = 0  # generation << 17 | open << 16 | helpers at work

@@ -1,0 +1,140 @@
+# mypy: ignore-errors
+# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
+"""Operand rows: the small side of a product, queries or weights, as its instructions read it from memory.
+
+An **operand row** is what the small side of the product looks like in memory, ``ROW_BYTES`` apart from the next::
+
+    dot "fma"    float32 elements
+    dot "bf16"   bfloat16 elements of the high plane; the low plane (what rounding left over) PLANE_BYTES further
+    dot "int8"   the same with bytes: element ≈ unit · (128 · high + low) for queries, both planes signed, and
+                 unit · (256 · high + low) for weights, both planes unsigned; or one plane, unit · byte
+    + 2048       float32 unit and int32 bias of a query (int8 only)
+
+The softmax leaves two vectors for each tile's weights, FACTOR_BYTES apart: what the state has to be multiplied with
+first, row for row, and what a unit of integer weight is worth.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from cpu_kernels.simd import F32, I8, I16, I32, call, constant, load_at, make_tile, store_at, vec
+
+MAX_OPERANDS = 512
+"""Elements of an operand row: the largest head_dim, and the most tokens of a block."""
+PLANE_BYTES = 2 * MAX_OPERANDS
+UNIT, BIAS = 4 * MAX_OPERANDS, 4 * MAX_OPERANDS + 4
+FACTOR_BYTES = 64
+ROW_BYTES = 4 * MAX_OPERANDS + 64
+"""An odd number of cache lines, so that rows don't fall on the same cache sets."""
+_ROUNDING = 12582912.0
+_ROUNDING_BITS = 0x4B400000
+
+
+class _BFloat(ir.Type):
+    """llvmlite has no name for it."""
+
+    null = "0.0"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BF16 = _BFloat()
+
+
+def _round_to_bf16(builder, value):
+    """(bits in <16 x i16>, the rounded value as float32)"""
+    rounded = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", vec(BF16, 16), [value])
+    bits = builder.bitcast(rounded, vec(I16, 16))
+    wide = builder.shl(builder.zext(bits, vec(I32, 16)), constant(I32, 16, 16))
+    return bits, builder.bitcast(wide, vec(F32, 16))
+
+
+def _store_bf16(builder, value, address, offset: int, planes: int) -> None:
+    bits, effective = _round_to_bf16(builder, value)
+    store_at(builder, bits, address, offset, align=2)
+    if planes > 1:
+        bits, _ = _round_to_bf16(builder, builder.fsub(value, effective))
+        store_at(builder, bits, address, offset + PLANE_BYTES, align=2)
+
+
+def _store_int8(builder, value, address, offset: int, planes: int, bits: int):
+    """``bits`` of each integer go to the low plane: 7 for signed planes, 8 for unsigned ones."""
+    shifted = builder.bitcast(builder.fadd(value, constant(F32, 16, _ROUNDING)), vec(I32, 16))
+    integer = builder.sub(shifted, constant(I32, 16, _ROUNDING_BITS))
+    shift = constant(I32, 16, bits)
+    if planes == 1:
+        store_at(builder, builder.trunc(integer, vec(I8, 16)), address, offset, align=1)
+        return builder.sitofp(integer, vec(F32, 16))
+    if bits == 7:
+        high = builder.ashr(builder.add(integer, constant(I32, 16, 64)), shift)
+        low = builder.sub(integer, builder.shl(high, shift))
+    else:
+        high, low = builder.lshr(integer, shift), integer
+    for plane, part in enumerate((high, low)):
+        store_at(builder, builder.trunc(part, vec(I8, 16)), address, offset + plane * PLANE_BYTES, align=1)
+    return builder.sitofp(integer, vec(F32, 16))
+
+
+@intrinsic
+def store_query(typingctx, variant, value, address):
+    """Write a column of query elements into operand rows; returns what integer planes hold."""
+    shape = variant.variant
+
+    def codegen(context, builder, signature, args):
+        _, column, target = args
+
+        def emit(row, vector):
+            element, offset = builder.extract_value(column, row), row * ROW_BYTES
+            if shape.dot == "bf16":
+                _store_bf16(builder, element, target, offset, shape.q_planes)
+            elif shape.dot == "int8":
+                return _store_int8(builder, element, target, offset, shape.q_planes, 7)
+            else:
+                store_at(builder, element, target, offset)
+            return element
+
+        return make_tile(builder, value, emit)
+
+    return value(variant, value, types.int64), codegen
+
+
+@intrinsic
+def store_weights(typingctx, variant, value, address):
+    """Write a column of softmax weights into operand rows."""
+    shape = variant.variant
+
+    def codegen(context, builder, signature, args):
+        _, column, target = args
+        for row in range(value.rows):
+            element, offset = builder.extract_value(column, row), row * ROW_BYTES
+            if shape.dot == "bf16":
+                _store_bf16(builder, element, target, offset, shape.p_planes)
+            elif shape.dot == "int8":
+                _store_int8(builder, element, target, offset, shape.p_planes, 8)
+            else:
+                store_at(builder, element, target, offset)
+        return context.get_dummy_value()
+
+    return types.void(variant, value, types.int64), codegen
+
+
+@intrinsic
+def copy_low_halves(typingctx, source, target):
+    """16 words with their upper half cleared."""
+
+    def codegen(context, builder, signature, args):
+        words = load_at(builder, args[0], vec(I32, 16))
+        store_at(builder, builder.and_(words, constant(I32, 16, 0xFFFF)), args[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen

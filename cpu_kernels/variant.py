@@ -1,0 +1,151 @@
+# mypy: ignore-errors
+# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
+"""What a kernel is compiled for, as a value whose fields compiled code reads as constants."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import (
+    NativeValue,
+    infer_getattr,
+    lower_getattr_generic,
+    register_model,
+    typeof_impl,
+    unbox,
+)
+
+
+@cache
+def _sources_digest() -> str:
+    """Numba's disk cache looks at one file's time stamp only; this makes it look at all that a kernel is made of."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one compiled attention kernel is made for."""
+
+    dtype: str
+    """Element type of the cache."""
+    dot: str
+    """How products are summed: "fma" on unpacked floats, "bf16", "int8" on packed words."""
+    lanes: int
+    has_fma: bool
+    has_f16c: bool
+    rows: int
+    """Query rows in a register tile."""
+    score_vectors: int
+    """Vectors of tokens in a register tile of scores."""
+    value_vectors: int
+    """Vectors of dims in a register tile of outputs."""
+    q_planes: int
+    """Operands that a query is split into, so that low-precision products lose nothing that matters."""
+    p_planes: int
+    """The same for the softmax weights."""
+    spread: int
+    """Tiles of rows over which asking for the next piece of memory is spread."""
+
+    @property
+    def pack(self) -> int:
+        """Elements in a cell."""
+        return {"float32": 1, "float16": 1, "bfloat16": 2, "int8": 4, "int4": 8}[self.dtype]
+
+    @property
+    def cell_bytes(self) -> int:
+        return 2 if self.dtype == "float16" else 4
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of one element in one plane of an operand row."""
+        return {"fma": 4, "bf16": 2, "int8": 1}[self.dot]
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.pack > 2
+
+    @property
+    def is_integer(self) -> bool:
+        """Products are summed in integers."""
+        return self.dot == "int8"
+
+    @property
+    def passes(self) -> int:
+        """Times that a piece is multiplied: once for each plane where planes can't be summed in one go."""
+        return self.q_planes if self.is_integer else 1
+
+    @property
+    def max_query(self) -> int:
+        """The largest magnitude of an integer query operand."""
+        return 127 if self.q_planes == 1 else 127 * 128
+
+    @property
+    def max_weight(self) -> int:
+        """The largest integer weight."""
+        return 255 if self.p_planes == 1 else 65535
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of the operands that one cell is multiplied with."""
+        return max(4, self.pack * self.operand_bytes)
+
+    @property
+    def element_bias(self) -> int:
+        """What the packed integers of K have been raised by, to be unsigned."""
+        return {"int8": 128, "int4": 8}.get(self.dtype, 0)
+
+    @property
+    def key(self) -> str:
+        return "_".join(str(getattr(self, field.name)) for field in fields(self))
+
+
+class VariantType(types.Type):
+    def __init__(self, variant: Variant, digest: str) -> None:
+        self.variant = variant
+        super().__init__(name=f"Variant({variant.key},{digest})")
+
+
+@register_model(VariantType)
+class _VariantModel(models.OpaqueModel):
+    pass
+
+
+def variant_type(variant: Variant) -> VariantType:
+    return VariantType(variant, _sources_digest())
+
+
+@typeof_impl.register(Variant)
+def _typeof_variant(value, context):
+    return variant_type(value)
+
+
+@unbox(VariantType)
+def _unbox_variant(typ, obj, c):
+    return NativeValue(cgutils.get_null_value(c.context.get_value_type(typ)))
+
+
+@infer_getattr
+class _VariantAttributes(AttributeTemplate):
+    key = VariantType
+
+    def generic_resolve(self, typ, attribute):
+        value = getattr(typ.variant, attribute, None)
+        if isinstance(value, (bool, int)):
+            return types.int64
+        return None
+
+
+@lower_getattr_generic(VariantType)
+def _lower_variant_attribute(context, builder, typ, value, attribute):
+    return ir.IntType(64)(int(getattr(typ.variant, attribute)))
