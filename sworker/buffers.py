@@ -150,6 +150,14 @@ def as_tensor(array: Activations, dtype: torch.dtype) -> Tensor:
     return host if dtype == torch.float32 else host.view(dtype)
 
 
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of host memory, or that memory if the device is the host. Never waits for the device: a GPU copies it from
+    pinned memory, which its allocator lends to nobody else until then."""
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 def _as_arrays(tensors: Sequence[Tensor]) -> tuple[Activations, Activations, Activations]:
     q, k, v = (x.numpy() if x.dtype == torch.float32 else x.view(torch.uint16).numpy() for x in tensors)
     return q, k, v

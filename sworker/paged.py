@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from sworker.buffers import to_device
 from sworker.dtypes import torch_dtype
 from sworker.prefill import chunk_attention, local_causal_attention
 
@@ -95,7 +96,7 @@ class PagedKV:
         """Copy blocks [C] in every layer."""
         blocks = self.pool.view(*self.pool.shape[:2], -1, self.kv.block_size, *self.pool.shape[3:])
         # [layers, 2, num_blocks, block_size, Hkv, D]
-        source, target = (torch.from_numpy(ids).to(self.pool.device) for ids in (source_ids, target_ids))
+        source, target = (to_device(torch.from_numpy(ids), self.pool.device) for ids in (source_ids, target_ids))
         blocks[:, :, target] = blocks[:, :, source]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: PagedStep) -> Tensor:

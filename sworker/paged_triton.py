@@ -15,6 +15,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 from fastdecode.core.spec import AttentionSpec
+from sworker.fused_triton import on_device
 
 TILE = 64
 """Tokens of a step of a program's loop."""
@@ -140,19 +141,20 @@ def paged_decode(
     o = out if splits == 1 else torch.empty((splits, num_rows, Hq, D), dtype=torch.float32, device=q.device)
     lse = torch.empty((splits, num_rows, Hq), dtype=torch.float32, device=q.device)
     cap = spec.logit_softcap or 1.0
-    _decode[(num_rows, Hkv, splits)](
-        q, keys, values, tables, context_lens, slopes if slopes is not None else context_lens, o, lse,
-        q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), tables.stride(0), num_rows, split_tokens,
-        spec.scale, cap, 2.0 * _LOG2E.value / cap, spec.sliding_window or 0,
-        G=G, G_PAD=max(16, triton.next_power_of_2(G)), D=D, D_PAD=max(16, triton.next_power_of_2(D)),
-        BLOCK_SIZE=block_size, TILE=TILE, HAS_SLOPES=slopes is not None,
-        HAS_SOFTCAP=spec.logit_softcap is not None, HAS_WINDOW=spec.sliding_window is not None,
-    )  # fmt: skip
-    if splits > 1:
-        _merge[(num_rows * Hq,)](
-            o, lse, out, splits, num_rows * Hq,
-            D=D, D_PAD=triton.next_power_of_2(D), S_PAD=triton.next_power_of_2(splits), TILE=_MERGED_AT_A_TIME,
+    with on_device(q):
+        _decode[(num_rows, Hkv, splits)](
+            q, keys, values, tables, context_lens, slopes if slopes is not None else context_lens, o, lse,
+            q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), tables.stride(0), num_rows, split_tokens,
+            spec.scale, cap, 2.0 * _LOG2E.value / cap, spec.sliding_window or 0,
+            G=G, G_PAD=max(16, triton.next_power_of_2(G)), D=D, D_PAD=max(16, triton.next_power_of_2(D)),
+            BLOCK_SIZE=block_size, TILE=TILE, HAS_SLOPES=slopes is not None,
+            HAS_SOFTCAP=spec.logit_softcap is not None, HAS_WINDOW=spec.sliding_window is not None,
         )  # fmt: skip
+        if splits > 1:
+            _merge[(num_rows * Hq,)](
+                o, lse, out, splits, num_rows * Hq,
+                D=D, D_PAD=triton.next_power_of_2(D), S_PAD=triton.next_power_of_2(splits), TILE=_MERGED_AT_A_TIME,
+            )  # fmt: skip
 
 
 def num_splits(num_programs: int, longest: int, num_sms: int) -> int:

@@ -6,7 +6,8 @@ sequence doesn't matter here. Every sequence is computed alone: its result doesn
 
 Two ways, by what the layer needs:
 
-* **fused**: torch's own kernels, for plain causal attention;
+* **fused**: torch's own kernels, for plain causal attention; on CUDA all sequences in one call, on a CPU one after
+  another, since laying them side by side costs more than the calls;
 * **tiled**: tiles of queries × keys with a running softmax (Milakov & Gimelshein, "Online normalizer calculation for
   softmax", 2018), for soft-caps, ALiBi, windows shorter than the chunk, and devices whose kernels don't give the
   log-sum-exp. A tile's scores take ``MAX_TILE_BYTES`` at most, however long the chunk.
@@ -74,6 +75,9 @@ def local_causal_attention(
     assert bounds[0] == 0 and all(a <= b for a, b in itertools.pairwise(bounds))
     o = torch.empty((num_tokens, spec.num_q_heads, spec.head_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((num_tokens, spec.num_q_heads), dtype=torch.float32, device=q.device) if want_lse else None
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    if len(bounds) > 2 and _is_plain(spec, longest) and _fused_together(q, k, v, bounds, spec, o, lse):
+        return o, lse
     for start, end in itertools.pairwise(bounds):
         if start < end:
             rows = slice(start, end)
@@ -154,6 +158,35 @@ def _fused_chunk(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, num_past:
         return False
     o.copy_(merge_attention(o, lse, past_o, past_lse)[0])
     return True
+
+
+def _fused_together(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], spec: AttentionSpec, o: Tensor, lse: Tensor | None
+) -> bool:
+    """Plain causal attention of all sequences in one call: FlashAttention's for variable lengths, which reads each KV
+    head once for its group (arXiv 2307.08691). A sequence's result is the one that it has alone. False if torch or the
+    device has none that fits."""
+    if not _has_ragged_kernel(q):
+        return False
+    lengths = [end - start for start, end in itertools.pairwise(bounds) if start < end]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(q.device, non_blocking=True)
+    longest = max(lengths, default=0)
+    attend = torch.ops.aten._flash_attention_forward
+    found, log_sum, *_ = attend(q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=spec.scale)
+    if lse is not None:
+        if log_sum.shape != lse.shape[::-1]:  # older ones give it padded, by sequence
+            return False
+        lse.copy_(log_sum.T)
+    o.copy_(found)
+    return True
+
+
+def _has_ragged_kernel(q: Tensor) -> bool:
+    """Whether torch has attention for variable lengths, for such a q [T, Hq, D]."""
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or q.numel() == 0:
+        return False
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return fits and torch.backends.cuda.is_flash_attention_available()
 
 
 def _fused(

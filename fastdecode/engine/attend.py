@@ -27,7 +27,7 @@ from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.layout import LocalSpan, StepBatch, WorkerSpan
 from fastdecode.wire.messages import Attend, AttendResult
-from sworker.buffers import LENT_LAYERS, Staged, Staging, as_tensor
+from sworker.buffers import LENT_LAYERS, Staged, Staging, as_tensor, to_device
 from sworker.prefill import as_cached, local_causal_attention, merge_attention
 
 # While an R-worker only stores a prompt's K and V, the S-worker computes ahead of it by this many layers at most.
@@ -214,7 +214,7 @@ class RemoteStep:
         if later is None:
             self._staging.receive(result.o, self._o, queries)
             return
-        remote = as_tensor(result.o, self._o.dtype).to(self._o.device)
+        remote = to_device(as_tensor(result.o, self._o.dtype), self._o.device)
         # Decode rows come before the later chunks, which end the span's query rows.
         split = later.rows.start - queries.start
         if result.lse is None or result.lse.shape != remote.shape[:2]:
@@ -222,7 +222,7 @@ class RemoteStep:
                 f"R-worker {self._plan.fleet.peer(span.worker)} answered without the lse that was asked"
             )
         self._o[queries.start : later.rows.start] = remote[:split]
-        remote_lse = torch.from_numpy(np.ascontiguousarray(result.lse[split:])).to(self._o.device)
+        remote_lse = to_device(torch.from_numpy(np.ascontiguousarray(result.lse[split:])), self._o.device)
         self._o[later.rows], _ = merge_attention(
             self._o[later.rows], self._local_lse[later.rows.start], remote[split:], remote_lse
         )

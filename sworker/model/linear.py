@@ -61,16 +61,16 @@ class MLP(nn.Module):
         super().__init__()
         self.act = ACTIVATIONS[spec.activation]
         self.gated = spec.gated_mlp
+        self.gate: Callable[[Tensor], Tensor] = self._gate  # a device may have a kernel for it
         splits = (spec.intermediate_size,) * (2 if spec.gated_mlp else 1)
         self.up = Linear(spec.hidden_size, splits, spec.mlp_bias)
         self.down = Linear(spec.intermediate_size, (spec.hidden_size,), spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden] → [T, hidden]
         h: Tensor = self.up(x)
-        if self.gated:
-            gate, up = h.chunk(2, dim=-1)  # [T, intermediate] each
-            h = self.act(gate) * up
-        else:
-            h = self.act(h)
-        y: Tensor = self.down(h)
+        y: Tensor = self.down(self.gate(h) if self.gated else self.act(h))
         return y
+
+    def _gate(self, h: Tensor) -> Tensor:  # [T, 2 · intermediate] → [T, intermediate]
+        gate, up = h.chunk(2, dim=-1)
+        return self.act(gate) * up

@@ -14,6 +14,8 @@ from fastdecode.core.spec import KVSpec
 from sworker import paged
 from sworker.paged import PagedKV
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +43,7 @@ def test_groups_of_decoded_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_blocks_read_where_they_lie(name: str, interpreted: None) -> None:
-    step = Sequences(SPECS[name], [5, 700, 64, 63, 0, 20], [1] * 6)
+    step = Sequences(SPECS[name], [5, 700, 64, 63, 0, 20], [1] * 6, device=DEVICE)
     step.cache._reads_blocks = True
     np.testing.assert_allclose(step.attend(), step.expected(), atol=1e-5)
 

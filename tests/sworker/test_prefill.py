@@ -180,6 +180,40 @@ def test_plain_attention_takes_the_fused_way(monkeypatch: pytest.MonkeyPatch) ->
             local_causal_attention(q, k, v, [0], spec_with(name), want_lse=want_lse)
 
 
+@pytest.mark.parametrize("want_lse", [False, True])
+@pytest.mark.parametrize("layout", ["by head", "padded"])
+def test_all_sequences_in_one_call_where_there_is_a_kernel(
+    layout: str, want_lse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel itself runs on CUDA only: here a stand-in follows its signature."""
+    spec = spec_with("plain")
+    q, k, v = tensors(spec, 90, seed=12)
+    starts = [0, 7, 7, 50, 90]
+    expected = local_causal_attention(q, k, v, starts, spec, want_lse=want_lse)
+    calls = []
+
+    def ragged(
+        q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, most_q: int, most_k: int,
+        dropout: float, causal: bool, debug: bool, *, scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        calls.append(q_starts.tolist())
+        assert q_starts.dtype == k_starts.dtype == torch.int32 and (most_q, most_k) == (43, 43)
+        assert (dropout, causal, debug, scale) == (0.0, True, False, spec.scale)
+        rows = [slice(a, b) for a, b in itertools.pairwise(q_starts.tolist())]
+        o, lse = zip(*(dense(q[r], k[r], v[r], spec) for r in rows), strict=True)
+        log_sums = torch.cat(lse).float().T if layout == "by head" else torch.zeros(3, 6, 43)
+        return torch.cat(o).float(), log_sums, torch.zeros(2), torch.zeros(0), torch.zeros(0)
+
+    monkeypatch.setattr(prefill, "_has_ragged_kernel", lambda _: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", ragged)
+    found = local_causal_attention(q, k, v, starts, spec, want_lse=want_lse)
+    assert calls == [[0, 7, 50, 90]]
+    torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5)
+    for other in ("window", "alibi", "softcap"):  # not its business
+        local_causal_attention(q, k, v, starts, spec_with(other), want_lse=False)
+    assert len(calls) == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(specs(), st.lists(st.integers(1, 40), min_size=2, max_size=4), st.integers(0, 1 << 30))
 def test_chunks_merged_with_their_past_are_the_whole(spec: AttentionSpec, chunks: list[int], seed: int) -> None:

@@ -1,0 +1,103 @@
+"""Elementwise parts of a layer as one Triton kernel each: rotary embedding, and a gated MLP's activation.
+
+torch takes ten launches for the first and two for the second, each of which moves as many bytes as one kernel for all.
+Rounding is torch's: products of the rotary table are float32 and rounded once, an activation is rounded before it is
+multiplied.
+
+Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton  # type: ignore[import-not-found]  # not there on a CPU
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+_HEADS = 16
+"""Heads of a program."""
+_ELEMENTS = 1024
+"""Outputs of a program."""
+
+
+@triton.jit(do_not_specialize=["num_heads"])  # type: ignore[untyped-decorator]
+def _rotate(  # type: ignore[no-untyped-def]
+    x, positions, table, out, x_row, x_head, num_heads,
+    N: tl.constexpr, N_PAD: tl.constexpr, D: tl.constexpr, REST_PAD: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """x [T, H, D], positions [T], table float32 [P, 2 N] → out [T, H, D], dense. Grid (T, ceil(H / HEADS))."""
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    j = tl.arange(0, N_PAD)
+    at_table = table + tl.load(positions + row).to(tl.int64) * (2 * N) + j
+    cos = tl.load(at_table, mask=j < N, other=0.0)[None, :]
+    sin = tl.load(at_table + N, mask=j < N, other=0.0)[None, :]
+    source = x + row * x_row + heads[:, None] * x_head + j[None, :]
+    target = out + (row * num_heads + heads[:, None]) * D + j[None, :]
+    within = (heads < num_heads)[:, None] & (j < N)[None, :]
+    a = tl.load(source, mask=within, other=0.0).to(tl.float32)
+    b = tl.load(source + N, mask=within, other=0.0).to(tl.float32)
+    tl.store(target, (a * cos - b * sin).to(out.dtype.element_ty), mask=within)
+    tl.store(target + N, (b * cos + a * sin).to(out.dtype.element_ty), mask=within)
+    if REST_PAD > 0:  # dims that aren't turned
+        r = 2 * N + tl.arange(0, REST_PAD)
+        is_rest = (heads < num_heads)[:, None] & (r < D)[None, :]
+        rest = tl.load(x + row * x_row + heads[:, None] * x_head + r[None, :], mask=is_rest)
+        tl.store(out + (row * num_heads + heads[:, None]) * D + r[None, :], rest, mask=is_rest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate(h, out, h_row, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """h [T, 2 · size], gate first → out [T, size] = act(gate) · up. Grid (T, ceil(size / BLOCK))."""
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = j < size
+    gate = tl.load(h + row * h_row + j, mask=within, other=0.0).to(tl.float32)
+    up = tl.load(h + row * h_row + size + j, mask=within, other=0.0).to(tl.float32)
+    if IS_SILU:
+        active = gate / (1.0 + tl.exp(-gate))
+    else:  # GELU by tanh, which is 1 - 2 / (exp(2u) + 1)
+        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        active = gate * (1.0 - 1.0 / (tl.exp(2.0 * u) + 1.0))
+    rounded = active.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * size + j, (rounded * up).to(out.dtype.element_ty), mask=within)
+
+
+def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Turn the first dims of every head.
+
+    Args:
+        x: [T, H, D], its last dim dense.
+        positions: int64 [T], dense.
+        table: float32 [P, 2 · N], cos then sin, dense; N dims are turned with the next N.
+
+    Returns:
+        [T, H, D] in x's dtype.
+    """
+    num_rows, num_heads, size = x.shape
+    num = table.shape[1] // 2
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rest = size - 2 * num
+    with on_device(x):
+        _rotate[(num_rows, triton.cdiv(num_heads, _HEADS))](
+            x, positions, table, out, x.stride(0), x.stride(1), num_heads,
+            N=num, N_PAD=triton.next_power_of_2(num), D=size, REST_PAD=triton.next_power_of_2(rest) if rest else 0,
+            HEADS=_HEADS,
+        )  # fmt: skip
+    return out
+
+
+def gate(h: Tensor, *, is_silu: bool) -> Tensor:
+    """act(gate) · up. h [T, 2 · size], gate first, its last dim dense → [T, size]. act is SiLU, or GELU by tanh."""
+    num_rows, size = h.shape[0], h.shape[1] // 2
+    out = torch.empty((num_rows, size), dtype=h.dtype, device=h.device)
+    with on_device(h):
+        _gate[(num_rows, triton.cdiv(size, _ELEMENTS))](h, out, h.stride(0), size, IS_SILU=is_silu, BLOCK=_ELEMENTS)
+    return out
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, whatever its arguments are on."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
