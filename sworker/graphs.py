@@ -11,29 +11,58 @@ Without capture, as on a CPU, the same code runs the units as they are; that is 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastdecode.core.errors import WorkerError
 from fastdecode.core.model_spec import ModelSpec
 from sworker.buffers import LENT_LAYERS
 from sworker.model.skeleton import Model
 
 MAX_GRAPH_ROWS = 512
 """Beyond so many rows a layer computes for longer than its launches take."""
+MAX_GRAPHS = 4096
+"""Each takes some of the device's memory, and a moment to capture."""
 _EAGER_USES = 1
 
 
-def bucket_of(num_rows: int) -> int:
-    """The least bucket for so many rows: 1, 2, 4, 8, then steps of 8, and from 128 on of an eighth, up to 512. Up to 64
-    rows a layer is bound by reading its weights, so padding costs nothing; beyond, less than an eighth."""
-    assert num_rows >= 1
-    if num_rows <= 8:
-        return 1 << (num_rows - 1).bit_length()
-    step = max(8, 1 << ((num_rows - 1).bit_length() - 4))
-    return -(-num_rows // step) * step
+@dataclass(frozen=True)
+class Buckets:
+    """Row counts that steps are padded to: 1, 2, 4, 8, then ``parts`` of them from each power of two to the next, but
+    no less than 8 rows apart. Up to 64 rows or more a layer is bound by reading its weights, so padding costs nothing;
+    beyond, less than one part in ``parts``."""
+
+    max_rows: int = MAX_GRAPH_ROWS
+    """Steps of more rows aren't padded."""
+    parts: int = 8
+
+    @classmethod
+    def choose(cls, num_lanes: int, num_units: int, max_graphs: int, max_rows: int = MAX_GRAPH_ROWS) -> Buckets:
+        """The finest whose graphs, one for each lane, unit and bucket, are no more than ``max_graphs``; else the
+        coarsest."""
+        choices = [cls(max_rows, parts) for parts in (8, 4, 2, 1)]
+        return next((b for b in choices if b.num_graphs(num_lanes, num_units) <= max_graphs), choices[-1])
+
+    def of(self, num_rows: int) -> int:
+        """The least bucket for so many rows."""
+        assert num_rows >= 1
+        if num_rows <= 8:
+            return 1 << (num_rows - 1).bit_length()
+        below = 1 << ((num_rows - 1).bit_length() - 1)
+        step = max(8, below // self.parts)
+        return -(-num_rows // step) * step
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted({self.of(num_rows) for num_rows in range(1, self.max_rows + 1)})
+
+    def num_graphs(self, num_lanes: int, num_units: int) -> int:
+        """Graphs at most."""
+        return num_lanes * num_units * len(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -68,19 +97,33 @@ class StepGraphs:
     Args:
         model: on ``device``.
         capture: whether to capture CUDA graphs; if not, units run as they are.
+        num_lanes: that there are, until ``regroup``.
         max_rows: steps of more rows are somebody else's.
+        max_graphs: buckets are as many as this allows.
     """
 
-    def __init__(self, model: Model, device: torch.device, *, capture: bool, max_rows: int = MAX_GRAPH_ROWS) -> None:
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        *,
+        capture: bool,
+        num_lanes: int = 1,
+        max_rows: int = MAX_GRAPH_ROWS,
+        max_graphs: int = MAX_GRAPHS,
+    ) -> None:
         self.model = model
         self.device = device
-        self.max_rows = max_rows
+        self._max_rows = max_rows
+        self.buckets = Buckets(max_rows)
         self._capture = capture
+        self._max_graphs = max_graphs
         self._lanes: dict[int, LaneBuffers] = {}
         self._uses: dict[tuple[int, int, int], int] = {}
         self._graphs: dict[tuple[int, int, int], Any] = {}  # (lane, unit, bucket) → torch.cuda.CUDAGraph
         self._pool: Any = torch.cuda.graph_pool_handle() if capture else None
         self._stream = torch.cuda.Stream(device) if capture else None
+        self.regroup(num_lanes)
 
     @property
     def num_graphs(self) -> int:
@@ -90,27 +133,50 @@ class StepGraphs:
     def num_units(self) -> int:
         return len(self.model.layers) + 1
 
+    def regroup(self, num_lanes: int) -> None:
+        """There are so many lanes from now on; none has a step under way. With more lanes there are fewer buckets, so
+        that graphs don't take ever more memory; those that nobody can use any more are dropped."""
+        self.buckets = Buckets.choose(num_lanes, self.num_units, self._max_graphs, self._max_rows)
+        sizes = set(self.buckets.sizes)
+        kept = {key: graph for key, graph in self._graphs.items() if key[0] < num_lanes and key[2] in sizes}
+        if len(kept) < len(self._graphs):
+            if self._stream is not None:
+                torch.cuda.synchronize(self.device)  # they may still be running
+            self._graphs = kept
+            self._uses = {key: uses for key, uses in self._uses.items() if key in kept}
+            if self._stream is not None and not kept:
+                self._pool = torch.cuda.graph_pool_handle()  # one that no graph uses any more can't be used again
+
     def buffers(self, lane: int) -> LaneBuffers:
         """A lane's memory, the same at every call."""
         if lane not in self._lanes:
             dtype = self.model.embed_tokens.weight.dtype
             with torch.inference_mode(False):
-                self._lanes[lane] = LaneBuffers.allocate(self.model.spec, bucket_of(self.max_rows), dtype, self.device)
+                num_rows = self.buckets.of(self.buckets.max_rows)
+                self._lanes[lane] = LaneBuffers.allocate(self.model.spec, num_rows, dtype, self.device)
         return self._lanes[lane]
 
     @torch.inference_mode()
     def run(self, lane: int, unit: int, bucket: int) -> None:
         """One unit on the first ``bucket`` rows of a lane. Captured at its second use, for the first one makes
-        libraries choose their kernels and get their workspaces."""
+        libraries choose their kernels and get their workspaces.
+
+        Raises:
+            WorkerError: it can't be captured.
+        """
         key = (lane, unit, bucket)
         graph = self._graphs.get(key)
-        if graph is None and self._capture and self._uses.get(key, 0) >= _EAGER_USES:
+        if graph is None and self._may_capture and self._uses.get(key, 0) >= _EAGER_USES:
             graph = self._graphs[key] = self._captured(lane, unit, bucket)
         if graph is not None:
             graph.replay()
             return
         self._uses[key] = self._uses.get(key, 0) + 1
         self._unit(self.buffers(lane), unit, bucket)
+
+    @property
+    def _may_capture(self) -> bool:
+        return self._capture and len(self._graphs) < self._max_graphs
 
     def _unit(self, lane: LaneBuffers, unit: int, num_rows: int) -> None:
         rows = slice(num_rows)
@@ -131,12 +197,23 @@ class StepGraphs:
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # Other threads may go on calling CUDA meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                self._unit(self.buffers(lane), unit, bucket)
-            finally:
+        try:
+            with torch.cuda.stream(self._stream):
+                # Other threads may go on calling CUDA meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._unit(self.buffers(lane), unit, bucket)
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # ends it, and says again what is known
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise WorkerError(
+                f"unit {unit} of the S-part, of {bucket} rows, can't be captured as a CUDA graph on {self.device}: "
+                f"{reason}. Run with --cuda-graphs off",
+                code="cuda_graph_failed",
+            ) from error
         current.wait_stream(self._stream)
         return graph

@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,19 +31,30 @@ from torch import Tensor
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.model_spec import ModelSpec
+from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
+from sworker.peers import PeerWatch
+from sworker.sampler import SampledToken, SamplingState
 from sworker.sharding import Shard
 from sworker.worker import Pass, SWorker
 
-_STOP, _BEGIN, _ADVANCE, _LOGITS = range(4)
+logger = logging.getLogger(__name__)
+
+_STOP, _BEGIN, _ADVANCE, _LOGITS, _REGROUP = range(5)
 JOINING_TIMEOUT_S = 600.0
 """Until all ranks have come to the meeting place."""
+PATIENCE_S = 300.0
+"""How long a rank may keep another one waiting in the middle of a step."""
 _PARTING_TIMEOUT = datetime.timedelta(seconds=10)
 _FOREVER = datetime.timedelta(days=365)
-"""Between two steps nobody knows how long it takes; a rank that ends breaks its connections, which all notice."""
+"""Between two steps nobody knows how long it takes."""
+_LAST_WORDS_S = 2.0
+"""A connection may break some time before its process has ended."""
+_STUCK_S = 30.0
+"""How long collectives on a GPU may take to notice that they were aborted."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ranks:
     """The S-workers that act as one, and the connections between them."""
 
@@ -48,13 +62,19 @@ class Ranks:
     device: torch.device
     data: dist.ProcessGroup
     control: dist.ProcessGroup
+    patience_s: float = PATIENCE_S
+    _watch: PeerWatch | None = None
+    _someone_hangs: bool = False
+    _stuck: threading.Timer | None = None
+    """Ends this process if it doesn't ``close`` in time."""
 
     @classmethod
-    def meet(cls, place: Path, shard: Shard, device: torch.device) -> Ranks:
+    def meet(cls, place: Path, shard: Shard, device: torch.device, *, patience_s: float = PATIENCE_S) -> Ranks:
         """Connect to the other ranks of this host. Waits for all of them.
 
         Args:
             place: a file that doesn't exist yet, in a directory that is this user's alone; the same for all ranks.
+            patience_s: how long another rank may keep this one waiting in the middle of a step.
 
         Raises:
             WorkerError: not all came in ``JOINING_TIMEOUT_S``, or they can't connect.
@@ -64,30 +84,99 @@ class Ranks:
             torch.cuda.set_device(device)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        patience = datetime.timedelta(seconds=patience_s)
         try:
             store = dist.FileStore(  # type: ignore[attr-defined]
                 str(place), shard.size
             )
             store.set_timeout(datetime.timedelta(seconds=JOINING_TIMEOUT_S))
             backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.size, timeout=_FOREVER)
+            dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.size, timeout=patience)
             data = dist.group.WORLD
             assert data is not None
-            control = data if backend == "gloo" else dist.new_group(backend="gloo", timeout=_FOREVER)
+            control = dist.new_group(backend="gloo", timeout=_FOREVER)
+            ranks = cls(shard, device, data, control, patience_s)
             # Nobody leaves before all have come: the meeting place may be gone then.
-            dist.barrier(group=control)
+            processes = ranks._processes()
+            # Connections between GPUs are made by the first collective, and not while a graph is captured.
+            dist.all_reduce(torch.zeros(1, device=device), group=data)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise WorkerError(
                 f"S-worker {shard.rank} of {shard.size} can't connect to the others: {error}", code="tp_connect_failed"
             ) from None
-        return cls(shard, device, data, control)
+        ranks._watch = PeerWatch(processes, ranks._on_end)
+        return ranks
+
+    def _processes(self) -> dict[int, int]:
+        """The others' process ids, where they mean the same as here."""
+        space = Path("/proc/self/ns/pid")
+        own = torch.tensor([os.getpid(), space.stat().st_ino if space.exists() else 0], dtype=torch.int64)
+        found = [torch.empty_like(own) for _ in range(self.shard.size)]
+        dist.all_gather(found, own, group=self.control)
+        others = {rank: values.tolist() for rank, values in enumerate(found) if rank != self.shard.rank}
+        return {rank: process for rank, (process, space_id) in others.items() if space_id == own[1]}
+
+    def _on_end(self, ended: list[int]) -> None:
+        """In a thread of its own: another rank has ended. Connections of gloo break by themselves; collectives on a
+        GPU would wait for ever."""
+        if self.device.type != "cuda":
+            return
+        logger.critical("%s", self._lost(ended, "its process is gone"))
+        self._stuck = threading.Timer(_STUCK_S, os._exit, (WorkerError.exit_code,))
+        self._stuck.daemon = True
+        self._stuck.start()
+        backend = self.data._get_backend(self.device)
+        abort = getattr(backend, "abort", None) or getattr(backend, "_abort", None)
+        if abort is not None:
+            abort()
+
+    def check(self) -> None:
+        """See that all ranks are still there.
+
+        Raises:
+            WorkerError: one has ended, so that nothing that was exchanged lately can be trusted.
+        """
+        if ended := self._ended():
+            raise self._lost(ended, "its process is gone")
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Within, ranks exchange something.
+
+        Raises:
+            WorkerError: a rank has ended, or keeps this one waiting for too long.
+        """
+        self.check()
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            ended = self._ended(_LAST_WORDS_S)
+            self._someone_hangs = not ended
+            raise self._lost(ended, str(error).splitlines()[0]) from error
+
+    def _ended(self, wait_s: float = 0.0) -> list[int]:
+        return self._watch.ended(wait_s) if self._watch is not None else []
+
+    def _lost(self, ended: list[int], reason: str) -> WorkerError:
+        others = [rank for rank in range(self.shard.size) if rank != self.shard.rank]
+        names = f"S-worker {' and '.join(map(str, ended or others))} of {self.shard.size}"
+        what = "has ended" if ended else f"doesn't go on, or not within {self.patience_s:g} s (--worker-timeout-s)"
+        return WorkerError(
+            f"{names} {what}: {reason}. Without its part of every layer the job can't go on: see that rank's own "
+            "output, and start the job again (fastdecode run-batch --resume keeps what is done)",
+            code="tp_rank_lost",
+        )
 
     def tell(self, *numbers: int) -> None:
         """Rank 0: announce an operation."""
-        dist.broadcast(torch.tensor(numbers, dtype=torch.int64), 0, group=self.control)
+        self.share(torch.tensor(numbers, dtype=torch.int64))
 
     def hear(self) -> list[int]:
-        """The others: operation, lane, and how many rows."""
+        """The others: operation, lane, and how many rows. Waits as long as it takes."""
         numbers = torch.empty(3, dtype=torch.int64)
         dist.broadcast(numbers, 0, group=self.control)
         heard: list[int] = numbers.tolist()
@@ -96,7 +185,9 @@ class Ranks:
     def share(self, rows: Tensor) -> Tensor:
         """Rank 0's int64 rows, on the host; the others give room for them."""
         if rows.numel():
-            dist.broadcast(rows, 0, group=self.control)
+            sharing = dist.broadcast(rows, 0, group=self.control, async_op=True)
+            assert sharing is not None
+            sharing.wait(datetime.timedelta(seconds=self.patience_s))
         return rows
 
     def gather(self, x: Tensor) -> list[Tensor]:
@@ -116,14 +207,25 @@ class Ranks:
 
     def close(self) -> None:
         """Rank 0: let the others go, if they are still there; everyone: leave."""
-        with contextlib.suppress(RuntimeError):
-            if self.shard.rank == 0:
-                self.tell(_STOP, 0, 0)
-            # Who closes first must not cut off what the others have still to read.
-            parting = dist.barrier(group=self.control, async_op=True)
-            if parting is not None:
-                parting.wait(_PARTING_TIMEOUT)
-        dist.destroy_process_group()
+        is_whole = not self._someone_hangs and not self._ended()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        if self._stuck is not None:
+            self._stuck.cancel()
+        if is_whole:
+            with contextlib.suppress(RuntimeError):
+                self._part()
+        if not self._someone_hangs:  # else this would wait for it, without end
+            dist.destroy_process_group()
+
+    def _part(self) -> None:
+        if self.shard.rank == 0:
+            self.tell(_STOP, 0, 0)
+        # Who closes first must not cut off what the others have still to read.
+        parting = dist.barrier(group=self.control, async_op=True)
+        if parting is not None:
+            parting.wait(_PARTING_TIMEOUT)
 
 
 class ParallelPass(Pass):
@@ -134,68 +236,90 @@ class ParallelPass(Pass):
     ) -> None:
         self._ranks, self._lane = worker.ranks, lane
         self._vocab_size = worker.spec.vocab_size
-        self._ranks.tell(_BEGIN, lane, len(token_ids))
-        super().__init__(worker, self._ranks.share(torch.from_numpy(np.stack((token_ids, positions)))))
-        self._gather()
+        with self._ranks.exchanging():
+            self._ranks.tell(_BEGIN, lane, len(token_ids))
+            rows = self._ranks.share(torch.from_numpy(np.stack((token_ids, positions))))
+            self._own = worker.begin_rows(rows, lane)
+            self._gather()
 
     def advance(self, o: Tensor) -> bool:
-        self._ranks.tell(_ADVANCE, self._lane, 0)
-        goes_on = super().advance(self._ranks.scatter_heads(o, self._own_q))
-        if goes_on:
-            self._gather()
+        with self._ranks.exchanging():
+            self._ranks.tell(_ADVANCE, self._lane, 0)
+            goes_on = self._own.advance(self._ranks.scatter_heads(o, self._own.q))
+            if goes_on:
+                self._gather()
         return goes_on
 
     @torch.inference_mode()
     def logits(self, rows: NDArray[np.int64]) -> Tensor:
-        self._ranks.tell(_LOGITS, self._lane, len(rows))
-        self._ranks.share(torch.from_numpy(rows))
-        parts = self._ranks.gather(super().logits(rows))  # of [R, vocab / ranks]
+        with self._ranks.exchanging():
+            self._ranks.tell(_LOGITS, self._lane, len(rows))
+            self._ranks.share(torch.from_numpy(rows))
+            parts = self._ranks.gather(self._own.logits(rows))  # of [R, vocab / ranks]
         return torch.cat(parts, dim=1)[:, : self._vocab_size]
+
+    def device_s(self) -> float:
+        return self._own.device_s()
 
     @torch.inference_mode()
     def _gather(self) -> None:
-        self._own_q = self.q
-        parts = self._ranks.gather(torch.cat((self.q, self.k, self.v), dim=1))
-        num_q, num_kv = self.q.shape[1], self.k.shape[1]
+        own = self._own
+        self.layer = own.layer
+        parts = self._ranks.gather(torch.cat((own.q, own.k, own.v), dim=1))
+        num_q, num_kv = own.q.shape[1], own.k.shape[1]
         kinds = zip(*(part.tensor_split((num_q, num_q + num_kv), dim=1) for part in parts), strict=True)
         self.q, self.k, self.v = (torch.cat(kind, dim=1) for kind in kinds)
 
 
 class ParallelSWorker(SWorker):
-    """Rank 0's S-worker. ``spec`` is the whole model's; ``model`` this rank's part of it."""
+    """Rank 0's S-worker. ``spec`` is the whole model's; ``model`` this rank's part of it.
 
-    def __init__(self, spec: ModelSpec, model: Model, ranks: Ranks) -> None:
-        super().__init__(spec, model, ranks.device)
+    Every method raises WorkerError if another rank is lost.
+    """
+
+    def __init__(self, spec: ModelSpec, model: Model, ranks: Ranks, graphs: StepGraphs | None = None) -> None:
+        super().__init__(spec, model, ranks.device, graphs)
         self.ranks = ranks
 
     def begin(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], lane: int = 0) -> Pass:
         return ParallelPass(self, lane, token_ids, positions)
 
+    def set_num_lanes(self, num_lanes: int) -> None:
+        with self.ranks.exchanging():
+            self.ranks.tell(_REGROUP, num_lanes, 0)
+        super().set_num_lanes(num_lanes)
+
+    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+        drawn = super().sample(logits, states)
+        # A GPU has only now computed what it was told; had a rank ended meanwhile, that would be nonsense.
+        self.ranks.check()
+        return drawn
+
 
 @torch.inference_mode()
-def mirror(spec: ModelSpec, model: Model, ranks: Ranks) -> None:
+def mirror(spec: ModelSpec, model: Model, ranks: Ranks, graphs: StepGraphs | None = None) -> None:
     """Ranks 1 and up: do as rank 0 says, until it says stop.
 
     Raises:
-        WorkerError: rank 0 is gone.
+        WorkerError: another rank is gone.
     """
-    worker = SWorker(spec, model, ranks.device)
+    worker = SWorker(spec, model, ranks.device, graphs)
     passes: dict[int, Pass] = {}  # by lane
-    try:
-        while True:
+    while True:
+        with ranks.exchanging():
             operation, lane, num_rows = ranks.hear()
             if operation == _STOP:
                 return
             if operation == _BEGIN:
                 rows = ranks.share(torch.empty((2, num_rows), dtype=torch.int64))
-                passes[lane] = step = Pass(worker, rows)
+                passes[lane] = step = worker.begin_rows(rows, lane)
                 ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
             elif operation == _ADVANCE:
                 step = passes[lane]
                 if step.advance(ranks.scatter_heads(None, step.q)):
                     ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
-            else:
+            elif operation == _LOGITS:
                 chosen = ranks.share(torch.empty(num_rows, dtype=torch.int64))
                 ranks.gather(passes.pop(lane).logits(chosen.numpy()))
-    except RuntimeError as error:
-        raise WorkerError(f"S-worker {ranks.shard.rank} lost rank 0: {error}", code="tp_rank_lost") from None
+            else:
+                worker.set_num_lanes(lane)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.model_spec import ModelSpec
-from sworker.graphs import StepGraphs, bucket_of
+from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
 from sworker.sampler import SampledToken, SamplingState, sample
 
@@ -40,10 +40,18 @@ class SWorker:
     def begin(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], lane: int = 0) -> Pass:
         """Embed a step's rows and run the first layer up to its attention. token_ids, positions: [T]. At most one step
         of a lane is under way."""
-        rows = torch.from_numpy(np.stack((token_ids, positions)))
-        if self.graphs is not None and len(token_ids) <= self.graphs.max_rows:
+        return self.begin_rows(torch.from_numpy(np.stack((token_ids, positions))), lane)
+
+    def begin_rows(self, rows: Tensor, lane: int) -> Pass:
+        """``begin``; rows: token ids and positions, int64 [2, T], on the host."""
+        if self.graphs is not None and rows.shape[1] <= self.graphs.buckets.max_rows:
             return PaddedPass(self, self.graphs, lane, rows)
         return Pass(self, rows)
+
+    def set_num_lanes(self, num_lanes: int) -> None:
+        """There are so many lanes from now on. No step is under way."""
+        if self.graphs is not None:
+            self.graphs.regroup(num_lanes)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
@@ -82,7 +90,7 @@ class Pass:
     def logits(self, rows: NDArray[np.int64]) -> Tensor:
         """Logits of some rows [R], float32 [R, vocab], on the device."""
         with self._timer:
-            return self._model.logits(self._x[torch.from_numpy(rows).to(self._x.device)])
+            return self._model.logits(self._x[torch.from_numpy(rows).to(self._x.device, non_blocking=True)])
 
     def device_s(self) -> float:
         """Seconds that a GPU has computed for this step, as far as it has come; 0 on a CPU, where the caller's clock
@@ -106,7 +114,7 @@ class PaddedPass(Pass):
 
     def __init__(self, worker: SWorker, graphs: StepGraphs, lane: int, rows: Tensor) -> None:
         self._graphs, self._lane = graphs, lane
-        self._num_rows, self._bucket = rows.shape[1], bucket_of(rows.shape[1])
+        self._num_rows, self._bucket = rows.shape[1], graphs.buckets.of(rows.shape[1])
         self._buffers = graphs.buffers(lane)
         super().__init__(worker, rows)
 
@@ -131,18 +139,19 @@ class DeviceTimer:
     """Adds up what a GPU spends on the blocks that it is entered around, without waiting for any."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._is_cuda = device.type == "cuda"
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __enter__(self) -> None:
         if self._is_cuda:
             span = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            span[0].record()
+            span[0].record(torch.cuda.current_stream(self._device))
             self._spans.append(span)
 
     def __exit__(self, *error: object) -> None:
         if self._is_cuda:
-            self._spans[-1][1].record()
+            self._spans[-1][1].record(torch.cuda.current_stream(self._device))
 
     def seconds(self) -> float:
         return float(sum(start.elapsed_time(end) / 1e3 for start, end in self._spans if end.query()))

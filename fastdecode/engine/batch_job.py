@@ -26,7 +26,6 @@ from fastdecode.engine.batch import check_paths
 from fastdecode.engine.chat_template import ChatTemplate
 from fastdecode.engine.job_progress import JobProgress
 from fastdecode.engine.journal import Journal, Recovered, create, discard, reopen
-from fastdecode.engine.launch import resolve
 from fastdecode.engine.line_format import Chat, LineError, LineFormat, LineId, LineRequest, Turn
 from fastdecode.engine.lines import LineReader, too_long
 from fastdecode.engine.llm import LLM, Prompt, PromptRequest
@@ -34,6 +33,7 @@ from fastdecode.engine.manifest import Manifest, identify_model, new_manifest
 from fastdecode.engine.memory import FreeMemory
 from fastdecode.engine.openai_lines import OpenAILines
 from fastdecode.engine.openai_requests import RequestReader
+from fastdecode.engine.resolve import resolve
 from fastdecode.engine.simple_lines import SimpleLines
 from fastdecode.engine.stopping import StopNow, Stopping
 from fastdecode.engine.survey import Survey, is_openai, survey

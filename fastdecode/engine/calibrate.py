@@ -11,7 +11,8 @@ import torch
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.machine import this_machine
 from fastdecode.core.measurement import ModelShape, Point, SProfile, Timing
-from fastdecode.engine.launch import RunningEngine, make_s_worker, resolve_for_this_host
+from fastdecode.engine.launch import RunningEngine, make_s_worker
+from fastdecode.engine.resolve import resolve_for_this_host
 from fastdecode.engine.steady import time_steady_steps
 from sworker.dtypes import torch_dtype
 from sworker.measure import measure_s_part

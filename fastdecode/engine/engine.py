@@ -163,6 +163,7 @@ class Engine:
             logger.info("%d lanes from now on, in place of %d", num_lanes, self._pipeline.num_lanes)
             self._scheduler.regroup(num_lanes)
             self._pipeline.set_num_lanes(num_lanes)
+            self._s_worker.set_num_lanes(num_lanes)
             if self._lane_control is not None:
                 self._lane_control.regrouped(num_lanes)
         return outputs

@@ -1,18 +1,12 @@
-"""From a configuration to a running engine: resolve what was left open, load the model, start and greet R-workers."""
+"""From a resolved configuration to a running engine: load the model, start and greet R-workers."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
 
 from fastdecode.core.config import EngineConfig
-from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError
-from fastdecode.core.machine import available_cores, free_memory_bytes
 from fastdecode.core.model_spec import ModelSpec
 from fastdecode.core.spec import KVSpec
 from fastdecode.core.trace import Trace
@@ -21,18 +15,18 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.heads import HeadsWorkers
 from fastdecode.engine.local import LocalAttention, LocalWorkers
-from fastdecode.engine.memory import FreeMemory, KVDemand, MemoryPlan, StepSizes, plan_memory
 from fastdecode.engine.pipeline import Pipeline
 from fastdecode.engine.ranks import meet_ranks
+from fastdecode.engine.resolve import ResolvedConfig, resolve_for_this_host
 from fastdecode.engine.text import TextCodec
 from fastdecode.engine.workers import MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
 from fastdecode.schedule.lanes import LaneControl
-from fastdecode.schedule.modes import ScheduleOptions, make_scheduler
+from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
-from fastdecode.wire.mpi_job import launched_size
 from fastdecode.wire.transport import TIMEOUT
 from sworker.dtypes import torch_dtype
+from sworker.fused import fuse
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
 from sworker.parallel import ParallelSWorker, Ranks
@@ -41,120 +35,6 @@ from sworker.weights import load_model, load_spec, model_hash
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """A configuration with nothing left open."""
-
-    config: EngineConfig
-    dtype: DType
-    kv_dtype: DType
-    device: torch.device
-    r_threads: int
-    kv_bytes: int
-    """Of each R-worker in this process."""
-    memory: MemoryPlan
-    max_model_len: int
-    schedule: ScheduleOptions
-    cuda_graphs: bool
-    adapts_lanes: bool
-    """Whether the number of lanes follows what steps turn out to take."""
-    transport: str
-    """inproc, mpi or zmq."""
-
-
-def resolve(config: EngineConfig, spec: ModelSpec, *, num_cores: int, free: FreeMemory) -> ResolvedConfig:
-    """Decide everything that the user left open: the one place where "auto" means something.
-
-    Raises:
-        ConfigError: the device doesn't exist, max_model_len exceeds the model's, or the memory doesn't suffice.
-    """
-    dtype = spec.dtype if config.dtype == "auto" else DType.parse(config.dtype)
-    kv_dtype = dtype if config.kv_dtype == "auto" else DType.parse(config.kv_dtype, option="kv_dtype", of_kv=True)
-    max_model_len = config.max_model_len or spec.max_model_len
-    if max_model_len > spec.max_model_len:
-        raise ConfigError(
-            f"max_model_len={max_model_len} exceeds the {spec.max_model_len} tokens that {config.model} was made for"
-        )
-    is_local = config.kv_placement == "gpu"
-    if is_local and not kv_dtype.is_float:
-        raise ConfigError(f"kv_dtype={kv_dtype.value!r} needs R-workers: with kv_placement='gpu' choose a 16-bit type")
-    device = _device(config.device)
-    transport = "local" if is_local else config.transport
-    if transport == "auto":
-        transport = "zmq" if config.r_worker_addresses else "inproc" if launched_size() is None else "mpi"
-    # Where S-part and R-part share their hardware, lanes would only get into each other's way.
-    num_lanes = config.lanes or (1 if is_local or (transport == "inproc" and device.type == "cpu") else 2)
-    schedule = _schedule(config, num_lanes)
-    memory = _memory(config, spec, schedule, dtype, transport, free)
-    return ResolvedConfig(
-        config=config,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=device,
-        r_threads=config.r_threads or max(1, num_cores // config.r_workers),
-        kv_bytes=memory.kv_bytes,
-        memory=memory,
-        max_model_len=max_model_len,
-        schedule=schedule,
-        # Fixed intervals were computed for so many lanes, and no others.
-        adapts_lanes=config.lanes is None and num_lanes > 1 and "fixed-f" not in (schedule.mode, schedule.cold_start),
-        cuda_graphs=_uses_graphs(config, device),
-        transport=transport,
-    )
-
-
-def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
-    mode = ("stabilized" if num_lanes > 1 else "greedy") if config.schedule == "auto" else config.schedule
-    return ScheduleOptions(
-        mode=mode,  # type: ignore[arg-type]  # checked there, as is cold_start
-        max_num_sequences=config.max_num_sequences,
-        prefill_chunk=config.prefill_chunk,
-        max_step_tokens=config.step_tokens,
-        num_lanes=num_lanes,
-        load_limit=config.load_limit,
-        target_length=config.target_length,
-        interval=config.interval,
-        cold_start=config.cold_start,  # type: ignore[arg-type]
-        learn_lengths=config.learn_lengths,
-        length_quantile=config.length_quantile,
-    )
-
-
-def _memory(
-    config: EngineConfig, spec: ModelSpec, schedule: ScheduleOptions, dtype: DType, transport: str, free: FreeMemory
-) -> MemoryPlan:
-    sizes = StepSizes(
-        num_lanes=schedule.num_lanes,
-        step_tokens=schedule.max_step_tokens,
-        logit_rows=schedule.lane_size,
-        itemsize=dtype.size_bytes,
-        num_shards=config.tp,
-    )
-    kv = KVDemand(
-        on_device=transport == "local",
-        num_caches={"local": 1, "inproc": config.r_workers}.get(transport, 0),
-        cache_bytes=None if config.kv_memory_gb is None else int(config.kv_memory_gb * 1e9),
-    )
-    return plan_memory(spec, sizes, kv, free, gpu_memory_fraction=config.gpu_memory_fraction)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device={name!r} is not a torch device: use cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ConfigError(
-            f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu, or check "
-            "the driver and that torch was built for CUDA"
-        )
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={name!r}: the S-part runs on cpu or cuda")
-    return device
 
 
 class RunningEngine:
@@ -197,7 +77,7 @@ class RunningEngine:
                 f"{resolved.memory}"
             )
             if config.tp > 1:
-                self._ranks = meet_ranks(config.tp, resolved.device)
+                self._ranks = meet_ranks(config.tp, resolved.device, config.worker_timeout_s)
             device, shard = (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
             _, model = load_model(config.model, device=device, dtype=torch_dtype(resolved.dtype), shard=shard)
             tell(
@@ -220,7 +100,7 @@ class RunningEngine:
                 self.spec.eos_token_ids,
                 trace,
                 times,
-                LaneControl(times, resolved.schedule.num_lanes) if resolved.adapts_lanes else None,
+                _lane_control(resolved, times),
                 workers.replacements(hello),
             )
         except BaseException:
@@ -246,36 +126,27 @@ class RunningEngine:
             workers.close(self._fleet.lost, self.resolved.config.worker_timeout_s)
 
 
-def resolve_for_this_host(config: EngineConfig, spec: ModelSpec | None = None) -> ResolvedConfig:
-    """``resolve`` with what this host has."""
-    spec = spec or load_spec(config.model)
-    free = free_memory(_device(config.device))
-    return resolve(config, spec, num_cores=available_cores(), free=free)
-
-
-def free_memory(device: torch.device) -> FreeMemory:
-    """What this process may still take of this host and of a device."""
-    if device.type != "cuda":
-        return FreeMemory(free_memory_bytes())
-    return FreeMemory(free_memory_bytes(), *torch.cuda.mem_get_info(device))
-
-
 def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> SWorker:
     """The S-worker as it was configured."""
+    fuse(model, resolved.device)
     if ranks is not None:
         parallelize(model, ranks.shard, ranks.data)
-        return ParallelSWorker(spec, model, ranks)
-    graphs = StepGraphs(model, resolved.device, capture=True) if resolved.cuda_graphs else None
-    return SWorker(spec, model, resolved.device, graphs)
+        return ParallelSWorker(spec, model, ranks, step_graphs(model, resolved))
+    return SWorker(spec, model, resolved.device, step_graphs(model, resolved))
 
 
-def _uses_graphs(config: EngineConfig, device: torch.device) -> bool:
-    possible = device.type == "cuda" and config.tp == 1
-    if config.cuda_graphs == "on" and not possible:
-        raise ConfigError(
-            f"cuda_graphs='on' needs a CUDA device and tp=1, not device={config.device!r} and tp={config.tp}: use auto"
-        )
-    return possible and config.cuda_graphs != "off"
+def _lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:
+    if not resolved.adapts_lanes:
+        return None
+    return LaneControl(times, resolved.schedule.num_lanes, most=resolved.most_lanes)
+
+
+def step_graphs(model: Model, resolved: ResolvedConfig) -> StepGraphs | None:
+    """What runs the model's small S-steps as CUDA graphs, if that was chosen."""
+    if not resolved.max_graphs:
+        return None
+    num_lanes = resolved.schedule.num_lanes
+    return StepGraphs(model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=resolved.max_graphs)
 
 
 def _attention(

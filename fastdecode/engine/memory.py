@@ -15,9 +15,11 @@ from fastdecode.core.model_spec import ModelSpec
 HOST_KV_SHARE = 0.5
 """Of the host memory that the S-part leaves free, what KV caches in this process take unless the user says."""
 CUDA_RESERVE_BYTES = 1 << 30
-"""Workspaces, captured graphs, fragmentation."""
-_STAGED_LAYERS = 6
-"""q, k, v of the layers that may be lent out, and o: see ``sworker.buffers``."""
+"""Workspaces, fragmentation."""
+GRAPH_BYTES = 256 << 10
+"""What a captured graph of a dozen kernels takes of the device's memory, estimated on the large side."""
+_LENT_LAYERS = 5
+"""q, k, v of so many layers may be lent out: see ``sworker.buffers``."""
 _SAMPLED_ELEMENTS = 1 << 24
 """Logits that the sampler works on at a time, with four 8-byte temporaries."""
 
@@ -37,14 +39,19 @@ class StepSizes:
     """What an engine's steps are made of."""
 
     num_lanes: int
+    """Most that there may be."""
     step_tokens: int
     """Most rows of a lane's step."""
     logit_rows: int
-    """Most rows of a step that draw a token."""
+    """Most rows of a step that draw a token, where lanes are fewest."""
     itemsize: int
     """Bytes of an activation."""
     num_shards: int = 1
     """S-workers that act as one, of which this is one."""
+    num_graphs: int = 0
+    """CUDA graphs that may be captured."""
+    graph_rows: int = 0
+    """Most rows of a step that runs as graphs; 0: none does."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +76,14 @@ class MemoryPlan:
     """Pinned, on the host."""
     kv_bytes: int
     """Of each KV cache in this process."""
+    graph_bytes: int = 0
+    """CUDA graphs, and the lanes' memory that they work on."""
 
     def __str__(self) -> str:
         parts = (
             ("weights", self.weights_bytes),
             ("activations", self.activation_bytes),
+            ("CUDA graphs", self.graph_bytes),
             ("staging", self.staging_bytes),
             ("KV cache", self.kv_bytes),
         )
@@ -93,6 +103,8 @@ def plan_memory(
     """
     weights = _weights_bytes(spec, sizes)
     activations = _activation_bytes(spec, sizes)
+    graphs = _graph_bytes(spec, sizes)
+    s_part = weights + activations + graphs
     if free.device_bytes is None:
         staging, where, room = 0, "the host", free.host_bytes
     else:
@@ -102,22 +114,25 @@ def plan_memory(
         room = int(free.device_total_bytes * gpu_memory_fraction) - used - CUDA_RESERVE_BYTES
         _check("pinned staging memory", staging, free.host_bytes, "the host", "--max-step-tokens or --lanes")
     mend = "--max-step-tokens, --max-num-sequences or --lanes, choose a smaller dtype"
+    if graphs:
+        mend += ", set --cuda-graphs off"
     if free.device_bytes is not None:
         mend += ", raise --gpu-memory-fraction"
-    what = f"the S-part of {spec.name} (weights {_gb(weights)}, a step's activations {_gb(activations)})"
-    _check(what, weights + activations, room, where, mend)
+    of_graphs = f", CUDA graphs {_gb(graphs)}" if graphs else ""
+    what = f"the S-part of {spec.name} (weights {_gb(weights)}, a step's activations {_gb(activations)}{of_graphs})"
+    _check(what, s_part, room, where, mend)
     if kv.on_device or free.device_bytes is None:
-        kv_room = room - weights - activations
+        kv_room = room - s_part
     else:
         where, kv_room = "the host", free.host_bytes - staging
     if not kv.num_caches:
-        return MemoryPlan(weights, activations, staging, 0)
+        return MemoryPlan(weights, activations, staging, 0, graphs)
     if kv.cache_bytes is not None:
         what = f"{kv.num_caches} KV cache(s) of {_gb(kv.cache_bytes)} beside weights and activations"
         _check(what, kv.cache_bytes * kv.num_caches, kv_room, where, "--kv-memory-gb or --r-workers")
-        return MemoryPlan(weights, activations, staging, kv.cache_bytes)
+        return MemoryPlan(weights, activations, staging, kv.cache_bytes, graphs)
     share = 1.0 if kv.on_device and free.device_bytes is not None else HOST_KV_SHARE
-    return MemoryPlan(weights, activations, staging, int(kv_room * share) // kv.num_caches)
+    return MemoryPlan(weights, activations, staging, int(kv_room * share) // kv.num_caches, graphs)
 
 
 def _weights_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
@@ -128,19 +143,38 @@ def _weights_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
 
 def _activation_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     """What lanes keep between their S-steps, and what the largest S-step needs while it runs."""
-    q, k, v = (size // sizes.num_shards for size in spec.qkv_sizes)
+    q, k, v = _qkv_sizes(spec, sizes)
+    kept = (spec.hidden_size + 2 * q + k + v) * sizes.itemsize  # x, q, k, v, o
+    num_logits = sizes.logit_rows * spec.vocab_size
+    logits = num_logits * (sizes.itemsize + 4) + min(num_logits, _SAMPLED_ELEMENTS) * 32
+    return sizes.step_tokens * (kept * sizes.num_lanes + _unit_row_bytes(spec, sizes)) + logits
+
+
+def _unit_row_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+    """What an S-step needs for a row while it runs, and no longer."""
     inner = spec.intermediate_size // sizes.num_shards
-    kept = spec.hidden_size + 2 * q + k + v  # x, q, k, v, o
     ups = 2 if spec.gated_mlp else 1
     in_mlp = 2 * spec.hidden_size + (ups + 2) * inner
-    in_attention = 2 * (q + k + v) * sizes.itemsize + (q + k + v) * 4 * 2  # rotated, and raised to float32
-    rows = sizes.step_tokens * (kept * sizes.num_lanes + in_mlp) * sizes.itemsize + sizes.step_tokens * in_attention
-    num_logits = sizes.logit_rows * spec.vocab_size
-    return rows + num_logits * (sizes.itemsize + 4) + min(num_logits, _SAMPLED_ELEMENTS) * 32
+    in_attention = sum(_qkv_sizes(spec, sizes)) * (2 * sizes.itemsize + 2 * 4)  # rotated, and raised to float32
+    return in_mlp * sizes.itemsize + in_attention
+
+
+def _graph_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+    """Graphs, the pool that they share for what a unit needs while it runs, and the lanes' fixed memory."""
+    q, k, v = _qkv_sizes(spec, sizes)
+    fixed = (spec.hidden_size + q + _LENT_LAYERS * (q + k + v)) * sizes.itemsize * sizes.num_lanes
+    return sizes.num_graphs * GRAPH_BYTES + sizes.graph_rows * (_unit_row_bytes(spec, sizes) + fixed)
+
+
+def _qkv_sizes(spec: ModelSpec, sizes: StepSizes) -> tuple[int, int, int]:
+    """One rank's."""
+    q, k, v = (size // sizes.num_shards for size in spec.qkv_sizes)
+    return q, k, v
 
 
 def _staging_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    return sizes.num_lanes * _STAGED_LAYERS * sizes.step_tokens * sum(spec.qkv_sizes) * sizes.itemsize
+    """q, k, v of the layers that may be lent out, and o."""
+    return sizes.num_lanes * (_LENT_LAYERS + 1) * sizes.step_tokens * sum(spec.qkv_sizes) * sizes.itemsize
 
 
 def _check(what: str, num_bytes: int, room: int, where: str, mend: str) -> None:

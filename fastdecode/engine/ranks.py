@@ -17,9 +17,11 @@ import torch
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError
+from fastdecode.engine.resolve import resolve_for_this_host
 from fastdecode.wire import mpi_job
 from sworker.dtypes import torch_dtype
-from sworker.parallel import Ranks, mirror
+from sworker.fused import fuse
+from sworker.parallel import JOINING_TIMEOUT_S, Ranks, mirror
 from sworker.sharding import Shard, parallelize
 from sworker.weights import load_model
 
@@ -27,13 +29,16 @@ if TYPE_CHECKING:
     from fastdecode.wire.mpi_job import MpiJob
 
 
-def meet_ranks(num_ranks: int, device: torch.device) -> Ranks:
-    """This rank's part of ``num_ranks`` S-workers, connected with the others. Each has a device of its own: GPUs are
-    counted from the one that is named.
+def meet_ranks(num_ranks: int, device: torch.device, patience_s: float) -> Ranks:
+    """This rank's part of ``num_ranks`` S-workers, connected with the others.
+
+    Args:
+        device: this rank's own.
+        patience_s: how long another rank may keep this one waiting in the middle of a step.
 
     Raises:
         ConfigError: not started by an MPI launcher, with too few ranks, or on several hosts.
-        WorkerError: the others didn't come.
+        WorkerError: the others didn't come, or have ended.
     """
     if mpi_job.launched_size() is None:
         raise ConfigError(
@@ -45,9 +50,7 @@ def meet_ranks(num_ranks: int, device: torch.device) -> Ranks:
     if job.size < num_ranks:
         raise ConfigError(f"tp={num_ranks} needs as many MPI ranks, and R-workers beside: {job.size} were started")
     with _meeting_place(job, num_ranks) as place:
-        if device.type == "cuda":
-            device = torch.device("cuda", (device.index or 0) + job.rank)
-        return Ranks.meet(place, Shard(job.rank, num_ranks), device)
+        return Ranks.meet(place, Shard(job.rank, num_ranks), device, patience_s=patience_s)
 
 
 def mirror_rank_0(config: EngineConfig) -> None:
@@ -55,16 +58,17 @@ def mirror_rank_0(config: EngineConfig) -> None:
 
     Raises:
         ConfigError, ModelError: as on rank 0.
-        WorkerError: rank 0 is gone.
+        WorkerError: another rank is gone.
     """
-    from fastdecode.engine.launch import resolve_for_this_host
+    from fastdecode.engine.launch import step_graphs
 
-    resolved = resolve_for_this_host(config)
-    ranks = meet_ranks(config.tp, resolved.device)
+    resolved = resolve_for_this_host(config, rank=mpi_job.join().rank)
+    ranks = meet_ranks(config.tp, resolved.device, config.worker_timeout_s)
     dtype = torch_dtype(resolved.dtype)
     spec, model = load_model(config.model, device=ranks.device, dtype=dtype, shard=ranks.shard)
     parallelize(model, ranks.shard, ranks.data)
-    mirror(spec, model, ranks)
+    fuse(model, ranks.device)
+    mirror(spec, model, ranks, step_graphs(model, resolved))
     ranks.close()
 
 
@@ -73,13 +77,13 @@ def _meeting_place(job: MpiJob, num_ranks: int) -> Iterator[Path]:
     """A path that all ranks know, in a directory of this user's alone; gone when they have met."""
     if job.rank != mpi_job.S_RANK:
         mpi_job.send_text(job, mpi_job.S_RANK, job.host)
-        place = mpi_job.receive_text(job, mpi_job.S_RANK)
+        place = mpi_job.receive_text(job, mpi_job.S_RANK, JOINING_TIMEOUT_S)
         if not place:
             raise ConfigError(_SEVERAL_HOSTS.format(tp=num_ranks))
         yield Path(place)
         return
     others = range(1, num_ranks)
-    hosts = [mpi_job.receive_text(job, rank) for rank in others]
+    hosts = [mpi_job.receive_text(job, rank, JOINING_TIMEOUT_S) for rank in others]
     if any(host != job.host for host in hosts):
         for rank in others:
             mpi_job.send_text(job, rank, "")

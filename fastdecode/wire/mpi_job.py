@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from fastdecode.core.errors import ConfigError, MissingExtraError, WorkerError
+from fastdecode.wire.patience import look_until_found
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,7 +41,6 @@ DEFAULT_TAG: Final = 64
 """Of the connections between S-worker and R-workers."""
 MEETING_TAG: Final = 62
 """Of what S-workers tell each other when the job begins."""
-MAX_TEXT_BYTES: Final = 4096
 LEAVING_TIMEOUT_S: Final = 5.0
 
 
@@ -202,15 +202,40 @@ def send_text(job: MpiJob, rank: int, text: str) -> None:
         job.comm.Send(bytearray(text.encode()), rank, MEETING_TAG)
 
 
-def receive_text(job: MpiJob, rank: int) -> str:
-    """The text that a rank sends by ``send_text``; waits for it."""
-    buffer = bytearray(MAX_TEXT_BYTES)
-    with job.lock:
-        from mpi4py import MPI
+def receive_text(job: MpiJob, rank: int, timeout_s: float) -> str:
+    """The text that a rank sends by ``send_text``; waits for it.
 
-        status = MPI.Status()
-        job.comm.Recv(buffer, rank, MEETING_TAG, status)
-        return bytes(buffer[: status.Get_count()]).decode()
+    Raises:
+        WorkerError: the rank has ended without sending it, or it didn't come in time.
+    """
+    text = look_until_found(lambda: _look_for_text(job, rank), timeout_s)
+    if text is None:
+        raise WorkerError(
+            f"rank {rank} hasn't come to meet the other S-workers in {timeout_s:g} s: does it hang, or was it started "
+            "with other options than rank 0?",
+            code="tp_connect_failed",
+        )
+    return text
+
+
+def _look_for_text(job: MpiJob, rank: int) -> str | None:
+    from mpi4py import MPI
+
+    status = MPI.Status()
+    with job.lock:
+        try:
+            if job.comm.Iprobe(rank, MEETING_TAG, status):
+                buffer = bytearray(status.Get_count())
+                job.comm.Recv(buffer, rank, MEETING_TAG)
+                return buffer.decode()
+            has_left = job.comm.Iprobe(rank, DEFAULT_TAG)  # its goodbye
+        except MPI.Exception:  # it was killed
+            has_left = True
+    if has_left:
+        raise WorkerError(
+            f"rank {rank} has ended before it met the other S-workers: its own output says why", code="tp_rank_lost"
+        )
+    return None
 
 
 def leave_stuck() -> None:

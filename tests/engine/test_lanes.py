@@ -11,9 +11,9 @@ from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.config import EngineConfig
-from fastdecode.engine.launch import resolve
 from fastdecode.engine.llm import PromptRequest
 from fastdecode.engine.memory import FreeMemory
+from fastdecode.engine.resolve import resolve
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes
 from sworker.weights import load_spec

@@ -13,7 +13,7 @@ from checkpoints import prompts
 from torch import Tensor
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine import attend, launch, workers
+from fastdecode.engine import attend, launch, resolve, workers
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
 from rworker.worker import WorkerThread, start_worker_thread
@@ -83,7 +83,7 @@ def test_equal_tokens(lanes: int, graphs: bool, tiny_checkpoint: Callable[..., P
     NUM_LATE.update(polls=0, waits=0)
     with (
         mock.patch.object(attend, "Staging", LateStaging),
-        mock.patch.object(launch, "_uses_graphs", return_value=graphs),
+        mock.patch.object(resolve, "_uses_graphs", return_value=graphs),
         mock.patch.object(launch, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
     ):
         assert run() == expected

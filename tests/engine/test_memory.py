@@ -9,8 +9,9 @@ import pytest
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.families import read_model_spec
-from fastdecode.engine.launch import resolve
-from fastdecode.engine.memory import CUDA_RESERVE_BYTES, FreeMemory, KVDemand, StepSizes, plan_memory
+from fastdecode.engine.memory import CUDA_RESERVE_BYTES, GRAPH_BYTES, FreeMemory, KVDemand, StepSizes, plan_memory
+from fastdecode.engine.resolve import ResolvedConfig, resolve
+from fastdecode.schedule.lanes import MAX_AUTO_LANES
 
 GB = 10**9
 LLAMA_8B = read_model_spec(
@@ -81,3 +82,31 @@ def test_what_a_user_meets() -> None:
     assert resolved.kv_bytes == resolved.memory.kv_bytes < 12 * GB
     with pytest.raises(ConfigError, match="llama-8b"):
         resolve(config, LLAMA_8B, num_cores=8, free=FreeMemory(12 * GB))
+
+
+def test_lanes_that_there_is_memory_for() -> None:
+    """Lanes that may be added later are planned for; where memory is short there will be fewer."""
+
+    def resolved(device_gb: float, **options: object) -> ResolvedConfig:
+        config = EngineConfig(model="llama-8b", transport="mpi", **options)  # type: ignore[arg-type]
+        free = FreeMemory(100 * GB, int(device_gb * GB), int(device_gb * GB))
+        return resolve(config, LLAMA_8B, num_cores=8, free=free)
+
+    ample = resolved(141)
+    assert (ample.schedule.num_lanes, ample.most_lanes, ample.adapts_lanes) == (2, MAX_AUTO_LANES, True)
+    asked = resolved(141, lanes=2)
+    assert (asked.most_lanes, asked.adapts_lanes) == (2, False)
+    assert ample.memory.staging_bytes == 4 * asked.memory.staging_bytes
+    assert ample.memory.activation_bytes > asked.memory.activation_bytes  # one lane draws twice as many tokens at once
+    most = [resolved(gb / 20, gpu_memory_fraction=1.0).most_lanes for gb in range(390, 367, -1)]
+    assert most == sorted(most, reverse=True) and most[0] == MAX_AUTO_LANES and most[-1] <= 2 and len(set(most)) > 4
+    with pytest.raises(ConfigError, match=r"the GPU .* has"):
+        resolved(17)
+
+
+def test_graphs_are_planned_for() -> None:
+    sizes = replace(SIZES, num_graphs=2310, graph_rows=512)
+    plain, graphs = (plan_memory(LLAMA_8B, one, LOCAL, H200, gpu_memory_fraction=0.9) for one in (SIZES, sizes))
+    assert graphs.graph_bytes > 2310 * GRAPH_BYTES and plain.graph_bytes == 0
+    assert plain.kv_bytes - graphs.kv_bytes == graphs.graph_bytes
+    assert "CUDA graphs 0." in str(graphs) and "CUDA graphs" not in str(plain)

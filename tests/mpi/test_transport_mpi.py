@@ -46,3 +46,16 @@ def test_an_r_worker_that_hangs_is_killed_in_the_end() -> None:
 def test_r_workers_end_when_the_s_worker_dies() -> None:
     outcome = run_ranks("failures.py", 4, "self,sm", "-k", "s_worker_dies")
     assert outcome.exit_code is not None and not outcome.orphans, outcome
+
+
+def test_s_workers_that_wait_for_one_that_never_comes() -> None:
+    """They are told why, and don't wait for ever."""
+    command = [mpirun(), *open_mpi_options(), "-n", "2", sys.executable, str(RANKS / "meeting.py")]
+    outcome = run(command, timeout_s=60.0)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    for line in (
+        "late: tp_connect_failed: rank 1 hasn't come",
+        "met: /a/meeting place",
+        "gone: tp_rank_lost: rank 0 has",
+    ):
+        assert line in outcome.output

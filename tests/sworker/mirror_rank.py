@@ -1,6 +1,8 @@
 """Run by tests as another process: the second of two S-workers, which mirrors the first, once for each checkpoint.
 
 Usage: mirror_rank.py DIRECTORY CHECKPOINT ...
+
+Every other checkpoint's steps are padded to buckets, as for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from sworker.graphs import StepGraphs
 from sworker.parallel import Ranks, mirror
 from sworker.sharding import Shard, parallelize
 from sworker.weights import load_model
@@ -21,7 +24,8 @@ if __name__ == "__main__":
         ranks = Ranks.meet(Path(sys.argv[1], str(index)), Shard(1, 2), torch.device("cpu"))
         spec, model = load_model(path, device="cpu", dtype=torch.float32, shard=ranks.shard)
         parallelize(model, ranks.shard, ranks.data)
-        mirror(spec, model, ranks)
+        graphs = StepGraphs(model, ranks.device, capture=False) if index % 2 else None
+        mirror(spec, model, ranks, graphs)
         ranks.close()
     # As ranks of a job end too: at an ordinary exit, threads that torch leaves behind abort the process now and then.
     os._exit(0)

@@ -12,20 +12,51 @@ import torch
 from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine import launch
-from sworker.graphs import MAX_GRAPH_ROWS, StepGraphs, bucket_of
+from fastdecode.engine import launch, resolve
+from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, StepGraphs
 from sworker.weights import load_model
 from sworker.worker import PaddedPass, SWorker
 
 CPU = torch.device("cpu")
 
 
-def test_buckets() -> None:
-    sizes = [bucket_of(n) for n in range(1, MAX_GRAPH_ROWS + 1)]
+@pytest.mark.parametrize(("parts", "count"), [(8, 35), (4, 23), (2, 15), (1, 10)])
+def test_buckets(parts: int, count: int) -> None:
+    buckets = Buckets(parts=parts)
+    sizes = [buckets.of(n) for n in range(1, MAX_GRAPH_ROWS + 1)]
     assert all(n <= size < max(2 * n, n + 8) for n, size in enumerate(sizes, 1))
-    assert all(size <= n * 9 / 8 for n, size in enumerate(sizes, 1) if n > 64)
-    assert sizes == sorted(sizes) and [bucket_of(size) for size in sizes] == sizes
-    assert len(set(sizes)) == 35 and max(sizes) == MAX_GRAPH_ROWS
+    assert all(size <= n * (1 + 1 / parts) for n, size in enumerate(sizes, 1) if n > 64)
+    assert sizes == sorted(sizes) and [buckets.of(size) for size in sizes] == sizes
+    assert buckets.sizes == sorted(set(sizes)) and len(buckets.sizes) == count and max(sizes) == MAX_GRAPH_ROWS
+
+
+def test_more_lanes_have_fewer_buckets() -> None:
+    chosen = [Buckets.choose(num_lanes, 33, MAX_GRAPHS) for num_lanes in range(1, 9)]
+    assert [buckets.parts for buckets in chosen] == [8, 8, 8, 4, 4, 2, 2, 2]
+    assert all(buckets.num_graphs(n, 33) <= MAX_GRAPHS for n, buckets in enumerate(chosen, 1))
+    assert Buckets.choose(8, 127, 1000).parts == 1
+
+
+def test_regrouped_lanes_leave_no_graph_that_nobody_can_use(tiny_checkpoint: Callable[..., Path]) -> None:
+    """As many as are allowed, and no more; the rest run as they are."""
+    _, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
+    graphs = StepGraphs(model, CPU, capture=False, num_lanes=1, max_graphs=23 * 2 * (len(model.layers) + 1))
+    graphs._capture = True  # what is captured is for show here
+    with mock.patch.object(graphs, "_captured", return_value=mock.Mock()):
+        for lane in (0, 1):
+            for bucket in (8, 40, 144, 512):
+                for _ in range(3):
+                    graphs.run(lane, 1, bucket)
+        assert graphs.num_graphs == 8
+        graphs.regroup(2)
+        assert graphs.buckets.parts == 4 and graphs.num_graphs == 6  # there is no bucket of 144 any more
+        graphs.regroup(1)
+        assert graphs.buckets.parts == 8 and graphs.num_graphs == 3
+        graphs._max_graphs = 4
+        for _ in range(3):
+            graphs.run(0, 1, 256)
+            graphs.run(0, 1, 288)
+        assert graphs.num_graphs == 4
 
 
 @torch.inference_mode()
@@ -68,7 +99,7 @@ def test_equal_tokens(lanes: int, kv_placement: str, tiny_checkpoint: Callable[.
 
     expected = run()
     with (
-        mock.patch.object(launch, "_uses_graphs", return_value=True),
+        mock.patch.object(resolve, "_uses_graphs", return_value=True),
         mock.patch.object(launch, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
     ):
         assert run() == expected

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import prompts
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, WorkerError
+from sworker.graphs import StepGraphs
 from sworker.model.reference import ReferenceAttention
 from sworker.parallel import ParallelSWorker, Ranks
 from sworker.sharding import Shard, parallelize
@@ -22,6 +27,7 @@ from sworker.worker import SWorker
 # Fused by kind, by head, transposed; gated or not; tied; biases that may be added once only; a vocabulary of 211.
 FAMILIES = ("llama", "phi3", "gemma2", "gpt2", "gpt_neox", "bloom", "opt")
 LENGTHS = (5, 1, 12)
+CPU = torch.device("cpu")
 
 
 def run_passes(worker: SWorker, passes: int = 2) -> list[torch.Tensor]:
@@ -50,36 +56,73 @@ def paths(tiny_checkpoint: Callable[..., Path]) -> list[Path]:
     return [tiny_checkpoint(family) for family in FAMILIES]
 
 
-@pytest.fixture(scope="module")
-def place(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the second S-worker waits for the first."""
-    directory = tmp_path_factory.mktemp("ranks")
+@contextlib.contextmanager
+def mirroring(directory: Path, paths: list[Path]) -> Iterator[subprocess.Popen[bytes]]:
+    """The second S-worker, in a process of its own: it waits for the first in the directory."""
     command = [sys.executable, str(Path(__file__).with_name("mirror_rank.py")), str(directory), *map(str, paths)]
-    log = directory / "log"
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
-        yield directory
+    log = (directory / "log").open("wb")
+    with log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
         try:
-            assert process.wait(20) == 0, log.read_text()
+            yield process
         finally:
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def place(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("ranks")
+    with mirroring(directory, paths) as process:
+        yield directory
+        assert process.wait(20) == 0, (directory / "log").read_text()
 
 
 @pytest.mark.parametrize("index", range(len(FAMILIES)), ids=FAMILIES)
 @torch.inference_mode()
 def test_two_ranks_say_what_one_says(index: int, paths: list[Path], place: Path) -> None:
     spec, whole = load_model(paths[index], device="cpu", dtype=torch.float32)
-    expected = run_passes(SWorker(spec, whole, torch.device("cpu")))
-    ranks = Ranks.meet(place / str(index), Shard(0, 2), torch.device("cpu"))
+    expected = run_passes(SWorker(spec, whole, CPU))
+    ranks = Ranks.meet(place / str(index), Shard(0, 2), CPU)
     try:
         _, half = load_model(paths[index], device="cpu", dtype=torch.float32, shard=ranks.shard)
         assert half.embed_tokens.weight.shape[0] == -(-spec.vocab_size // 2)
         assert half.layers[0].mlp.up.weight.shape[0] * 2 == whole.layers[0].mlp.up.weight.shape[0]
         parallelize(half, ranks.shard, ranks.data)
-        found = run_passes(ParallelSWorker(spec, half, ranks))
+        graphs = StepGraphs(half, CPU, capture=False) if index % 2 else None  # as the other does
+        worker = ParallelSWorker(spec, half, ranks, graphs)
+        worker.set_num_lanes(2)
+        found = run_passes(worker)
     finally:
         ranks.close()
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stopped"])
+def test_a_rank_that_is_lost_in_the_middle_of_a_step(is_killed: bool, paths: list[Path], tmp_path: Path) -> None:
+    """Rank 0 waits for its share of q, k and v, and is told who doesn't give it."""
+    patience_s = 60.0 if is_killed else 0.5
+    with mirroring(tmp_path, paths[:1]) as process:
+        ranks = Ranks.meet(tmp_path / "0", Shard(0, 2), CPU, patience_s=patience_s)
+        try:
+            spec, half = load_model(paths[0], device="cpu", dtype=torch.float32, shard=ranks.shard)
+            parallelize(half, ranks.shard, ranks.data)
+            worker = ParallelSWorker(spec, half, ranks)
+            run_passes(worker, passes=1)
+            process.send_signal(signal.SIGSTOP)
+            if is_killed:
+                threading.Timer(0.2, process.kill).start()
+            says = "S-worker 1 of 2 has ended" if is_killed else r"S-worker 1 of 2 doesn't go on, or not within 0\.5 s"
+            with pytest.raises(WorkerError, match=says) as caught:
+                worker.begin(np.arange(3), np.arange(3))
+            assert caught.value.code == "tp_rank_lost"
+            if is_killed:  # from now on that is known beforehand
+                with pytest.raises(WorkerError, match="S-worker 1 of 2 has ended: its process is gone"):
+                    worker.begin(np.arange(3), np.arange(3))
+        finally:
+            ranks.close()  # doesn't wait for who hangs
+            process.kill()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def test_heads_that_do_not_divide(paths: list[Path]) -> None:

@@ -1,0 +1,41 @@
+"""Memory doesn't grow with steps, on any device: staging, lanes' fixed memory, what sequences leave behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+from checkpoints import prompts
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.engine import launch, resolve
+from sworker.graphs import StepGraphs
+
+
+def live_tensor_bytes() -> int:
+    """Of all tensors that can be reached from Python, views counted once."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+def test_2000_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., Path]) -> None:
+    path = str(tiny_checkpoint("llama", num_hidden_layers=1))
+    asked = prompts((20, 33, 7), seed=1)
+    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (180, 90, 40)]
+    with (
+        mock.patch.object(resolve, "_uses_graphs", return_value=True),  # units in fixed memory, not captured
+        mock.patch.object(launch, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
+        LLM(path, lanes=2, r_threads=1, kv_memory_gb=0.01, prefill_chunk=9, dtype="float32") as llm,
+    ):
+        llm.generate(asked, params)
+        engine = llm._running.engine
+        first, first_steps = live_tensor_bytes(), llm.stats.num_steps
+        while llm.stats.num_steps < first_steps + 2000:
+            llm.generate(asked, params)
+        assert live_tensor_bytes() == first
+        assert not engine._runs and not engine._groups and not engine._dropped

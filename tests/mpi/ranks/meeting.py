@@ -1,0 +1,28 @@
+"""Run by a test as two ranks: rank 1 waits for rank 0 to meet it, which comes late, and then leaves for good."""
+
+from __future__ import annotations
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.wire import mpi_job
+from fastdecode.wire.mpi_job import MpiJob, receive_text, send_text
+
+WAIT_S = 60.0
+
+
+def refusal(job: MpiJob, rank: int, timeout_s: float) -> str:
+    try:
+        return f"not refused: {receive_text(job, rank, timeout_s)}"
+    except WorkerError as error:
+        return f"{error.code}: {error}"
+
+
+if __name__ == "__main__":
+    job = mpi_job.join()
+    if job.rank == 0:
+        print("late:", refusal(job, 1, 0.1), flush=True)
+        send_text(job, 1, "/a/meeting place")
+        print("met:", receive_text(job, 1, WAIT_S), flush=True)
+    else:
+        send_text(job, 0, receive_text(job, 0, WAIT_S))
+        print("gone:", refusal(job, 0, WAIT_S), flush=True)
+    mpi_job.leave(0)
