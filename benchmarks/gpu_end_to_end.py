@@ -10,6 +10,8 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,12 @@ CONFIG = {
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 200}  # fmt: skip
 WORKLOADS = ((256, 512, 128), (64, 2048, 64))  # requests, prompt tokens, new tokens
-LIMIT_S = 100
+ENGINES = ("R-workers", "KV on the GPU", "transformers")
+WITHOUT_GRAPHS = "KV on the GPU, no graphs"
+LIMIT_S = 90.0
 """Of one engine, the compilation of R-workers' kernels included."""
+_LEAST_S = 10.0
+"""With less time left nothing is started."""
 
 FASTDECODE = """
 import json, random, sys, time
@@ -53,63 +59,83 @@ if "gpu_memory_fraction" in options:
     torch.cuda.set_per_process_memory_fraction(options["gpu_memory_fraction"])
 model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
 ids = torch.randint(3, vocab, (count, prompt), generator=torch.Generator().manual_seed(0)).to(device)
+batch = count
 def run(n):
     started = time.perf_counter()
     with torch.inference_mode():
-        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, eos_token_id=None,
-                       pad_token_id=0).cpu()
+        for part in ids.split(batch):
+            model.generate(part, attention_mask=torch.ones_like(part), do_sample=False, max_new_tokens=n,
+                           eos_token_id=None, pad_token_id=0).cpu()
     return time.perf_counter() - started
-run(2)
-first, total = run(1), run(new)
+while True:  # the largest batch that fits: all, a half, a quarter, ...
+    try:
+        run(2)
+        first, total = run(1), run(new)
+        break
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        assert batch > 1, "not one sequence fits"
+        batch //= 2
 print(json.dumps({"total_s": total, "prefill_s": first, "tokens_per_s": count * new / total,
-                  "decode_tokens_per_s": count * (new - 1) / max(total - first, 1e-9)}))
+                  "decode_tokens_per_s": count * (new - 1) / max(total - first, 1e-9), "batch": batch}))
 """
 
 
-def end_to_end(device: torch.device, *, smoke: bool) -> list[dict[str, Any]]:
-    """One row for each engine, workload and memory."""
+def end_to_end(device: torch.device, *, smoke: bool, deadline_s: float) -> Iterator[dict[str, Any]]:
+    """One row for each engine, workload and memory; those that there is no time for are left out, and named.
+
+    Args:
+        deadline_s: when to end, on ``time.monotonic``.
+    """
     config = {**CONFIG, **(TINY if smoke else {})}
-    rows = []
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch)
         num_bytes = make_checkpoint(path, config, device)
-        for count, prompt, new in ((6, 20, 6),) if smoke else WORKLOADS:
+        for (count, prompt, new), is_short, engine in _runs(smoke, device):
             kv_bytes = count * (prompt + new) * 4 * config["num_hidden_layers"] * config["num_key_value_heads"]
             kv_bytes *= config["hidden_size"] // config["num_attention_heads"]
-            fractions: list[float | None] = [None]
-            if device.type == "cuda":
+            row = {"engine": engine, "requests": count, "prompt": prompt, "new": new}
+            script, options = _engines(device, kv_bytes)[engine]
+            if is_short:
                 total = torch.cuda.get_device_properties(device).total_memory
-                fractions.append(min(0.9, (num_bytes + 6e9 + kv_bytes / 10) / total))
-            is_main = (count, prompt, new) == WORKLOADS[0]
-            for fraction in fractions if is_main else fractions[:1]:
-                memory = {} if fraction is None else {"gpu_memory_fraction": fraction}
-                engines = _engines(device, kv_bytes)
-                for engine, script, options in engines if is_main and fraction is None else engines[:3]:
-                    asked = {**options, **memory}
-                    result = _run(script, path, asked, (count, prompt, new, config["vocab_size"]))
-                    rows.append({"engine": engine, "requests": count, "prompt": prompt, "new": new,
-                                 "gpu_fraction": fraction, **result})  # fmt: skip
-    return rows
+                row["gpu_fraction"] = min(0.9, (num_bytes + 6e9 + kv_bytes / 10) / total)
+                options["gpu_memory_fraction"] = row["gpu_fraction"]
+            left_s = deadline_s - time.monotonic()
+            if left_s < _LEAST_S:
+                yield {**row, "error": "no time was left"}
+            else:
+                workload = (count, prompt, new, config["vocab_size"])
+                yield {**row, **_run(script, path, options, workload, min(LIMIT_S, left_s))}
 
 
-def _engines(device: torch.device, kv_bytes: int) -> list[tuple[str, str, dict[str, Any]]]:
+def _runs(smoke: bool, device: torch.device) -> Iterator[tuple[tuple[int, int, int], bool, str]]:
+    """Workload, whether the device's memory is short, and engine; what matters most comes first."""
+    if smoke:
+        yield from (((6, 20, 6), False, engine) for engine in (*ENGINES, WITHOUT_GRAPHS))
+        return
+    for workload in WORKLOADS:
+        for is_short in (False, True) if workload == WORKLOADS[0] and device.type == "cuda" else (False,):
+            yield from ((workload, is_short, engine) for engine in ENGINES)
+    yield WORKLOADS[0], False, WITHOUT_GRAPHS
+
+
+def _engines(device: torch.device, kv_bytes: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name → script and options."""
     ours = {"device": device.type, "dtype": "bfloat16"}
     remote = {**ours, "kv_memory_gb": max(0.01, 1.5 * kv_bytes / 1e9)}
     local = {**ours, "kv_placement": "gpu", **({} if device.type == "cuda" else {"kv_memory_gb": 0.01})}
-    return [
-        ("R-workers", FASTDECODE, remote),
-        ("KV on the GPU", FASTDECODE, local),
-        ("transformers", TRANSFORMERS, {"device": device.type}),
-        ("KV on the GPU, no graphs", FASTDECODE, {**local, "cuda_graphs": "off"}),
-    ]
+    options = (remote, local, {"device": device.type})
+    scripts = (FASTDECODE, FASTDECODE, TRANSFORMERS)
+    engines = dict(zip(ENGINES, zip(scripts, options, strict=True), strict=True))
+    return {**engines, WITHOUT_GRAPHS: (FASTDECODE, {**local, "cuda_graphs": "off"})}
 
 
-def _run(script: str, path: Path, options: dict[str, Any], workload: tuple[int, ...]) -> dict[str, Any]:
+def _run(script: str, path: Path, options: dict[str, Any], workload: tuple[int, ...], limit_s: float) -> dict[str, Any]:
     command = [sys.executable, "-c", script, str(path), json.dumps(options), *map(str, workload)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
     except subprocess.TimeoutExpired:
-        return {"error": f"took more than {LIMIT_S} s"}
+        return {"error": f"took more than {limit_s:.0f} s"}
     except subprocess.CalledProcessError as error:
         return {"error": error.stderr.strip().splitlines()[-1][:300] if error.stderr else f"exit {error.returncode}"}
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -2,297 +2,75 @@
 
     benchmarks/gpu_suite.sh [--smoke]      tests first, then: python benchmarks/gpu_suite.py --out FILE [--smoke]
 
-Shapes are Llama-2 7B's and Llama-3 8B's, with a few layers of random weights. Times are medians of CUDA events, or of
-the host's clock where it is the host that is measured. Goals (H200): an S-step of 256 rows or more at 60% of the matmul
-rate; less than 15 us of launches a layer with graphs; steps at most 1.1 times the S-part if R-workers answer at once;
-prefill of 2k prompts at 50% of the matmul rate.
+Every section (gpu_sections.py) runs in a process of its own with a time limit: whatever goes wrong in one costs no
+other its results. Goals (H200): an S-step of 256 rows or more at 60% of the matmul rate; less than 15 us of launches a
+layer with graphs; steps at most 1.1 times the S-part if R-workers answer at once; prefill of 2k prompts at 50% of the
+matmul rate.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import statistics
 import subprocess
 import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from gpu_end_to_end import end_to_end
-from gpu_instant import instant_steps
 
-from fastdecode.core.dtype import DType
-from fastdecode.core.families import read_model_spec
 from fastdecode.core.machine import this_machine
-from fastdecode.core.model_spec import ModelSpec
-from fastdecode.core.spec import KVSpec
-from sworker.buffers import Staging
-from sworker.graphs import MAX_GRAPH_ROWS, StepGraphs, bucket_of
-from sworker.model.skeleton import Model, forward
-from sworker.paged import PagedKV, PagedStep
-from sworker.prefill import local_causal_attention
-from sworker.weights import random_model
 
-Rows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Where, and how large."""
-
-    device: torch.device
-    dtype: torch.dtype
-    smoke: bool
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def pick(self, full: Any, tiny: Any) -> Any:
-        return tiny if self.smoke else full
-
-    def spec(self, name: str) -> ModelSpec:
-        hidden, inner, heads, kv_heads = {"7b": (4096, 11008, 32, 32), "8b": (4096, 14336, 32, 8)}[name]
-        if self.smoke:
-            hidden, inner, heads, kv_heads = hidden // 64, inner // 64, 4, 4 * kv_heads // heads
-        config = {
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16",
-            "vocab_size": self.pick(32000, 500), "hidden_size": hidden, "intermediate_size": inner,
-            "num_hidden_layers": self.pick(4, 2), "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0,
-            "tie_word_embeddings": False,
-        }  # fmt: skip
-        return read_model_spec(config, name=name)
-
-    def seconds(self, run: Callable[[], object], repeats: int = 10) -> float:
-        """Median of the device's time for one run, which is queued while the one before it runs."""
-        repeats = self.pick(repeats, 2)
-        for _ in range(2):
-            run()
-        if not self.is_cuda:
-            times = []
-            for _ in range(repeats):
-                started = time.perf_counter()
-                run()
-                times.append(time.perf_counter() - started)
-            return statistics.median(times)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            run()
-            event.record()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
-
-    def host_seconds(self, run: Callable[[], object], repeats: int = 10) -> float:
-        """Median time until the host has queued one run."""
-        times = []
-        for _ in range(self.pick(repeats, 2) + 2):
-            if self.is_cuda:
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - started)
-        return statistics.median(times[2:])
-
-
-def ceilings(setup: Setup) -> Rows:
-    """The device's own rates, by which everything else is judged."""
-    n, num_bytes = setup.pick(8192, 128), setup.pick(4 << 30, 1 << 20)
-    a, b = (torch.randn(n, n, device=setup.device).to(setup.dtype) for _ in range(2))
-    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=setup.device)
-    target = torch.empty_like(source)
-    host = torch.empty(num_bytes // 16, dtype=torch.uint8, pin_memory=setup.is_cuda)
-    piece = source[: len(host)]
-    return [
-        {"what": "matmul", "tflops": 2 * n**3 / setup.seconds(lambda: a @ b) / 1e12},
-        {"what": "device copy", "gbps": 2 * num_bytes / setup.seconds(lambda: target.copy_(source)) / 1e9},
-        {"what": "to host", "gbps": len(host) / setup.seconds(lambda: host.copy_(piece, non_blocking=True)) / 1e9},
-        {"what": "from host", "gbps": len(host) / setup.seconds(lambda: piece.copy_(host, non_blocking=True)) / 1e9},
-    ]
-
-
-@torch.inference_mode()
-def layers(setup: Setup) -> Rows:
-    """T(B) of a layer, run as it is and as a graph, and what the host spends on it."""
-    rows = []
-    for name in ("7b", "8b"):
-        spec = setup.spec(name)
-        model = random_model(spec, device=setup.device, dtype=setup.dtype)
-        graphs = StepGraphs(model, setup.device, capture=setup.is_cuda)
-        for batch in setup.pick((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048), (1, 16)):
-            flops = 2 * batch * (spec.num_layer_parameters - 2 * spec.hidden_size)
-            for how in ("eager", "graph"):
-                if how == "graph" and batch > MAX_GRAPH_ROWS:
-                    continue
-                run = _eager_layers(setup, model, batch) if how == "eager" else _graph_layers(graphs, batch)
-                num = spec.num_layers - 1
-                layer_s, host_s = setup.seconds(run) / num, setup.host_seconds(run) / num
-                weights_gbps = spec.num_layer_parameters * setup.dtype.itemsize / layer_s / 1e9
-                rows.append({"model": name, "rows": batch, "how": how, "layer_us": layer_s * 1e6,
-                             "host_us": host_s * 1e6, "tflops": flops / layer_s / 1e12,
-                             "weights_gbps": weights_gbps})  # fmt: skip
-        del model, graphs
-    return rows
-
-
-def _eager_layers(setup: Setup, model: Model, batch: int) -> Callable[[], None]:
-    spec = model.spec
-    x = torch.randn(batch, spec.hidden_size, device=setup.device).to(setup.dtype)
-    o = torch.randn(batch, spec.num_q_heads, spec.head_dim, device=setup.device).to(setup.dtype)
-    positions = torch.arange(batch, device=setup.device)
-
-    def run() -> None:
-        y = x
-        for before, after in zip(model.layers, list(model.layers)[1:], strict=False):
-            y = before.post_attention(y, o)
-            after.pre_attention(y, positions)
-
-    return run
-
-
-def _graph_layers(graphs: StepGraphs, batch: int) -> Callable[[], None]:
-    bucket = bucket_of(batch)
-
-    def run() -> None:
-        for unit in range(1, graphs.num_units - 1):
-            graphs.run(0, unit, bucket)
-
-    return run
-
-
-def staging(setup: Setup) -> Rows:
-    """q, k, v to the host and o back, as a lane does it."""
-    rows = []
-    for name in ("7b", "8b"):
-        spec = setup.spec(name)
-        for batch in setup.pick((16, 64, 256, 1024), (4,)):
-            lane = Staging(setup.device)
-            heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
-            q, k, v = (torch.randn(batch, h, spec.head_dim, device=setup.device).to(setup.dtype) for h in heads)
-            answer = lane.send(q, k, v)
-            answer.wait()
-            arrived = answer.q.copy()
-
-            def out(lane: Staging = lane, q: Any = q, k: Any = k, v: Any = v) -> None:
-                lane.send(q, k, v).wait()
-
-            def back(lane: Staging = lane, q: Any = q, arrived: Any = arrived) -> None:
-                lane.receive(arrived, lane.begin_layer(q.shape, q.dtype), slice(0, len(arrived)))
-                lane.join()
-                if setup.is_cuda:
-                    torch.cuda.current_stream().synchronize()
-
-            out_s, back_s = setup.host_seconds(out), setup.host_seconds(back)
-            out_bytes = sum(x.nbytes for x in (q, k, v))
-            rows.append({"model": name, "rows": batch, "out_us": out_s * 1e6, "out_gbps": out_bytes / out_s / 1e9,
-                         "back_us": back_s * 1e6, "back_gbps": q.nbytes / back_s / 1e9})  # fmt: skip
-    return rows
-
-
-@torch.inference_mode()
-def decode_attention(setup: Setup) -> Rows:
-    """Attention over the paged cache of the GPU-only mode, against the memory bandwidth."""
-    rows = []
-    for name in ("7b", "8b"):
-        spec = setup.spec(name)
-        for batch, context in setup.pick(((4, 32768), (64, 2048), (256, 1024)), ((2, 40),)):
-            size = 32
-            width = -(-context // size)
-            kv = KVSpec(1, spec.num_kv_heads, spec.head_dim, DType(str(setup.dtype).removeprefix("torch.")), size)
-            cache = PagedKV(kv, spec.attention[:1], batch * width, setup.device)
-            cache.pool.normal_()
-            tables = torch.randperm(batch * width).view(batch, width).int().to(setup.device)
-            lens = np.full(batch, context, np.int32)
-            slots = (tables[:, -1].long() * size + (context - 1) % size).contiguous()
-            on_device = torch.from_numpy(lens).to(setup.device)
-            step = PagedStep(slots, tables, on_device, lens, (), slice(batch, batch), ())
-            heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
-            q, k, v = (torch.randn(batch, h, spec.head_dim, device=setup.device).to(setup.dtype) for h in heads)
-
-            def attend(cache: PagedKV = cache, q: Any = q, k: Any = k, v: Any = v, step: PagedStep = step) -> None:
-                cache.attend(0, q, k, v, step)
-
-            seconds = setup.seconds(attend)
-            rows.append({"model": name, "sequences": batch, "context": context, "attend_us": seconds * 1e6,
-                         "kv_gbps": batch * context * kv.token_bytes / seconds / 1e9})  # fmt: skip
-            del cache
-    return rows
-
-
-@torch.inference_mode()
-def prefill(setup: Setup) -> Rows:
-    """Prompts through all layers, attention included."""
-    rows = []
-    for name in ("7b", "8b"):
-        spec = setup.spec(name)
-        model = random_model(spec, device=setup.device, dtype=setup.dtype)
-        for num_prompts, length in setup.pick(((1, 2048), (4, 2048), (16, 512)), ((2, 32),)):
-            total = num_prompts * length
-            ids = torch.randint(0, spec.vocab_size, (total,), device=setup.device)
-            positions = torch.arange(length, device=setup.device).repeat(num_prompts)
-            starts = range(0, total, length)
-
-            def attend(layer: int, q: Any, k: Any, v: Any, spec: Any = spec, starts: Any = starts) -> Any:
-                return local_causal_attention(q, k, v, starts, spec.attention[layer], want_lse=False)[0]
-
-            seconds = setup.seconds(partial(forward, model, ids, positions, attend), repeats=5)
-            attention = 2 * total * length * spec.num_q_heads * spec.head_dim
-            flops = spec.num_layers * (2 * total * spec.num_layer_parameters + attention)
-            rows.append({"model": name, "prompts": num_prompts, "tokens": length,
-                         "tokens_per_s_and_layer": total * spec.num_layers / seconds,
-                         "tflops": flops / seconds / 1e12})  # fmt: skip
-        del model
-    return rows
-
-
-def instant(setup: Setup) -> Rows:
-    """Whole decode steps when R-workers answer at once: what copies and messages leave uncovered."""
-    rows = []
-    for name in ("7b", "8b"):
-        model = random_model(setup.spec(name), device=setup.device, dtype=setup.dtype)
-        for lanes in (1, 2):
-            for batch in setup.pick((64, 256), (4,)):
-                step_s, s_part_s = instant_steps(model, setup.device, lanes, batch, setup.pick(30, 3), setup.is_cuda)
-                rows.append({"model": name, "lanes": lanes, "rows_a_lane": batch, "step_us": step_s * 1e6,
-                             "s_part_us": s_part_s * 1e6, "ratio": step_s / s_part_s})  # fmt: skip
-        del model
-    return rows
-
-
-SECTIONS: dict[str, Callable[[Setup], Rows]] = {
-    "ceilings": ceilings,
-    "layers": layers,
-    "staging": staging,
-    "instant": instant,
-    "prefill": prefill,
-    "decode_attention": decode_attention,
-    "end_to_end": lambda setup: end_to_end(setup.device, smoke=setup.smoke),
+LIMITS_S = {
+    "ceilings": 40,
+    "layers": 60,
+    "instant": 60,
+    "prefill": 50,
+    "staging": 30,
+    "decode_attention": 50,
+    "end_to_end": 300,
 }
+"""Of each section, in the order of running."""
+Report = dict[str, Any]
+
+
+def run_section(section: str, *, smoke: bool, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
+    """Its rows, and what went wrong, if something did."""
+    if limit_s < 1:
+        return [], "no time was left"
+    with tempfile.TemporaryDirectory() as directory:
+        rows = Path(directory, "rows.jsonl")
+        rows.touch()
+        command = [sys.executable, str(Path(__file__).with_name("gpu_sections.py")), section, "--rows", str(rows)]
+        # It is told of a nearer end than it has, so that it can still say what it left out.
+        command += ["--limit-s", str(0.9 * limit_s), *(["--smoke"] if smoke else [])]
+        failure = None
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+            if done.returncode:
+                failure = f"exit code {done.returncode}: {done.stderr.strip()[-2000:]}"
+        except subprocess.TimeoutExpired:
+            failure = f"took more than {limit_s:.0f} s"
+        return [json.loads(line) for line in rows.read_text().splitlines()], failure
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU if there is no GPU")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--sections", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
+    parser.add_argument("--limit-s", type=float, default=600.0, help="for all sections together")
     parser.add_argument("--tests-exit-code", type=int, help="of the GPU tests, to be noted")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available() and not options.smoke:
         parser.error("torch sees no CUDA device: run it with --smoke, or on a machine with a GPU")
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    setup = Setup(device, torch.bfloat16, options.smoke)
-    name = torch.cuda.get_device_name(device) if setup.is_cuda else "cpu"
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    report: dict[str, Any] = {
+    report: Report = {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit.stdout.strip(),
         "machine": asdict(this_machine(name, ("torch", "triton", "numpy", "numba", "transformers"))),
@@ -301,24 +79,58 @@ def main() -> int:
         "sections": {},
         "failed": {},
     }
+    until_s = time.monotonic() + options.limit_s
     for section in options.sections:
-        started = time.perf_counter()
-        try:
-            report["sections"][section] = SECTIONS[section](setup)
-        except Exception:  # one section's failure must not cost the others' results
-            report["failed"][section] = traceback.format_exc()
-            traceback.print_exc()
-        print(f"{section}: {time.perf_counter() - started:.0f} s", flush=True)
-        if setup.is_cuda:
-            torch.cuda.empty_cache()
+        started = time.monotonic()
+        limit_s = min(LIMITS_S[section], until_s - started)
+        rows, failure = (
+            ([], "no time was left") if limit_s < 1 else run_section(section, smoke=options.smoke, limit_s=limit_s)
+        )
+        report["sections"][section] = rows
+        failures = [failure] if failure else []
+        failures += [str(row["error"]) for row in rows if "error" in row]
+        if failures:
+            report["failed"][section] = failures
+        print(f"{section}: {len(rows)} rows in {time.monotonic() - started:.0f} s", *failures, sep="\n  ", flush=True)
         if options.out is not None:
             options.out.write_text(json.dumps(report, indent=1) + "\n")
+    report["goals"] = list(goals(report["sections"]))
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(summary(report))
     return 1 if report["failed"] else 0
 
 
-def summary(report: dict[str, Any]) -> str:
-    """One table a section, shares of the measured ceilings beside."""
+def goals(sections: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """What was aimed at on an H200, and the worst that was measured of it."""
+    matmul = next((row["tflops"] for row in sections.get("ceilings", []) if row["what"] == "matmul"), None)
+
+    def worst(section: str, key: str, pick: Callable[..., float], where: Callable[[dict[str, Any]], bool]) -> Any:
+        found = [row[key] for row in sections.get(section, []) if key in row and where(row)]
+        return pick(found) if found else None
+
+    def of_matmul(tflops: float | None) -> float | None:
+        return None if tflops is None or matmul is None else tflops / matmul
+
+    used = ("eager", "graph")
+    s_step = worst(
+        "layers", "tflops", min, lambda row: row["model"] == "8b" and row["rows"] >= 256 and row["how"] in used
+    )
+    prompts = worst("prefill", "tflops", min, lambda row: row["tokens"] == 2048)
+    graphs = worst("layers", "host_us", max, lambda row: row["how"] == "graph")
+    instant = worst("instant", "ratio", max, lambda row: row["lanes"] == 2 and row["rows_a_lane"] >= 256)
+    for goal, least, most, found in (
+        ("8B S-step of 256 rows or more, of the matmul rate", 0.6, None, of_matmul(s_step)),
+        ("step of 2 lanes of 256 rows if R-workers answer at once, of the S-part", None, 1.1, instant),
+        ("the host's microseconds a layer with graphs", None, 15.0, graphs),
+        ("prefill of 2k prompts, of the matmul rate", 0.5, None, of_matmul(prompts)),
+    ):
+        is_met = None if found is None else (least is None or found >= least) and (most is None or found <= most)
+        yield {"goal": goal, "at_least": least, "at_most": most, "measured": found, "met": is_met}
+
+
+def summary(report: Report) -> str:
+    """One table a section, shares of the measured ceilings beside; then goals and failures."""
     ceiling = {row["what"]: row for row in report["sections"].get("ceilings", [])}
     lines = []
     for section, rows in report["sections"].items():
@@ -329,12 +141,22 @@ def summary(report: dict[str, Any]) -> str:
                 shown["of_matmul"] = row["tflops"] / ceiling["matmul"]["tflops"]
             if "kv_gbps" in row and "device copy" in ceiling:
                 shown["of_copy"] = row["kv_gbps"] / ceiling["device copy"]["gbps"]
-            text = (
-                f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()
-            )
-            lines.append("  " + "  ".join(text))
-    lines += [f"\nFAILED: {section}" for section in report["failed"]]
+            lines.append("  " + _shown(shown))
+    if not report["smoke"]:
+        lines += [
+            "\ngoals",
+            *(f"  {_shown({k: v for k, v in goal.items() if v is not None})}" for goal in report["goals"]),
+        ]
+    if report["tests_exit_code"]:
+        lines.append(f"\nFAILED: tests (exit code {report['tests_exit_code']})")
+    lines += [f"\nFAILED: {section}: {failures[0].splitlines()[-1]}" for section, failures in report["failed"].items()]
     return "\n".join(lines)
+
+
+def _shown(row: dict[str, Any]) -> str:
+    return "  ".join(
+        f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+    )
 
 
 if __name__ == "__main__":

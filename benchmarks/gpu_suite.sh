@@ -5,7 +5,8 @@
 #
 # Needs a Python (PYTHON, default python3) with torch, numba, numpy, psutil, tqdm, mpi4py, safetensors, tokenizers,
 # transformers and pytest. With --smoke it runs on a CPU with tiny sizes, to see that it would run.
-# Results: OUT_DIRECTORY/gpu_suite.json (default benchmarks/results); a table comes last on stdout.
+# Results: OUT_DIRECTORY/gpu_suite.json (default benchmarks/results), written after each section, and gpu_tests.txt; a
+# table comes last on stdout. Exit code 0 only if every test passed and every measurement was made.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 smoke=()
@@ -14,9 +15,16 @@ out=${1:-benchmarks/results}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-# The project's pytest options name plugins that may not be there.
-timeout 240 "$python" -m pytest -o addopts=--import-mode=importlib -q -rs tests/gpu 2>&1 | tail -25
-tests=${PIPESTATUS[0]}
-timeout 350 "$python" benchmarks/gpu_suite.py "${smoke[@]}" --tests-exit-code "$tests" --out "$out/gpu_suite.json"
+for package in torch numba numpy psutil tqdm mpi4py safetensors tokenizers transformers pytest; do
+    "$python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$package') is None)" || missing+=" $package"
+done
+if [[ -n ${missing:-} ]]; then echo "gpu_suite.sh: $python lacks$missing" >&2; exit 2; fi
+# The project's pytest options name plugins that may not be there. The suite's own smoke test would be the suite again.
+timeout -k 5 230 "$python" -m pytest -o addopts=--import-mode=importlib -v -rs --durations=8 tests/gpu \
+    --ignore tests/gpu/test_suite_smoke.py > "$out/gpu_tests.txt" 2>&1
+tests=$?
+tail -40 "$out/gpu_tests.txt"
+"$python" benchmarks/gpu_suite.py "${smoke[@]}" --limit-s $((570 - SECONDS)) --tests-exit-code "$tests" \
+    --out "$out/gpu_suite.json"
 suite=$?
 exit $((suite ? suite : tests))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,12 @@ from checkpoints import prompts
 from paged_sequences import SPECS, Sequences
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.core.spec import AttentionSpec
+from sworker import prefill
 from sworker.buffers import Staging
+from sworker.fused import fuse
 from sworker.graphs import StepGraphs
+from sworker.prefill import local_causal_attention
 from sworker.weights import load_model
 from sworker.worker import SWorker
 
@@ -36,13 +41,53 @@ def tokens(path: Path, **options: Any) -> list[list[tuple[int, ...]]]:
     return [[completion.token_ids for completion in output.completions] for output in outputs]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", "mistral"])
-def test_the_cpus_tokens(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
-    path = tiny_checkpoint(family)
+def test_the_cpus_tokens(tiny_checkpoint: Callable[..., Path]) -> None:
+    path = tiny_checkpoint("llama")
     expected = tokens(path)
     for options in ({"lanes": 1}, {"lanes": 2, "r_workers": 2}, {"lanes": 4}, {"kv_placement": "gpu"}):
         for graphs in ("on", "off"):
             assert tokens(path, device="cuda", cuda_graphs=graphs, **options) == expected, (options, graphs)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "bloom", "mistral"])
+def test_the_cpus_tokens_of_other_families(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    path = tiny_checkpoint(family)
+    expected = tokens(path)
+    for options in ({"lanes": 2}, {"kv_placement": "gpu"}):
+        assert tokens(path, device="cuda", **options) == expected, options
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_fused_kernels(dtype: torch.dtype, tiny_checkpoint: Callable[..., Path]) -> None:
+    pytest.importorskip("triton")
+    steps = []
+    for is_fused in (False, True):
+        spec, model = load_model(tiny_checkpoint("gemma2"), device=CUDA, dtype=dtype)
+        assert not is_fused or fuse(model, CUDA)
+        steps.append(SWorker(spec, model, CUDA).begin(np.arange(9), np.arange(9)))
+    plain, fused = steps
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(fused.q, plain.q, atol=tolerance, rtol=tolerance)
+    plain.advance(plain.q)
+    fused.advance(plain.q)
+    torch.testing.assert_close(fused.k, plain.k, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_prompts_in_one_call(dtype: torch.dtype) -> None:
+    """FlashAttention for variable lengths says of each prompt what is said of it alone, the log-sum-exp too."""
+    spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
+    starts = (0, 1, 130, 131, 400)
+    q, k, v = torch.randn(400, 12, 64, device=CUDA).to(dtype).split((8, 2, 2), dim=1)
+    assert prefill._has_ragged_kernel(q)
+    together = local_causal_attention(q, k, v, starts, spec, want_lse=True)
+    for start, end in itertools.pairwise(starts):
+        rows = slice(start, end)
+        alone = local_causal_attention(*(x[rows].float() for x in (q, k, v)), (0,), spec, want_lse=True)
+        torch.testing.assert_close(together[0][rows].float(), alone[0], atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(together[1][rows], alone[1], atol=1e-3, rtol=1e-3)
 
 
 @torch.inference_mode()

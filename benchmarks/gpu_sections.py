@@ -1,0 +1,309 @@
+"""What gpu_suite.py measures: each section is a generator of rows, so that what was measured before a failure stays.
+
+    python benchmarks/gpu_sections.py SECTION --rows FILE [--limit-s N] [--smoke]
+
+Shapes are Llama-2 7B's and Llama-3 8B's, with a few layers of random weights. Times are medians of CUDA events, or of
+the host's clock where it is the host that is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_end_to_end import end_to_end
+from gpu_instant import instant_steps
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.families import read_model_spec
+from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.spec import KVSpec
+from sworker.buffers import Staging
+from sworker.fused import fuse
+from sworker.graphs import MAX_GRAPH_ROWS, StepGraphs
+from sworker.model.skeleton import Model, forward
+from sworker.paged import PagedKV, PagedStep
+from sworker.prefill import local_causal_attention
+from sworker.weights import random_model
+
+Rows = Iterator[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where, how large, and for how long."""
+
+    device: torch.device
+    dtype: torch.dtype
+    smoke: bool
+    deadline_s: float
+    """On ``time.monotonic``."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def pick(self, full: Any, tiny: Any) -> Any:
+        return tiny if self.smoke else full
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Not zeros: with those a GPU's products are faster."""
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def spec(self, name: str) -> ModelSpec:
+        hidden, inner, heads, kv_heads = {"7b": (4096, 11008, 32, 32), "8b": (4096, 14336, 32, 8)}[name]
+        if self.smoke:
+            hidden, inner, heads, kv_heads = hidden // 64, inner // 64, 4, 4 * kv_heads // heads
+        config = {
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16",
+            "vocab_size": self.pick(32000, 500), "hidden_size": hidden, "intermediate_size": inner,
+            "num_hidden_layers": self.pick(4, 2), "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+        }  # fmt: skip
+        return read_model_spec(config, name=name)
+
+    def seconds(self, run: Callable[[], object], repeats: int = 10) -> float:
+        """Median of the device's time for one run, which is queued while the one before it runs."""
+        repeats = self.pick(repeats, 2)
+        for _ in range(2):
+            run()
+        if not self.is_cuda:
+            times = []
+            for _ in range(repeats):
+                started = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - started)
+            return statistics.median(times)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        torch.cuda.synchronize()
+        return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
+
+    def host_seconds(self, run: Callable[[], object], repeats: int = 10) -> float:
+        """Median time until the host has queued one run."""
+        times = []
+        for _ in range(self.pick(repeats, 2) + 2):
+            if self.is_cuda:
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[2:])
+
+
+def ceilings(setup: Setup) -> Rows:
+    """The device's own rates, by which everything else is judged."""
+    n, num_bytes = setup.pick(8192, 128), setup.pick(4 << 30, 1 << 20)
+    a, b = setup.random(n, n), setup.random(n, n)
+    yield {"what": "matmul", "tflops": 2 * n**3 / setup.seconds(lambda: a @ b) / 1e12}
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=setup.device)
+    target = torch.empty_like(source)
+    yield {"what": "device copy", "gbps": 2 * num_bytes / setup.seconds(lambda: target.copy_(source)) / 1e9}
+    host = torch.empty(num_bytes // 16, dtype=torch.uint8, pin_memory=setup.is_cuda)
+    piece = source[: len(host)]
+    out_s = setup.seconds(lambda: host.copy_(piece, non_blocking=True))
+    yield {"what": "to host", "gbps": len(host) / out_s / 1e9}
+    back_s = setup.seconds(lambda: piece.copy_(host, non_blocking=True))
+    yield {"what": "from host", "gbps": len(host) / back_s / 1e9}
+
+
+def layers(setup: Setup) -> Rows:
+    """T(B) of a layer, run as it is and as a graph, and what the host spends on it; with Triton's kernels, and without
+    them."""
+    for name in ("8b", "7b"):
+        spec = setup.spec(name)
+        plain, model = (random_model(spec, device=setup.device, dtype=setup.dtype) for _ in range(2))
+        if not fuse(model, setup.device) and setup.is_cuda:
+            yield {"model": name, "what": "Triton's kernels", "error": "can't be used here: see the log"}
+        graphs, plain_graphs = (StepGraphs(x, setup.device, capture=setup.is_cuda) for x in (model, plain))
+        for lane in (graphs.buffers(0), plain_graphs.buffers(0)):
+            for buffer in (lane.x, lane.o):
+                buffer.copy_(setup.random(*buffer.shape))
+        for batch in setup.pick((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048), (1, 16)):
+            flops = 2 * batch * (spec.num_layer_parameters - 2 * spec.hidden_size)
+            ways = {"eager": _eager_layers(setup, model, batch)}
+            if batch <= MAX_GRAPH_ROWS:
+                ways |= {"graph": _graph_layers(graphs, batch), "graph, unfused": _graph_layers(plain_graphs, batch)}
+            for how, run in ways.items():
+                num = spec.num_layers - 1
+                layer_s, host_s = setup.seconds(run) / num, setup.host_seconds(run) / num
+                weights_gbps = spec.num_layer_parameters * setup.dtype.itemsize / layer_s / 1e9
+                yield {"model": name, "rows": batch, "how": how, "layer_us": layer_s * 1e6, "host_us": host_s * 1e6,
+                       "tflops": flops / layer_s / 1e12, "weights_gbps": weights_gbps}  # fmt: skip
+        if setup.is_cuda:
+            yield {"model": name, "what": "a graph's memory", **_graph_memory(graphs)}
+        del plain, model, graphs, plain_graphs, ways, run
+
+
+def _eager_layers(setup: Setup, model: Model, batch: int) -> Callable[[], None]:
+    spec = model.spec
+    x, o = setup.random(batch, spec.hidden_size), setup.random(batch, spec.num_q_heads, spec.head_dim)
+    positions = torch.arange(batch, device=setup.device)
+
+    def run() -> None:
+        y = x
+        for before, after in zip(model.layers, list(model.layers)[1:], strict=False):
+            y = before.post_attention(y, o)
+            after.pre_attention(y, positions)
+
+    return run
+
+
+def _graph_layers(graphs: StepGraphs, batch: int) -> Callable[[], None]:
+    bucket = graphs.buckets.of(batch)
+
+    def run() -> None:
+        for unit in range(1, graphs.num_units - 1):
+            graphs.run(0, unit, bucket)
+
+    return run
+
+
+def _graph_memory(graphs: StepGraphs) -> dict[str, Any]:
+    """Of the graphs of buckets that haven't been met yet: the device's memory before and after."""
+    before, free = graphs.num_graphs, torch.cuda.mem_get_info(graphs.device)[0]
+    started = time.perf_counter()
+    for batch in (24, 40, 48, 56, 72, 80, 88, 96):
+        for _ in range(2):
+            _graph_layers(graphs, batch)()
+    torch.cuda.synchronize(graphs.device)
+    num, elapsed_s = graphs.num_graphs - before, time.perf_counter() - started
+    taken = free - torch.cuda.mem_get_info(graphs.device)[0]
+    return {"graphs": num, "kb_each": taken / num / 1024, "ms_each": elapsed_s / num * 1e3}
+
+
+def staging(setup: Setup) -> Rows:
+    """q, k, v to the host and o back, as a lane does it."""
+    for name in ("8b", "7b"):
+        spec = setup.spec(name)
+        for batch in setup.pick((16, 64, 256, 1024), (4,)):
+            lane = Staging(setup.device)
+            heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
+            q, k, v = (setup.random(batch, h, spec.head_dim) for h in heads)
+            answer = lane.send(q, k, v)
+            answer.wait()
+            arrived = answer.q.copy()
+
+            def out(lane: Staging = lane, q: Any = q, k: Any = k, v: Any = v) -> None:
+                lane.send(q, k, v).wait()
+
+            def back(lane: Staging = lane, q: Any = q, arrived: Any = arrived) -> None:
+                lane.receive(arrived, lane.begin_layer(q.shape, q.dtype), slice(0, len(arrived)))
+                lane.join()
+                if setup.is_cuda:
+                    torch.cuda.current_stream().synchronize()
+
+            out_s, back_s = setup.host_seconds(out), setup.host_seconds(back)
+            out_bytes = sum(x.nbytes for x in (q, k, v))
+            yield {"model": name, "rows": batch, "out_us": out_s * 1e6, "out_gbps": out_bytes / out_s / 1e9,
+                   "back_us": back_s * 1e6, "back_gbps": q.nbytes / back_s / 1e9}  # fmt: skip
+
+
+def decode_attention(setup: Setup) -> Rows:
+    """Attention over the paged cache of the GPU-only mode, against the memory bandwidth."""
+    for name in ("8b", "7b"):
+        spec = setup.spec(name)
+        for batch, context in setup.pick(((4, 32768), (64, 2048), (256, 1024)), ((2, 40),)):
+            size = 32
+            width = -(-context // size)
+            kv = KVSpec(1, spec.num_kv_heads, spec.head_dim, DType(str(setup.dtype).removeprefix("torch.")), size)
+            cache = PagedKV(kv, spec.attention[:1], batch * width, setup.device)
+            cache.pool.normal_()
+            tables = torch.randperm(batch * width).view(batch, width).int().to(setup.device)
+            lens = np.full(batch, context, np.int32)
+            slots = (tables[:, -1].long() * size + (context - 1) % size).contiguous()
+            on_device = torch.from_numpy(lens).to(setup.device)
+            step = PagedStep(slots, tables, on_device, lens, (), slice(batch, batch), ())
+            heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
+            q, k, v = (setup.random(batch, h, spec.head_dim) for h in heads)
+
+            def attend(cache: PagedKV = cache, q: Any = q, k: Any = k, v: Any = v, step: PagedStep = step) -> None:
+                cache.attend(0, q, k, v, step)
+
+            seconds = setup.seconds(attend)
+            yield {"model": name, "sequences": batch, "context": context, "attend_us": seconds * 1e6,
+                   "kv_gbps": batch * context * kv.token_bytes / seconds / 1e9}  # fmt: skip
+            del cache, attend
+
+
+def prefill(setup: Setup) -> Rows:
+    """Prompts through all layers, attention included."""
+    for name in ("8b", "7b"):
+        spec = setup.spec(name)
+        model = random_model(spec, device=setup.device, dtype=setup.dtype)
+        fuse(model, setup.device)
+        for num_prompts, length in setup.pick(((1, 2048), (4, 2048), (16, 512), (128, 64)), ((2, 32),)):
+            total = num_prompts * length
+            ids = torch.randint(0, spec.vocab_size, (total,), device=setup.device)
+            positions = torch.arange(length, device=setup.device).repeat(num_prompts)
+            starts = range(0, total, length)
+
+            def attend(layer: int, q: Any, k: Any, v: Any, spec: Any = spec, starts: Any = starts) -> Any:
+                return local_causal_attention(q, k, v, starts, spec.attention[layer], want_lse=False)[0]
+
+            seconds = setup.seconds(partial(forward, model, ids, positions, attend), repeats=5)
+            attention = 2 * total * length * spec.num_q_heads * spec.head_dim
+            flops = spec.num_layers * (2 * total * spec.num_layer_parameters + attention)
+            yield {"model": name, "prompts": num_prompts, "tokens": length,
+                   "tokens_per_s_and_layer": total * spec.num_layers / seconds,
+                   "tflops": flops / seconds / 1e12}  # fmt: skip
+        del model
+
+
+def instant(setup: Setup) -> Rows:
+    """Whole decode steps when R-workers answer at once: what copies and messages leave uncovered."""
+    for name in ("8b", "7b"):
+        model = random_model(setup.spec(name), device=setup.device, dtype=setup.dtype)
+        fuse(model, setup.device)
+        for lanes in (1, 2):
+            for batch in setup.pick((64, 256), (4,)):
+                step_s, s_part_s = instant_steps(model, setup.device, lanes, batch, setup.pick(30, 3), setup.is_cuda)
+                yield {"model": name, "lanes": lanes, "rows_a_lane": batch, "step_us": step_s * 1e6,
+                       "s_part_us": s_part_s * 1e6, "ratio": step_s / s_part_s}  # fmt: skip
+        del model
+
+
+SECTIONS: dict[str, Callable[[Setup], Rows]] = {
+    "ceilings": ceilings,
+    "layers": layers,
+    "staging": staging,
+    "instant": instant,
+    "prefill": prefill,
+    "decode_attention": decode_attention,
+    "end_to_end": lambda setup: end_to_end(setup.device, smoke=setup.smoke, deadline_s=setup.deadline_s),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", choices=SECTIONS)
+    parser.add_argument("--rows", type=Path, required=True, help="append a line of JSON for each row")
+    parser.add_argument("--limit-s", type=float, default=600.0)
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    setup = Setup(device, torch.bfloat16, options.smoke, time.monotonic() + options.limit_s)
+    with options.rows.open("a") as out, torch.inference_mode():
+        for row in SECTIONS[options.section](setup):
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+
+
+if __name__ == "__main__":
+    main()
