@@ -33,6 +33,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--cuda-graphs", str, "S-steps as CUDA graphs: on, off; auto: on CUDA, with --tp 1", "MODE")
     add("--tp", int, "S-workers that act as one, a part of every layer each: the first ranks of an MPI job")
     add("--kv-placement", str, "where the KV cache is: r (on R-workers) or gpu (on the device; no R-workers)", "WHERE")
+    add("--prompt-attention", str, "prompts are attended by the S-worker (s) or R-workers (r); auto: s on a GPU", "WHO")
     add("--transport", str, "R-workers are: inproc (threads), mpi (the job's other ranks), zmq (at addresses)", "HOW")
     group.add_argument(
         "--r-worker", dest="r_worker_addresses", action="append", default=[], metavar="ADDRESS",

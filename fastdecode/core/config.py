@@ -12,6 +12,7 @@ MAX_TP = 64
 R_PARTITIONS = ("sequences", "heads")
 TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu")
+PROMPT_ATTENTION = ("auto", "s", "r")
 CUDA_GRAPHS = ("auto", "on", "off")
 
 
@@ -37,6 +38,10 @@ class EngineConfig:
     """S-workers that act as one, each with a part of every layer: the first ranks of the MPI job."""
     kv_placement: str = "r"
     """Where the KV cache is: r (on R-workers) or gpu (on ``device``, whatever it is; then there are no R-workers)."""
+    prompt_attention: str = "auto"
+    """Who attends the tokens of prompts: s (the S-worker, merged with what R-workers make of earlier chunks) or r (the
+    R-workers, like tokens that decode); auto: the S-worker if it has a GPU, else the R-workers, whose kernels are
+    faster on a CPU than torch's."""
     transport: str = "auto"
     """How R-workers are reached: inproc (threads of this process), mpi (the job's other ranks) or zmq (processes at
     addresses); auto: zmq if addresses are given, else mpi if a launcher started this process, else inproc."""
@@ -103,6 +108,10 @@ class EngineConfig:
             raise ConfigError(f"cuda_graphs={self.cuda_graphs!r} is not one of {', '.join(CUDA_GRAPHS)}")
         if self.kv_placement not in KV_PLACEMENTS:
             raise ConfigError(f"kv_placement={self.kv_placement!r} is not one of {', '.join(KV_PLACEMENTS)}")
+        if self.prompt_attention not in PROMPT_ATTENTION:
+            raise ConfigError(f"prompt_attention={self.prompt_attention!r} is not one of {', '.join(PROMPT_ATTENTION)}")
+        if self.prompt_attention == "r" and self.kv_placement == "gpu":
+            raise ConfigError("prompt_attention='r' needs R-workers: leave out kv_placement='gpu'")
         self._check_addresses()
         self._check_int("tp", 1, MAX_TP)
         if self.tp > 1 and self.kv_placement == "gpu":

@@ -73,6 +73,10 @@ class Attention(Protocol):
     @property
     def fleet(self) -> Fleet: ...
 
+    @property
+    def prompts_on_r(self) -> bool:
+        """Whether R-workers attend prompts; see ``fastdecode.engine.layout``."""
+
     def begin(self, batch: StepBatch) -> LaneAttention:
         """A step begins: make room for its tokens where their K and V will be."""
 
@@ -87,6 +91,7 @@ class AttentionPlan:
     fleet: Fleet
     device: torch.device
     """The S-worker's."""
+    prompts_on_r: bool = False
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
 
     def begin(self, batch: StepBatch) -> RemoteStep:

@@ -211,7 +211,8 @@ class Engine:
         refused = self._make_room(plan)
         chunks = [c for c in plan.chunks if c.sequence.sequence_id in self._runs and c.sequence.worker is not None]
         if chunks:
-            batch = StepBatch.build(chunks, step=self._num_launched, lane=lane)
+            prompts_on_r = self._pipeline.prompts_on_r
+            batch = StepBatch.build(chunks, step=self._num_launched, lane=lane, prompts_on_r=prompts_on_r)
             self._num_launched += 1
             ready = np.array([chunk.num_tokens == chunk.sequence.num_uncached for chunk in batch.chunks])
             planned_s = time.perf_counter() - started - (self._pipeline.wait_s - waited)

@@ -29,6 +29,7 @@ from sworker.dtypes import torch_dtype
 from sworker.fused import fuse
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
+from sworker.packing import pack
 from sworker.parallel import ParallelSWorker, Ranks
 from sworker.sharding import parallelize
 from sworker.weights import load_model, load_spec, model_hash
@@ -132,6 +133,8 @@ def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks
     if ranks is not None:
         parallelize(model, ranks.shard, ranks.data)
         return ParallelSWorker(spec, model, ranks, step_graphs(model, resolved))
+    if resolved.device.type == "cpu":
+        pack(model)
     return SWorker(spec, model, resolved.device, step_graphs(model, resolved))
 
 
@@ -154,7 +157,7 @@ def _attention(
 ) -> Attention:
     if isinstance(workers, LocalWorkers):
         return LocalAttention(workers, fleet)
-    return AttentionPlan(spec.attention, resolved.kv_dtype, fleet, s_worker.device)
+    return AttentionPlan(spec.attention, resolved.kv_dtype, fleet, s_worker.device, resolved.prompts_on_r)
 
 
 def _reach_workers(resolved: ResolvedConfig) -> Workers:

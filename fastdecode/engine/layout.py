@@ -15,6 +15,9 @@ sequence brings    the R-worker attends          the S-worker attends          o
 a later chunk      the past                      the chunk, causally           both, merged by lse
 a first chunk      nothing (it stores k, v)      the chunk, causally           the S-worker's
 =================  ============================  ============================  ======================
+
+Where R-workers attend prompts (``prompts_on_r``: the S-part runs on a CPU, too), every row is of the first kind: an
+R-worker attends past and chunk, causally, and the S-worker nothing.
 """
 
 from __future__ import annotations
@@ -64,9 +67,10 @@ class StepBatch:
     last_rows: np.ndarray  # int64 [N] the row of each chunk's last token
 
     @classmethod
-    def build(cls, chunks: Seq[Chunk], *, step: int, lane: int = 0) -> StepBatch:
+    def build(cls, chunks: Seq[Chunk], *, step: int, lane: int = 0, prompts_on_r: bool = False) -> StepBatch:
         """Lay out a plan's chunks. Every sequence has its R-worker."""
-        ordered = tuple(sorted(chunks, key=_layout_key))
+        kind_of = _on_r if prompts_on_r else _kind
+        ordered = tuple(sorted(chunks, key=lambda chunk: (chunk.sequence.worker, kind_of(chunk))))
         lengths = np.array([chunk.num_tokens for chunk in ordered], np.int32)
         ends = np.cumsum(lengths, dtype=np.int64)
         past = np.array([chunk.sequence.num_cached for chunk in ordered], np.int32)
@@ -84,8 +88,9 @@ class StepBatch:
             members = list(group)
             part = slice(first, first + len(members))
             first = part.stop
-            spans.append(_worker_span(worker, members, lengths[part], past[part], row_starts[part], step, lane))
-            local += _local_spans(members, row_starts[part], lengths[part])
+            kinds = np.array([kind_of(chunk) for chunk in members])
+            spans.append(_worker_span(worker, members, kinds, lengths[part], past[part], row_starts[part], step, lane))
+            local += _local_spans(kinds, row_starts[part], lengths[part])
         return cls(ordered, np.array(tokens, np.int64), positions, tuple(spans), tuple(local), ends - 1)
 
 
@@ -96,21 +101,20 @@ def _kind(chunk: Chunk) -> int:
     return 1 if chunk.sequence.num_cached else 2
 
 
-def _layout_key(chunk: Chunk) -> tuple[int, int]:
-    assert chunk.sequence.worker is not None
-    return chunk.sequence.worker, _kind(chunk)
+def _on_r(chunk: Chunk) -> int:
+    return 0
 
 
 def _worker_span(
     worker: int,
     chunks: list[Chunk],
+    kinds: np.ndarray,
     lengths: np.ndarray,
     past: np.ndarray,
     row_starts: np.ndarray,
     step: int,
     lane: int,
 ) -> WorkerSpan:
-    kinds = np.array([_kind(chunk) for chunk in chunks])
     queries = np.where(kinds == 2, 0, lengths).astype(np.int32)
     begin = BeginStep(
         step=step,
@@ -126,11 +130,11 @@ def _worker_span(
     return WorkerSpan(worker, begin, slice(first, first + int(lengths.sum())), slice(first, first + int(queries.sum())))
 
 
-def _local_spans(chunks: list[Chunk], row_starts: np.ndarray, lengths: np.ndarray) -> list[LocalSpan]:
+def _local_spans(kinds: np.ndarray, row_starts: np.ndarray, lengths: np.ndarray) -> list[LocalSpan]:
     spans = []
     for kind in (1, 2):
-        members = [i for i, chunk in enumerate(chunks) if _kind(chunk) == kind]
-        if members:
+        members = np.flatnonzero(kinds == kind)
+        if members.size:
             first, last = int(row_starts[members[0]]), members[-1]
             end = int(row_starts[last] + lengths[last])
             starts = (*(int(row_starts[i]) - first for i in members), end - first)

@@ -197,6 +197,8 @@ class LocalConnection:
 class LocalAttention:
     """Makes a lane's ``attend`` of every step; see ``fastdecode.engine.attend.Attention``."""
 
+    prompts_on_r = False
+
     def __init__(self, workers: LocalWorkers, fleet: Fleet) -> None:
         self.fleet = fleet
         self._connection = workers.hub.connections[WORKER]

@@ -72,7 +72,7 @@ class LaneStep:
             num_decoding += decoding
             num_prompt_tokens += prompt_tokens
             if span.worker not in lost:
-                load = int(span.begin.num_visible.sum())
+                load = int(span.begin.num_visible[num_new == 1].sum())
                 r_parts[span.worker] = RPartTime(load, prompt_tokens, self.remote.r_compute_s[span.worker])
         # A GPU works on while this thread is elsewhere.
         s_part_s = max(self.s_compute_s + completed_s, self.forward.device_s())
@@ -96,6 +96,11 @@ class Pipeline:
         self._openings: dict[int, Accepted | Refused] = {}
         self.wait_s = 0.0
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
+
+    @property
+    def prompts_on_r(self) -> bool:
+        """Whether R-workers attend prompts."""
+        return self._attention.prompts_on_r
 
     @property
     def num_lanes(self) -> int:

@@ -39,6 +39,8 @@ class ResolvedConfig:
     max_model_len: int
     schedule: ScheduleOptions
     """With the number of lanes to start with."""
+    prompts_on_r: bool
+    """Whether R-workers attend prompts."""
     adapts_lanes: bool
     """Whether the number of lanes follows what steps turn out to take."""
     most_lanes: int
@@ -105,6 +107,7 @@ def resolve(
         memory=plan.memory,
         max_model_len=max_model_len,
         schedule=plan.schedule,
+        prompts_on_r=_prompts_on_r(config, device),
         adapts_lanes=plan.lanes.adapt,
         most_lanes=plan.lanes.most,
         max_graphs=steps.max_graphs,
@@ -211,6 +214,12 @@ class _Steps:
 def _r_cores(num_cores: int, device: torch.device) -> int:
     """Cores for R-workers in this process: a GPU needs somebody to feed it at all times, which takes one."""
     return num_cores - 1 if device.type == "cuda" and num_cores > 2 else num_cores
+
+
+def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
+    if config.kv_placement == "gpu":
+        return False
+    return config.prompt_attention == "r" or (config.prompt_attention == "auto" and device.type == "cpu")
 
 
 def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:

@@ -73,4 +73,4 @@ class MLP(nn.Module):
 
     def _gate(self, h: Tensor) -> Tensor:  # [T, 2 · intermediate] → [T, intermediate]
         gate, up = h.chunk(2, dim=-1)
-        return self.act(gate) * up
+        return self.act(gate).mul_(up)

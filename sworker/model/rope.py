@@ -35,9 +35,14 @@ class RotaryTable(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # x [T, H, D], positions [T] → [T, H, D]
         n = self.spec.num_frequencies
         cos, sin = F.embedding(positions, self.table)[:, None].chunk(2, dim=-1)  # [T, 1, n] each
-        a, b, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
-        # Products with the float32 table are float32; only their sum is rounded.
-        return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)
+        wide = x.float()  # only the sums of the products are rounded
+        a, b, rest = wide.tensor_split((n, 2 * n), dim=-1)
+        turned = torch.empty_like(wide)
+        turned_a, turned_b, turned_rest = turned.tensor_split((n, 2 * n), dim=-1)
+        torch.mul(a, cos, out=turned_a).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=turned_b).addcmul_(a, sin)
+        turned_rest.copy_(rest)
+        return turned.to(x.dtype)
 
 
 def frequencies(spec: RopeSpec, positions: Tensor) -> Tensor:

@@ -118,8 +118,8 @@ class Model(nn.Module):
             x = self.final_norm(x)
         if self.project_out is not None:
             x = self.project_out(x)
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        logits = F.linear(x, head.weight).float()
+        head: Tensor = F.linear(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
+        logits = head.float()
         cap = self.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

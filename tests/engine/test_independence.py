@@ -40,9 +40,9 @@ def llms(tiny_checkpoint: Callable[..., Path]) -> list[LLM]:
     shared = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01}
     return [
         LLM(path, r_workers=1, **shared),
-        LLM(path, r_workers=3, prefill_chunk=7, **shared),
+        LLM(path, r_workers=3, prefill_chunk=7, prompt_attention="s", **shared),
         LLM(path, r_workers=2, prefill_chunk=16, max_num_sequences=2, max_step_tokens=9, block_size=16, **shared),
-        LLM(path, r_workers=2, prefill_chunk=16, lanes=2, **shared),
+        LLM(path, r_workers=2, prefill_chunk=16, lanes=2, prompt_attention="s", **shared),
         LLM(path, r_workers=3, prefill_chunk=5, lanes=4, max_num_sequences=5, **shared),
         LLM(path, r_workers=2, schedule="stabilized", load_limit=150, length_quantile=0.5, block_size=16, **shared),
         LLM(path, r_workers=2, schedule="synchronized", **shared),

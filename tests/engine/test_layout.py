@@ -73,3 +73,14 @@ def test_local_spans_are_the_prompt_chunks(members: list[tuple[int, int, int]]) 
             assert np.array_equal(np.diff(positions), np.ones(len(positions) - 1))
             assert (positions[0] > 0) == local.merge
     assert len(local_rows) == len(set(local_rows)) == sum(new for _, _, new in members if new > 1)
+
+
+@given(st.lists(MEMBER, min_size=1, max_size=12))
+def test_r_workers_attend_everything_where_they_attend_prompts(members: list[tuple[int, int, int]]) -> None:
+    batch = StepBatch.build([chunk_of(i, *member) for i, member in enumerate(members)], step=0, prompts_on_r=True)
+    assert not batch.local
+    for span in batch.spans:
+        assert span.query_rows == span.rows
+        assert np.array_equal(span.begin.num_queries, span.begin.num_new)
+        assert np.array_equal(span.begin.num_visible, span.begin.num_past + span.begin.num_new)
+        assert not span.begin.want_lse

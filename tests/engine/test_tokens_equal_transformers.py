@@ -36,9 +36,10 @@ def reference(path: Path) -> tuple[list[list[int]], list[list[int]], list[torch.
 
 @pytest.mark.parametrize(
     ("where", "prefill_chunk"),
-    [({"r_workers": 1}, 512), ({"r_workers": 3}, 512), ({"r_workers": 1}, 6), ({"r_workers": 3}, 6),
+    [({"r_workers": 1, "prompt_attention": "s"}, 512), ({"r_workers": 3, "prompt_attention": "r"}, 512),
+     ({"r_workers": 1, "prompt_attention": "r"}, 6), ({"r_workers": 3, "prompt_attention": "s"}, 6),
      ({"kv_placement": "gpu"}, 512), ({"kv_placement": "gpu"}, 6)],
-    ids=["r1", "r3", "r1-chunked", "r3-chunked", "gpu", "gpu-chunked"],
+    ids=["r1", "r3-prompts-on-r", "r1-prompts-on-r-chunked", "r3-chunked", "gpu", "gpu-chunked"],
 )  # fmt: skip
 @pytest.mark.parametrize(("family", "overrides"), CASES, ids=[*FAMILIES, "opt_post_norm"])
 def test_greedy_tokens_and_logprobs(
@@ -100,7 +101,8 @@ def test_where_a_prompt_is_cut_leaves_little_trace_in_an_int8_cache(tiny_checkpo
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
     found = []
     for chunk in (1, 7, 512):
-        with LLM(str(path), prefill_chunk=chunk, dtype="float32", kv_dtype="int8", kv_memory_gb=0.01) as llm:
+        options = {"dtype": "float32", "kv_dtype": "int8", "kv_memory_gb": 0.01, "prompt_attention": "s"}
+        with LLM(str(path), prefill_chunk=chunk, **options) as llm:
             outputs = llm.generate(asked, params)
         found.append([[step.logprob for step in output.completions[0].logprobs or ()] for output in outputs])
     np.testing.assert_allclose(found[0], found[2], atol=5e-2)
