@@ -1,8 +1,9 @@
-"""Elementwise parts of a layer as one Triton kernel each: rotary embedding, and a gated MLP's activation.
+"""Parts of a layer between its matrix products as one Triton kernel each: RMSNorm with the residual sum before it, the
+rotary embedding, and a gated MLP's activation.
 
-torch takes ten launches for the first and two for the second, each of which moves as many bytes as one kernel for all.
-Rounding is torch's: products of the rotary table are float32 and rounded once, an activation is rounded before it is
-multiplied.
+torch takes two to six launches for the first, ten for the second and two for the third, each of which moves as many
+bytes as one kernel for all. Rounding is torch's: a residual sum is rounded before it is normed, products of the rotary
+table are float32 and rounded once, an activation is rounded before it is multiplied.
 
 Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too.
 """
@@ -63,6 +64,54 @@ def _gate(h, out, h_row, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):  # t
         active = gate * (1.0 - 1.0 / (tl.exp(2.0 * u) + 1.0))
     rounded = active.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * size + j, (rounded * up).to(out.dtype.element_ty), mask=within)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm(  # type: ignore[no-untyped-def]
+    x, added, weight, total, out, x_row, x_head, added_row, eps, offset,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr,
+):  # fmt: skip
+    """x [T, H, SIZE], added [T, SIZE] → total = x + added, out = total / rms(total) · (weight + offset), both dense.
+    Grid (T, H); H is 1 if something is added."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    j = tl.arange(0, BLOCK)
+    within = j < SIZE
+    value = tl.load(x + row * x_row + head * x_head + j, mask=within, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        rounded = (value + tl.load(added + row * added_row + j, mask=within, other=0.0).to(tl.float32)).to(
+            total.dtype.element_ty
+        )
+        tl.store(total + row * SIZE + j, rounded, mask=within)
+        value = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+    factor = tl.load(weight + j, mask=within, other=0.0).to(tl.float32) + offset
+    at = out + (row * tl.num_programs(1) + head) * SIZE + j
+    tl.store(at, (value * scale * factor).to(out.dtype.element_ty), mask=within)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """x / rms(x) · (weight + offset) over the last dim. x [T, size] or [T, H, size], its last dim dense; weight [size]
+    → as x, dense."""
+    return _normed(x, None, weight, eps, offset)[1]
+
+
+def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """x + added, and its ``norm``. x, added [T, size] → [T, size] each."""
+    return _normed(x, added, weight, eps, offset)
+
+
+def _normed(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    size, num_heads, x_head = x.shape[-1], x.shape[1] if x.dim() == 3 else 1, x.stride(1) if x.dim() == 3 else 0
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if added is None else torch.empty_like(out)
+    block = triton.next_power_of_2(size)
+    with on_device(x):
+        _norm[(x.shape[0], num_heads)](
+            x, x if added is None else added, weight, total, out,
+            x.stride(0), x_head, 0 if added is None else added.stride(0), eps, offset,
+            SIZE=size, BLOCK=block, HAS_ADDED=added is not None, num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return total, out
 
 
 def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:

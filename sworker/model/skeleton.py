@@ -9,7 +9,7 @@ Nothing here waits for the device or depends on the data, so the halves can be c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -28,6 +28,9 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] → o [T, Hq, D]. The inputs may be views; only their last dim is dense."""
         ...
+
+
+AddNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Layer(nn.Module):
@@ -50,6 +53,7 @@ class Layer(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.o = Linear(spec.num_q_heads * spec.head_dim, (spec.hidden_size,), spec.o_bias)
         self.mlp = MLP(spec)
+        self.add_norm: AddNorm = self._add_norm  # a device may have a kernel for it
 
     def pre_attention(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden], positions [T] → q [T, Hq, D], k and v [T, Hkv, D], ready to be cached and attended."""
@@ -76,9 +80,13 @@ class Layer(nn.Module):
         elif self.parallel:
             x = x + a + self.mlp(self.mlp_norm(x))
         else:
-            x = x + a
-            x = x + self.mlp(self.mlp_norm(x))
+            x, h = self.add_norm(x, a)
+            x = x + self.mlp(h)
         return x
+
+    def _add_norm(self, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:  # [T, hidden] each → the sum, and its norm
+        x = x + a
+        return x, self.mlp_norm(x)
 
 
 class Model(nn.Module):

@@ -1,0 +1,68 @@
+"""What "auto" comes to where there are GPUs, which needs none: torch is told that it sees some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from fastdecode.core.config import EngineConfig
+from fastdecode.core.errors import ConfigError
+from fastdecode.engine.memory import FreeMemory
+from fastdecode.engine.resolve import ResolvedConfig, resolve
+from sworker.graphs import MAX_GRAPHS
+from sworker.weights import load_spec
+
+GB = 10**9
+FREE = FreeMemory(64 * GB, 78 * GB, 80 * GB)
+Resolve = Callable[..., ResolvedConfig]
+
+
+@pytest.fixture
+def resolved(tiny_checkpoint: Callable[..., Path]) -> Resolve:
+    """``resolved(num_gpus, rank, **options)``."""
+    path = str(tiny_checkpoint("llama"))
+    spec = load_spec(path)
+
+    def make(num_gpus: int, rank: int = 0, **options: object) -> ResolvedConfig:
+        config = EngineConfig(model=path, **options)  # type: ignore[arg-type]
+        with (
+            mock.patch.object(torch.cuda, "is_available", return_value=num_gpus > 0),
+            mock.patch.object(torch.cuda, "device_count", return_value=num_gpus),
+        ):
+            return resolve(config, spec, num_cores=16, free=FREE, rank=rank)
+
+    return make
+
+
+def test_every_rank_has_a_gpu_of_its_own(resolved: Resolve) -> None:
+    assert resolved(4, device="cuda:1").device == torch.device("cuda", 1)
+    assert [resolved(4, rank, device="cuda:1", tp=3).device.index for rank in range(3)] == [1, 2, 3]
+    assert resolved(1, 1, device="cuda", tp=2).device.index == 0  # where the launcher shows each rank one GPU
+    with pytest.raises(ConfigError, match="GPU 2 of S-worker 2 isn't there, torch sees 2 CUDA devices"):
+        resolved(2, 2, device="cuda", tp=3)
+    with pytest.raises(ConfigError, match="GPU 0 isn't there, torch sees 0"):
+        resolved(0, device="cuda")
+
+
+def test_which_steps_run_as_graphs(resolved: Resolve) -> None:
+    assert (
+        resolved(1, device="cuda").max_graphs == resolved(1, device="cuda", cuda_graphs="on").max_graphs == MAX_GRAPHS
+    )
+    assert resolved(1, device="cuda", cuda_graphs="off").max_graphs == 0
+    assert resolved(2, device="cuda", tp=2).max_graphs == 0  # only if they are asked for
+    assert resolved(2, device="cuda", tp=2, cuda_graphs="on").max_graphs == MAX_GRAPHS
+    assert resolved(0).max_graphs == 0
+    with pytest.raises(ConfigError, match="cuda_graphs='on' needs a CUDA device, not device='cpu'"):
+        resolved(0, cuda_graphs="on")
+
+
+def test_lanes_and_threads_beside_a_gpu(resolved: Resolve) -> None:
+    beside, alone = resolved(1, device="cuda", r_workers=2), resolved(0, r_workers=2)
+    assert (beside.schedule.num_lanes, beside.adapts_lanes, beside.r_threads) == (2, True, 7)
+    assert (alone.schedule.num_lanes, alone.adapts_lanes, alone.r_threads) == (1, False, 8)
+    on_gpu = resolved(1, device="cuda", kv_placement="gpu")
+    assert (on_gpu.schedule.num_lanes, on_gpu.transport) == (1, "local") and on_gpu.kv_bytes > 60 * GB
