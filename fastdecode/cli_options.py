@@ -42,6 +42,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--key", str, "the cluster's key, for R-workers on other hosts", "FILE")
     add("--r-workers", int, "R-workers, as threads of this process")
     add("--r-partition", str, "each R-worker has some sequences, or some KV heads of every sequence (heads)", "WHAT")
+    add("--split-tokens", int, "keep longer sequences as parts of N tokens on several R-workers (default: one each)")
     add("--r-threads", int, "CPU threads of each R-worker; default: this machine's cores shared out")
     add("--kv-memory-gb", float, "KV cache of each R-worker; default: half of the free memory, shared out", "GB")
     add("--gpu-memory-fraction", float, "of a GPU's memory, what may be in use by us and others together", "F")

@@ -116,7 +116,7 @@ class RWorkerState:
         store = self._session.store
         store.check_invariants()
         lengths = store.num_tokens(np.array(list(self._settled), np.int64))
-        assert (lengths > list(self._settled.values())).all() or not busy, "a step appended nothing"
+        assert (lengths >= list(self._settled.values())).all() or not busy, "a step took tokens away"
 
     def _dispatch(self, message: ToRWorker) -> tuple[Instruction, ...]:
         match message:
@@ -214,16 +214,20 @@ class RWorkerState:
         sequence_ids = self._check_members(begin)
         num_past = store.num_tokens(begin.sequence_ids)
         _check_counts(begin, num_past)
-        appended = store.append(begin.sequence_ids, begin.num_new)
+        growing = begin.num_new > 0
+        appended = store.append(begin.sequence_ids[growing], begin.num_new[growing])
         with_queries = begin.num_queries > 0
         num_queries = begin.num_queries[with_queries]
+        query_ends = begin.num_past + begin.num_new
+        if begin.num_beyond is not None:
+            query_ends += begin.num_beyond
         plan = StepPlan(
             step=begin.step,
             lane=begin.lane,
             slots=appended.slots,
             block_tables=store.block_tables(begin.sequence_ids[with_queries]),
             query_starts=np.concatenate(([0], np.cumsum(num_queries))).astype(np.int32),
-            query_positions=(begin.num_past + begin.num_new)[with_queries] - num_queries,
+            query_positions=query_ends[with_queries] - num_queries,
             context_lens=begin.num_visible[with_queries],
             want_lse=begin.want_lse,
         )
@@ -241,6 +245,8 @@ class RWorkerState:
         _check_array("sequence_ids", begin.sequence_ids, np.dtype(np.int64), shape)
         for name in ("num_past", "num_new", "num_queries", "num_visible"):
             _check_array(name, getattr(begin, name), np.dtype(np.int32), shape)
+        if begin.num_beyond is not None:
+            _check_array("num_beyond", begin.num_beyond, np.dtype(np.int32), shape)
         sequence_ids: list[int] = begin.sequence_ids.tolist()
         members = set(sequence_ids)
         if len(members) < len(sequence_ids):
@@ -304,21 +310,27 @@ def _check_hello(hello: Hello) -> None:
 def _check_counts(begin: BeginStep, cached: NDArray[np.int64]) -> None:
     """``cached``: the worker's own token counts, [N]."""
     past, new, queries, visible = begin.num_past, begin.num_new, begin.num_queries, begin.num_visible
+    beyond = np.zeros_like(cached) if begin.num_beyond is None else begin.num_beyond.astype(np.int64)
     for wrong, rule in (
         (past != cached, "num_past must equal the {cached} tokens cached here"),
-        (new < 1, "num_new must be at least 1"),
-        ((queries < 0) | (queries > new), "num_queries must be within 0 … num_new"),
+        ((new < 0) | ((new == 0) & (queries == 0)), "num_new must be at least 1, or 0 where something is attended"),
+        ((beyond < 0) | (cached + beyond > MAX_SEQUENCE_TOKENS), _BEYOND),
+        ((queries < 0) | (queries > new + beyond), "num_queries must be within 0 … num_new + num_beyond"),
         ((visible != past) & (visible != cached + new), "num_visible must be num_past or num_past + num_new"),
     ):
         if wrong.any():
             i = int(wrong.argmax())
             raise ProtocolError(
-                f"sequence {begin.sequence_ids[i]} (num_past={past[i]}, num_new={new[i]}, num_queries={queries[i]}, "
-                f"num_visible={visible[i]}): {rule.format(cached=cached[i])}"
+                f"sequence {begin.sequence_ids[i]} (num_past={past[i]}, num_new={new[i]}, num_beyond={beyond[i]}, "
+                f"num_queries={queries[i]}, num_visible={visible[i]}): {rule.format(cached=cached[i])}"
             )
-    num_tokens = int(new.sum(dtype=np.int64))
-    if num_tokens > MAX_STEP_TOKENS:
-        raise ProtocolError(f"the step appends {num_tokens} tokens; {MAX_STEP_TOKENS} is the most")
+    for what, counts in (("appends", new), ("attends", queries)):
+        num_tokens = int(counts.sum(dtype=np.int64))
+        if num_tokens > MAX_STEP_TOKENS:
+            raise ProtocolError(f"the step {what} {num_tokens} tokens; {MAX_STEP_TOKENS} is the most")
+
+
+_BEYOND = f"num_beyond must be at least 0, and no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens"
 
 
 def _check_array(name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> None:

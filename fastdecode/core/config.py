@@ -53,6 +53,9 @@ class EngineConfig:
     """R-workers to start as threads of this process."""
     r_partition: str = "sequences"
     """What R-workers share out: sequences (each has whole ones) or heads (each has some KV heads of all sequences)."""
+    split_tokens: int | None = None
+    """Keep sequences that may get longer than this as parts of so many tokens on several R-workers, which attend them
+    together; a multiple of ``block_size``. None: a sequence is on one R-worker."""
     r_threads: int | None = None
     """CPU threads of each R-worker; None: this machine's cores shared out among the R-workers."""
     kv_memory_gb: float | None = None
@@ -121,6 +124,7 @@ class EngineConfig:
         self._check_int("block_size", 16, 256)
         if self.block_size % 16:
             raise ConfigError(f"block_size={self.block_size} is not a multiple of 16, by which kernels read")
+        self._check_split()
         self._check_int("max_model_len", 1, 1 << 30)
         self._check_int("max_num_sequences", 1, 1 << 20)
         self._check_int("prefill_chunk", 1, 1 << 24)
@@ -154,6 +158,23 @@ class EngineConfig:
             )
         if self.key is not None and not addresses:
             raise ConfigError("a key is for R-workers at addresses: give --r-worker tcp://HOST:PORT too")
+
+    def _check_split(self) -> None:
+        self._check_int("split_tokens", 1, 1 << 30)
+        if self.split_tokens is None:
+            return
+        if self.split_tokens % self.block_size:
+            above = -(-self.split_tokens // self.block_size) * self.block_size
+            raise ConfigError(
+                f"split_tokens={self.split_tokens} is not a multiple of block_size={self.block_size}: take {above}"
+            )
+        if self.r_partition == "heads":
+            raise ConfigError(
+                "split_tokens is for R-workers that each have sequences; with r_partition='heads' each has a part of "
+                "every sequence already: leave one of the two out (--split-tokens, --r-partition)"
+            )
+        if self.kv_placement == "gpu":
+            raise ConfigError("split_tokens is for R-workers, and kv_placement='gpu' has none: leave out split_tokens")
 
     def _check_int(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)

@@ -216,6 +216,28 @@ class RequestOutput:
         return self.completions[0].text
 
 
+# Sequences count from 0, far below this; so do the parts of one.
+_PART_STRIDE = 1 << 36
+
+
+def part_id(sequence_id: int, part: int) -> int:
+    """What an R-worker calls a part of a sequence; the first part, or all of a whole one, has the sequence's id."""
+    return sequence_id + part * _PART_STRIDE
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the parts of a split sequence are: part i holds its tokens from i · ``num_tokens`` on, so many at most."""
+
+    workers: tuple[int, ...]
+    """Of each part that it may ever need."""
+    num_tokens: int
+
+    def fill(self, num_cached: int) -> tuple[int, int]:
+        """Which part the next token goes to when so many are cached, and how many tokens that part has by then."""
+        return divmod(num_cached, self.num_tokens)
+
+
 @dataclass(eq=False)
 class Sequence:
     """One continuation in the making: its tokens, and how many of them an R-worker holds.
@@ -234,11 +256,20 @@ class Sequence:
     num_cached: int = 0
     """Leading tokens whose K and V the R-worker holds."""
     worker: int | None = None
-    """Index of the R-worker that holds the cache; None while waiting."""
+    """Index of the R-worker that holds the cache, or the first part of it; None while waiting."""
+    parts: Parts | None = None
+    """Where all parts are; None: it isn't split."""
 
     @classmethod
     def of(cls, sequence_id: int, request: Request, index: int) -> Sequence:
         return cls(sequence_id, request, index, list(request.prompt_token_ids))
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The R-workers that hold it, or have set room aside for it; none while waiting."""
+        if self.parts is not None:
+            return self.parts.workers
+        return () if self.worker is None else (self.worker,)
 
     @property
     def num_prompt_tokens(self) -> int:

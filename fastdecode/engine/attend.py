@@ -25,6 +25,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet import Fleet
+from fastdecode.engine.guests import GuestMerge
 from fastdecode.engine.layout import LocalSpan, StepBatch, WorkerSpan
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.buffers import LENT_LAYERS, Staged, Staging, as_tensor, to_device
@@ -115,6 +116,7 @@ class RemoteStep:
         self._answered = dict.fromkeys(self._spans, -1)  # the last layer that each worker has answered
         self._later = {span.worker: _later_chunks(batch, span) for span in batch.spans}
         self._local_lse: dict[int, Tensor] = {}
+        self._guests = GuestMerge(batch, plan.device) if any(span.guests for span in batch.spans) else None
         self._o = torch.empty(0)
         self._staging = plan.staging(batch.spans[0].begin.lane)
         self._unsent: deque[tuple[int, Staged]] = deque()
@@ -151,6 +153,8 @@ class RemoteStep:
         for worker, span in self._spans.items():
             begin = span.begin
             q, k, v = staged.q[span.query_rows], staged.k[span.rows], staged.v[span.rows]
+            if span.guests:
+                q = np.concatenate((q, *(staged.q[guests.rows] for guests in span.guests)))
             self._plan.fleet.send(worker, Attend(begin.step, begin.lane, layer, q, k, v))
         return True
 
@@ -170,14 +174,22 @@ class RemoteStep:
         self._answered[worker] += 1
         self.r_compute_s[worker] += result.compute_s
         queries = span.query_rows
-        if queries.start == queries.stop:
+        num_queries = num_home = queries.stop - queries.start
+        if span.guests:
+            num_queries += sum(len(guests.rows) for guests in span.guests)
+        if num_queries == 0:
             return
-        due_shape = tuple(self._o[queries].shape)
+        due_shape = (num_queries, *self._o.shape[1:])
         if result.o.shape != due_shape:
             raise ProtocolError(
                 f"R-worker {self._plan.fleet.peer(worker)} answered o of shape {result.o.shape}, not {due_shape}"
             )
-        self._place(span, result)
+        if span.begin.want_lse and (result.lse is None or result.lse.shape != due_shape[:2]):
+            raise ProtocolError(f"R-worker {self._plan.fleet.peer(worker)} answered without the lse that was asked")
+        if self._guests is not None:
+            result = self._guests.arrive(span, result, self._o.dtype)
+        if num_home:
+            self._place(span, result)
 
     @property
     def ready(self) -> bool:
@@ -199,11 +211,14 @@ class RemoteStep:
         for worker, span in self._spans.items():
             if worker in self._plan.fleet.lost:
                 self._o[span.rows] = 0
+        if self._guests is not None:
+            self._guests.merge_into(self._o)
         return self._o
 
     @staticmethod
     def _may_owe(span: WorkerSpan) -> int:
-        return 0 if span.query_rows.start < span.query_rows.stop else MAX_OWED_ANSWERS
+        attends = span.guests or span.query_rows.start < span.query_rows.stop
+        return 0 if attends else MAX_OWED_ANSWERS
 
     def _attend_locally(
         self, local: LocalSpan, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor
@@ -222,15 +237,14 @@ class RemoteStep:
         remote = to_device(as_tensor(result.o, self._o.dtype), self._o.device)
         # Decode rows come before the later chunks, which end the span's query rows.
         split = later.rows.start - queries.start
-        if result.lse is None or result.lse.shape != remote.shape[:2]:
-            raise ProtocolError(
-                f"R-worker {self._plan.fleet.peer(span.worker)} answered without the lse that was asked"
-            )
+        assert result.lse is not None
         self._o[queries.start : later.rows.start] = remote[:split]
         remote_lse = to_device(torch.from_numpy(np.ascontiguousarray(result.lse[split:])), self._o.device)
-        self._o[later.rows], _ = merge_attention(
+        self._o[later.rows], lse = merge_attention(
             self._o[later.rows], self._local_lse[later.rows.start], remote[split:], remote_lse
         )
+        if self._guests is not None:
+            self._guests.lse[later.rows] = lse
 
 
 def _later_chunks(batch: StepBatch, span: WorkerSpan) -> LocalSpan | None:

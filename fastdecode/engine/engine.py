@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,14 +24,14 @@ from fastdecode.core.sequence import FinishReason, Request, RequestOutput, Seque
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.layout import StepBatch
-from fastdecode.engine.live import Group, Run, opening
+from fastdecode.engine.live import Group, Run
+from fastdecode.engine.openings import Refusal, close, make_room
 from fastdecode.engine.pipeline import LaneStep, Pipeline
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.text import TextCodec
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.scheduler import Chunk, Scheduler, StepPlan
 from fastdecode.schedule.times import MeasuredTimes
-from fastdecode.wire.messages import CloseSequence, ExtendSequence, Refused
 from sworker.sampler import SampledToken
 from sworker.worker import SWorker
 
@@ -221,39 +222,20 @@ class Engine:
 
     def _make_room(self, plan: StepPlan) -> list[RequestOutput]:
         """Free, enlarge and open what the plan says on the R-workers. Returns the requests that were refused."""
-        for suspend in plan.suspends:
-            self._fleet.send(suspend.worker, CloseSequence(suspend.sequence.sequence_id))
-            self._runs[suspend.sequence.sequence_id].is_open = False
-            self.stats.num_suspended += 1
-        for extend in plan.extends:
-            assert extend.sequence.worker is not None
-            message = ExtendSequence(extend.sequence.sequence_id, extend.num_reserved_tokens)
-            self._fleet.send(extend.sequence.worker, message)
-        for start in plan.starts:
-            self._fleet.send(start.worker, opening(start))
-        sequences = [*(extend.sequence for extend in plan.extends), *(start.sequence for start in plan.starts)]
-        answers = self._pipeline.await_openings({sequence.sequence_id: sequence for sequence in sequences})
-        refusals: list[tuple[Run, Refused]] = []
-        for sequence in sequences:
-            answer, run = answers.get(sequence.sequence_id), self._runs[sequence.sequence_id]
-            if isinstance(answer, Refused):
-                refusals.append((run, answer))
-            else:  # accepted, or its R-worker was lost: then its rows go nowhere, and it is requeued after the step
-                run.is_open = True
+        self.stats.num_suspended += len(plan.suspends)
         # Only now, when every answer is in, is it known which sequences have to be closed again.
-        outputs = [self._refused(run, answer) for run, answer in refusals]
+        outputs = [self._refused(refusal) for refusal in make_room(plan, self._runs, self._fleet, self._pipeline)]
         return [output for output in outputs if output is not None]
 
-    def _refused(self, run: Run, answer: Refused) -> RequestOutput | None:
+    def _refused(self, refusal: Refusal) -> RequestOutput | None:
         """An R-worker has less room than it said. The sequence waits until there is some; returns the request, failed,
         if there never will be: not if nothing of ours takes room there, as then nothing that ends would make any."""
-        sequence, worker = run.sequence, run.sequence.worker
+        run, sequence, answer = refusal.run, refusal.run.sequence, refusal.answer
         if sequence.sequence_id not in self._runs:
             return None  # a sibling was refused for good
-        neighbours = (x for x in self._runs.values() if x is not run and x.is_open and x.sequence.worker == worker)
-        if answer.code == CapacityError.default_code and any(neighbours):
+        if answer.code == CapacityError.default_code and refusal.has_neighbours:
             logger.warning("sequence %d waits: %s", sequence.sequence_id, answer.message)
-            self._close(run)
+            close(run, self._fleet)
             self._scheduler.requeue(sequence)
             return None
         group = self._groups[sequence.request.request_id]
@@ -268,7 +250,7 @@ class Engine:
             sequence = chunk.sequence
             has_logits = chunk.num_tokens == sequence.num_uncached
             run = self._runs.get(sequence.sequence_id)
-            if run is not None and sequence.worker not in lost:
+            if run is not None and not (lost and _is_hit(sequence, lost)):
                 self._count_cached(chunk)
                 if has_logits:
                     survivors.append(run)
@@ -315,8 +297,8 @@ class Engine:
         flying = self._flying()
         for run in self._runs.values():
             sequence = run.sequence
-            if sequence.worker in lost and sequence.sequence_id not in flying:
-                run.is_open = False
+            if _is_hit(sequence, lost) and sequence.sequence_id not in flying:
+                close(run, self._fleet)  # the parts that others hold
                 self.stats.num_recomputed += 1
                 try:
                     self._scheduler.requeue(sequence)
@@ -333,7 +315,8 @@ class Engine:
         """Use R-workers that have come in the place of lost ones, once no step in flight remembers those."""
         if self._replacements is None:
             return
-        flying = {span.worker for step in self._pipeline.in_flight for span in step.batch.spans}
+        chunks = [chunk for step in self._pipeline.in_flight for chunk in step.batch.chunks]
+        flying = {worker for chunk in chunks for worker in chunk.sequence.workers}
         for worker, welcome in self._replacements.look(self._fleet.lost).items():
             if worker not in flying:
                 self._replacements.admit(worker)
@@ -396,12 +379,10 @@ class Engine:
         return {chunk.sequence.sequence_id for step in self._pipeline.in_flight for chunk in step.batch.chunks}
 
     def _release(self, run: Run) -> None:
-        self._close(run)
+        close(run, self._fleet)
         self._scheduler.finish(run.sequence)
 
-    def _close(self, run: Run) -> None:
-        """Free what its R-worker holds of a sequence, if that was opened."""
-        if run.is_open:
-            assert run.sequence.worker is not None
-            self._fleet.send(run.sequence.worker, CloseSequence(run.sequence.sequence_id))
-            run.is_open = False
+
+def _is_hit(sequence: Sequence, lost: Collection[int]) -> bool:
+    """Whether a part of it was on a lost R-worker."""
+    return any(worker in lost for worker in sequence.workers)

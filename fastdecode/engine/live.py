@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Completion, FinishReason, Request, RequestOutput, Sequence, TokenLogprob
 from fastdecode.engine.text import SequenceText, TextCodec
-from fastdecode.schedule.scheduler import Start
-from fastdecode.wire.messages import ForkSequence, OpenSequence
 from sworker.sampler import SampledToken, SamplingState
 
 
@@ -21,8 +19,8 @@ class Run:
     text: SequenceText
     submitted_s: float
     first_token_s: float | None = None
-    is_open: bool = False
-    """Its R-worker has accepted it."""
+    held: tuple[tuple[int, int], ...] = ()
+    """Where its parts are open: R-worker, and the id that it knows the part by. One where it isn't split."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @classmethod
@@ -40,6 +38,10 @@ class Run:
             sample_index=sequence.index,
         )
         return cls(sequence, sampling, codec.sequence_text(request.params, request.prompt_token_ids), now)
+
+    def is_on(self, worker: int) -> bool:
+        """Whether the R-worker holds a part of it."""
+        return any(holder == worker for holder, _ in self.held)
 
     def append(self, drawn: SampledToken, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Append a token. Returns why the sequence is over, if that ended it."""
@@ -84,12 +86,3 @@ class Group:
     def failed(self, error: FastDecodeError) -> RequestOutput:
         """What is given back when the request ends with an error."""
         return RequestOutput(self.request.request_id, self.prompt, self.request.prompt_token_ids, error=error)
-
-
-def opening(start: Start) -> OpenSequence | ForkSequence:
-    """What is sent to start a sequence on its R-worker."""
-    sequence_id = start.sequence.sequence_id
-    reserve = start.sequence.max_cached_tokens if start.num_reserved_tokens is None else start.num_reserved_tokens
-    if start.parent is None:
-        return OpenSequence(sequence_id, reserve)
-    return ForkSequence(start.parent.sequence_id, sequence_id, start.num_shared_tokens, reserve)

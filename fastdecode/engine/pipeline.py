@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.core.sequence import Sequence
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.attend import Attention, LaneAttention
 from fastdecode.engine.layout import StepBatch
@@ -66,13 +65,15 @@ class LaneStep:
         num_decoding = num_prompt_tokens = 0
         r_parts: dict[int, RPartTime] = {}
         for span in self.batch.spans:
-            num_new = span.begin.num_new
+            num_new, num_queries = span.begin.num_new, span.begin.num_queries
             decoding = int((num_new == 1).sum())
             prompt_tokens = int(num_new.sum()) - decoding
             num_decoding += decoding
             num_prompt_tokens += prompt_tokens
             if span.worker not in lost:
-                load = int(span.begin.num_visible[num_new == 1].sum())
+                load = int(span.begin.num_visible[num_queries == 1].sum())
+                # Closed parts of split sequences attend prompt tokens that others store.
+                prompt_tokens += int(num_queries[(num_new == 0) & (num_queries > 1)].sum())
                 r_parts[span.worker] = RPartTime(load, prompt_tokens, self.remote.r_compute_s[span.worker])
         # A GPU works on while this thread is elsewhere.
         s_part_s = max(self.s_compute_s + completed_s, self.forward.device_s())
@@ -92,7 +93,7 @@ class Pipeline:
         self._lanes: list[LaneStep | None] = [None] * num_lanes
         self._ready: deque[LaneStep] = deque()
         self._unsent: deque[LaneStep] = deque()  # scattered, but not on the host yet; once a layer
-        self._awaited: dict[int, Sequence] = {}  # to be opened or extended
+        self._awaited: dict[int, int] = {}  # sequences, or parts of them, to be opened or extended: by which R-worker
         self._openings: dict[int, Accepted | Refused] = {}
         self.wait_s = 0.0
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
@@ -149,12 +150,12 @@ class Pipeline:
                 self._unsent = deque(other for other in self._unsent if other is not step)
                 return step
 
-    def await_openings(self, sequences: dict[int, Sequence]) -> dict[int, Accepted | Refused]:
-        """Wait until every sequence {id: sequence} that was sent to be opened is accepted, refused, or its R-worker
-        lost. Answers to other lanes' steps that arrive meanwhile are kept."""
+    def await_openings(self, awaited: dict[int, int]) -> dict[int, Accepted | Refused]:
+        """Wait until every sequence, or part of one, {id: R-worker} that was sent to be opened is accepted, refused, or
+        its R-worker lost. Answers to other lanes' steps that arrive meanwhile are kept."""
         lost = self._attention.fleet.lost
-        self._awaited, self._openings = sequences, {}
-        while any(i not in self._openings and s.worker not in lost for i, s in sequences.items()):
+        self._awaited, self._openings = awaited, {}
+        while any(i not in self._openings and worker not in lost for i, worker in awaited.items()):
             self._receive()
         self._awaited = {}
         return self._openings
@@ -227,5 +228,4 @@ class Pipeline:
             )
 
     def _is_awaited(self, worker: int, sequence_id: int) -> bool:
-        sequence = self._awaited.get(sequence_id)
-        return sequence is not None and sequence.worker == worker and sequence_id not in self._openings
+        return self._awaited.get(sequence_id) == worker and sequence_id not in self._openings

@@ -236,6 +236,7 @@ def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
         cold_start=config.cold_start,  # type: ignore[arg-type]
         learn_lengths=config.learn_lengths,
         length_quantile=config.length_quantile,
+        split_tokens=config.split_tokens,
     )
 
 

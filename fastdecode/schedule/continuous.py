@@ -9,6 +9,8 @@ What holds under every policy:
   longer, it reserves more, and if there is no more, the sequences of its lane that arrived last are suspended to make
   room: their blocks are freed, their tokens kept, and they go back to their place in the queue, to be recomputed. When
   they start again, they reserve all that they may ever need. Where forecasts are upper bounds, nobody is suspended.
+* Where sequences are split, each part is placed, reserved and counted as load on its own R-worker. A sequence that may
+  need several parts starts when all of them have room for all that it may ever need, whatever is forecast.
 * The 2nd to n-th sequences of a request wait until a sibling holds the prompt and then fork it: all but the prompt's
   last token is shared, the last is run again to get its logits.
 """
@@ -20,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from fastdecode.core.sequence import Sequence
+from fastdecode.core.sequence import Parts, Sequence
 from fastdecode.schedule.admission import Admission
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.load_control import MicroBatch
@@ -34,7 +36,8 @@ class _Run:
     """A running sequence, and what was promised to it."""
 
     sequence: Sequence
-    worker: int
+    workers: tuple[int, ...]
+    """Of each part; one where it is whole."""
     num_reserved_tokens: int
     projected: MicroBatch
     """Its load from its start, or from when it outlived what was projected first."""
@@ -105,7 +108,7 @@ class ContinuousScheduler:
         arrived = list(sequences)
         for sequence in arrived:
             self._ledger.check_possible(sequence.max_cached_tokens)
-            self._lanes[0].admission.check_possible(sequence.max_cached_tokens)
+            self._lanes[0].admission.check_possible(self._ledger.part_sizes(sequence.max_cached_tokens)[0])
         self._waiting.extend(arrived)
 
     def plan(self, lane: int) -> StepPlan:
@@ -140,7 +143,7 @@ class ContinuousScheduler:
         runs = [run for lane in self._lanes for run in lane.running.values()]
         self._make_lanes(num_lanes)
         # Like cards, so that every lane gets as many of each R-worker, long and short.
-        runs.sort(key=lambda run: (-len(run.prefill), run.worker, -run.sequence.num_cached))
+        runs.sort(key=lambda run: (-len(run.prefill), run.workers, -run.sequence.num_cached))
         for i, run in enumerate(runs):
             self._move(self._lanes[i % num_lanes], run)
 
@@ -151,15 +154,35 @@ class ContinuousScheduler:
             _Lane(self._make_admission(num_lanes), PrefillBudget(budget, self._prefill_chunk)) for _ in range(num_lanes)
         ]
 
-    @staticmethod
-    def _move(lane: _Lane, run: _Run) -> None:
+    def _move(self, lane: _Lane, run: _Run) -> None:
         """A running sequence goes on in a new lane, whose first step is still to come."""
         length = len(run.sequence.token_ids) - max(0, len(run.prefill) - 1)
         run.projected = MicroBatch(1, max(run.projected.target_length, length), 0, length)
         lane.budget.book_ahead(tuple(run.prefill))
-        lane.admission.add(run.worker, run.projected)
-        lane.reserved_tokens[run.worker] += run.num_reserved_tokens
+        self._enter(lane, run)
+
+    def _enter(self, lane: _Lane, run: _Run) -> None:
+        """A sequence runs in the lane from now on."""
+        first, *others = self._loads(run)
+        lane.admission.add(*first)
+        for worker, load in others:
+            lane.admission.prolong(worker, load)
+        for worker, num_tokens in self._reserved(run):
+            lane.reserved_tokens[worker] += num_tokens
         lane.running[run.sequence.sequence_id] = run
+
+    def _reserved(self, run: _Run) -> zip[tuple[int, int]]:
+        """(R-worker, tokens reserved there) of each part."""
+        return zip(run.workers, self._ledger.part_sizes(run.num_reserved_tokens), strict=True)
+
+    def _loads(self, run: _Run) -> list[tuple[int, MicroBatch]]:
+        """(R-worker, load projected there) of each part."""
+        return list(zip(run.workers, self._shares(run.projected, len(run.workers)), strict=True))
+
+    def _shares(self, projected: MicroBatch, num_parts: int) -> tuple[MicroBatch, ...]:
+        """What each part is of a sequence's load."""
+        part_tokens = self._ledger.part_tokens
+        return (projected,) if num_parts == 1 or part_tokens is None else projected.split(num_parts, part_tokens)
 
     def _plan(self, lane: _Lane) -> StepPlan:
         lane.step += 1
@@ -189,7 +212,8 @@ class ContinuousScheduler:
             if length > run.projected.target_length:
                 expected = _cached_at_end(run.sequence, self._lengths.expected(run.sequence))
                 run.projected = MicroBatch(1, expected, lane.step, length)
-                lane.admission.prolong(run.worker, run.projected)
+                for worker, load in self._loads(run):
+                    lane.admission.prolong(worker, load)
             if length > run.num_reserved_tokens:
                 suspends += self._extend(lane, run)
                 extends[run.sequence.sequence_id] = Extend(run.sequence, run.num_reserved_tokens)
@@ -199,20 +223,21 @@ class ContinuousScheduler:
 
     def _extend(self, lane: _Lane, run: _Run) -> list[Suspend]:
         """Reserve more for a sequence: what is forecast, or just the next block. Returns those suspended for it; the
-        sequence itself may be the last of them."""
+        sequence itself may be the last of them. Not for split ones, which have reserved all."""
         suspends: list[Suspend] = []
+        (worker,) = run.workers
         next_block = self._ledger.block_size * self._ledger.blocks_for(run.sequence.num_cached + 1)
         safe = _cached_at_end(run.sequence, self._lengths.safe(run.sequence))
         wishes = (safe, min(next_block, run.sequence.max_cached_tokens))
         while run.sequence.sequence_id in lane.running:
             for num_tokens in wishes:
-                if self._ledger.grow(run.worker, run.num_reserved_tokens, num_tokens):
-                    lane.reserved_tokens[run.worker] += num_tokens - run.num_reserved_tokens
+                if self._ledger.grow(worker, run.num_reserved_tokens, num_tokens):
+                    lane.reserved_tokens[worker] += num_tokens - run.num_reserved_tokens
                     run.num_reserved_tokens = num_tokens
                     return suspends
             # Only this lane is at rest; the others' sequences may be in the middle of a step.
-            last = max((r for r in lane.running.values() if r.worker == run.worker), key=_arrival)
-            suspends.append(Suspend(last.sequence, last.worker))
+            last = max((r for r in lane.running.values() if worker in r.workers), key=_arrival)
+            suspends.append(Suspend(last.sequence, last.workers[0]))
             self._release(lane, last, at=lane.step)
             self._interrupt(last.sequence)
         return suspends
@@ -241,42 +266,60 @@ class ContinuousScheduler:
         if sibling is not None:
             if sibling.sequence.num_cached < num_shared:
                 return None
-            fork = Start(sequence, sibling.worker, sibling.sequence, num_shared)
-            started = self._start_on(lane, fork, recompute=recompute)
+            fork = Start(sequence, sibling.workers[0], sibling.sequence, num_shared)
+            started = self._start_on(lane, fork, sibling.workers, recompute=recompute)
             if started is not None:
                 return started
-        return self._start_on(lane, Start(sequence, worker=-1), recompute=recompute)
+        return self._start_on(lane, Start(sequence, worker=-1), (), recompute=recompute)
 
-    def _start_on(self, lane: _Lane, start: Start, *, recompute: bool) -> Start | None:
-        """Start as asked, on the R-worker asked for (-1: on any), if blocks, prefill budget and policy allow it."""
-        sequence = start.sequence
+    def _start_on(self, lane: _Lane, start: Start, beside: tuple[int, ...], *, recompute: bool) -> Start | None:
+        """Start as asked, what is shared ``beside`` the parent's parts and the rest anywhere, if blocks, prefill budget
+        and policy allow it."""
+        sequence, num_shared = start.sequence, start.num_shared_tokens
         length, most = len(sequence.token_ids), sequence.max_cached_tokens
-        num_uncached = length - start.num_shared_tokens
-        prefill = lane.budget.chunks(num_uncached) if num_uncached > 1 else ()
+        sizes = self._ledger.part_sizes(most)
+        part_tokens = self._ledger.part_tokens if len(sizes) > 1 else None
+        num_uncached = length - num_shared
+        prefill = lane.budget.chunks(num_uncached, num_shared, part_tokens) if num_uncached > 1 else ()
         if num_uncached > 1 and not prefill:
             return None
-        reserve = most if recompute else _cached_at_end(sequence, self._lengths.safe(sequence))
-        workers = self._ledger.workers_with_room(reserve, most)
-        workers.sort(key=lambda worker: lane.reserved_tokens[worker] / self._ledger.capacity_tokens(worker))
-        if start.worker >= 0:
-            workers = [worker for worker in workers if worker == start.worker]
-            if not workers:
-                return None
-        # The R-worker holds `length` tokens after the last prefill step, and one more after each that follows.
+        reserve = most
+        if part_tokens is None and not recompute:
+            reserve = _cached_at_end(sequence, self._lengths.safe(sequence))
+        # R-workers hold `length` tokens after the last prefill step, and one more after each that follows.
         expected = _cached_at_end(sequence, self._lengths.expected(sequence))
         projected = MicroBatch(1, expected, lane.step, length - max(0, len(prefill) - 1))
-        worker = lane.admission.choose(projected, workers)
-        if worker is None:
+        num_fixed = -(-num_shared // sizes[0])
+        workers = self._choose_workers(lane, self._ledger.part_sizes(reserve), sizes, projected, beside[:num_fixed])
+        if workers is None:
             return None
         lane.budget.book(prefill)
-        lane.admission.add(worker, projected)
-        self._ledger.reserve(worker, reserve)
-        lane.reserved_tokens[worker] += reserve
-        sequence.worker, sequence.num_cached = worker, start.num_shared_tokens
-        lane.running[sequence.sequence_id] = _Run(
-            sequence, worker, reserve, projected, deque(prefill), Chunk(sequence, 1)
-        )
-        return replace(start, worker=worker, num_reserved_tokens=reserve)
+        run = _Run(sequence, workers, reserve, projected, deque(prefill), Chunk(sequence, 1))
+        for worker, num_tokens in self._reserved(run):
+            self._ledger.reserve(worker, num_tokens)
+        self._enter(lane, run)
+        sequence.worker, sequence.num_cached = workers[0], num_shared
+        sequence.parts = None if part_tokens is None else Parts(workers, part_tokens)
+        return replace(start, worker=workers[0], num_reserved_tokens=reserve)
+
+    def _choose_workers(
+        self,
+        lane: _Lane,
+        sizes: tuple[int, ...],
+        may_grow_to: tuple[int, ...],
+        projected: MicroBatch,
+        fixed: tuple[int, ...],
+    ) -> tuple[int, ...] | None:
+        """An R-worker for each part of so many tokens, the first ones where they have to be; None: not in this step."""
+        loads = self._shares(projected, len(sizes))
+
+        def choose(part: int, fitting: list[int]) -> int | None:
+            if part < len(fixed) and not fitting:
+                return None
+            fitting.sort(key=lambda worker: lane.reserved_tokens[worker] / self._ledger.capacity_tokens(worker))
+            return lane.admission.choose(loads[part], fitting)
+
+        return self._ledger.place_parts(sizes, may_grow_to, choose, fixed)
 
     def _running_sibling(self, sequence: Sequence) -> _Run | None:
         """A running sequence of the same request, the one with most tokens cached."""
@@ -299,10 +342,12 @@ class ContinuousScheduler:
     def _release(self, lane: _Lane, run: _Run, *, at: int) -> None:
         """A running sequence runs no more, from its lane's step ``at`` on."""
         del lane.running[run.sequence.sequence_id]
-        lane.admission.end(run.worker, run.projected, at)
-        self._ledger.release(run.worker, run.num_reserved_tokens)
-        lane.reserved_tokens[run.worker] -= run.num_reserved_tokens
-        run.sequence.worker = None
+        for worker, load in self._loads(run):
+            lane.admission.end(worker, load, at)
+        for worker, num_tokens in self._reserved(run):
+            self._ledger.release(worker, num_tokens)
+            lane.reserved_tokens[worker] -= num_tokens
+        run.sequence.worker = run.sequence.parts = None
 
     def _interrupt(self, sequence: Sequence) -> None:
         """Back to its place in the queue."""

@@ -35,11 +35,15 @@ class MicroBatch:
     start: int
     first_length: int = 1
     """Tokens that one of them has cached at its first step."""
+    skipped: int = 0
+    most: int | None = None
+    """Of split sequences, only the part counts that begins after ``skipped`` tokens and holds ``most``."""
     end: int = field(init=False, compare=False)
     """Its last step."""
 
     def __post_init__(self) -> None:
         assert self.num_sequences >= 1 and self.start >= 0 and 1 <= self.first_length <= self.target_length
+        assert self.skipped == 0 if self.most is None else self.skipped >= 0 < self.most
         object.__setattr__(self, "end", self.start + self.num_steps - 1)
 
     @property
@@ -48,14 +52,23 @@ class MicroBatch:
 
     @property
     def peak(self) -> int:
-        """Its load at its last step."""
-        return self.num_sequences * self.target_length
+        """Its load at its last step: the highest."""
+        return self.num_sequences * self._counted(self.target_length)
 
     def load_at(self, step: int) -> int:
         """Its cached tokens at a step; nothing before its start and after its end."""
         if not self.start <= step <= self.end:
             return 0
-        return self.num_sequences * (self.first_length + step - self.start)
+        return self.num_sequences * self._counted(self.first_length + step - self.start)
+
+    def _counted(self, length: int) -> int:
+        if self.most is None:
+            return length
+        return max(0, min(length - self.skipped, self.most))
+
+    def split(self, num_parts: int, part_tokens: int) -> tuple[MicroBatch, ...]:
+        """What each part of its sequences, ``part_tokens`` long, is of it."""
+        return tuple(replace(self, skipped=i * part_tokens, most=part_tokens) for i in range(num_parts))
 
 
 class LoadControl:
@@ -80,33 +93,31 @@ class LoadControl:
         """Whether anything is live."""
         return bool(self._live)
 
-    def add(self, num_sequences: int, target_length: int, start: int, *, first_length: int = 1) -> None:
-        """A micro-batch starts at ``start``, whatever the limit says (the paper's AddMicroBatch)."""
-        added = MicroBatch(num_sequences, target_length, start, first_length)
-        self._add_load(added, start, sign=1)
+    def add(self, added: MicroBatch) -> None:
+        """A micro-batch starts, whatever the limit says (the paper's AddMicroBatch)."""
+        self._add_load(added, added.start, sign=1)
         index = bisect_left(self._live, added.end, key=_END)
         load = added.peak + sum(later.load_at(added.end) for later in self._live[index:])
         self._live.insert(index, added)
         self._loads.insert(index, load)
-        self._latest_start = max(self._latest_start, start)
+        self._latest_start = max(self._latest_start, added.start)
 
-    def end(self, num_sequences: int, target_length: int, start: int, at: int, *, first_length: int = 1) -> None:
-        """``num_sequences`` of a micro-batch, named by what it was added with, are over before their last step: from
-        step ``at`` on, their load is given back. Does nothing if they would have ended before ``at`` anyway."""
-        ended = MicroBatch(num_sequences, target_length, start, first_length)
+    def end(self, ended: MicroBatch, at: int) -> None:
+        """Sequences of a micro-batch, all or some of those that it was added with, are over before their last step:
+        from step ``at`` on, their load is given back. Does nothing if they would have ended before ``at`` anyway."""
         if ended.end < at:
             return
-        index = next(i for i in self._alike(ended) if self._live[i].num_sequences >= num_sequences)
+        index = next(i for i in self._alike(ended) if self._live[i].num_sequences >= ended.num_sequences)
         self._add_load(ended, at, sign=-1)
-        num_left = self._live[index].num_sequences - num_sequences
+        num_left = self._live[index].num_sequences - ended.num_sequences
         if num_left:
             self._live[index] = replace(self._live[index], num_sequences=num_left)
         else:
             del self._live[index], self._loads[index]
 
-    def earliest_start(self, num_sequences: int, target_length: int, now: int, *, first_length: int = 1) -> int:
-        """The first step, not before ``now`` nor the latest start, from which these sequences can run to their end
-        with the whole load within the limit (the paper's GetEarliestStep).
+    def earliest_start(self, new: MicroBatch) -> int:
+        """The first step, not before ``new.start`` nor the latest start, from which these sequences can run to their
+        end with the whole load within the limit (the paper's GetEarliestStep).
 
         Let x[i] = ⌊(W_lim - W[i]) / m⌋ be the length to which the new sequences may have grown at E[i]. If they are
         still running then, they must not start before E[i] - x[i] + first_length. Among equal lengths nothing ends
@@ -114,30 +125,34 @@ class LoadControl:
         may fit in before: it must then end where the load leaves room for its full length. So each live micro-batch
         forbids one interval of starts, and the intervals come in ascending order.
 
+        Parts of split sequences don't grow all the time. Where they would have to, to make room, they are taken not to:
+        beside them, the answer may be a later step than the first.
+
         Raises:
             CapacityError: (code ``exceeds_load_limit``) the sequences alone exceed the limit.
         """
-        new = MicroBatch(num_sequences, target_length, now, first_length)
         room = self.limit - new.peak  # for all others, at the new one's end
         if room < 0:
             raise CapacityError(
-                f"{num_sequences} sequences of {target_length} tokens are a load of {new.peak} tokens, above the "
-                f"limit of {self.limit}: start fewer at once, lower max_tokens, or raise the load limit",
+                f"{new.num_sequences} sequences of {new.target_length} tokens are a load of {new.peak} tokens, above "
+                f"the limit of {self.limit}: start fewer at once, lower max_tokens, or raise the load limit",
                 code="exceeds_load_limit",
             )
-        start = max(now, self._latest_start)
-        num_growing = sum(live.num_sequences for live in self._live)
+        start = max(new.start, self._latest_start)
+        num_growing = sum(live.num_sequences for live in self._live if live.most is None)
         previous_end = -1
         for live, load in zip(self._live, self._loads, strict=True):
             if load > room:
                 # Before E[i] the load is lower by num_growing a step: over how many steps is it too high to end in?
-                num_steps = min(-((room - load) // num_growing), live.end - previous_end)
+                num_steps = live.end - previous_end
+                if num_growing:
+                    num_steps = min(-((room - load) // num_growing), num_steps)
                 first_forbidden = live.end - num_steps - new.num_steps + 2
                 if start < first_forbidden:
                     return start
-                longest = (self.limit - load) // num_sequences  # x[i]
-                start = max(start, min(live.end, live.end - longest + first_length - 1) + 1)
-            num_growing -= live.num_sequences
+                longest = (self.limit - load) // new.num_sequences + new.skipped  # x[i]
+                start = max(start, min(live.end, live.end - longest + new.first_length - 1) + 1)
+            num_growing -= live.num_sequences * (live.most is None)
             previous_end = live.end
         return start
 

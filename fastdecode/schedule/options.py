@@ -51,6 +51,10 @@ class ScheduleOptions:
     """Reserve KV blocks by this quantile of those lengths, not for max_tokens; where it is exceeded and blocks run out,
     sequences are suspended and recomputed."""
 
+    split_tokens: int | None = None
+    """Sequences that may get longer than this are split into parts of so many tokens, on several R-workers; a multiple
+    of the KV block size."""
+
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"schedule={self.mode!r} is not one of {', '.join(MODES)}")
@@ -58,7 +62,7 @@ class ScheduleOptions:
             raise ConfigError(f"cold_start={self.cold_start!r} is not one of {', '.join(COLD_STARTS)}")
         for name in ("max_num_sequences", "prefill_chunk", "max_step_tokens", "num_lanes"):
             self._check_int(name, getattr(self, name))
-        for name in ("load_limit", "target_length", "interval"):
+        for name in ("load_limit", "target_length", "interval", "split_tokens"):
             if getattr(self, name) is not None:
                 self._check_int(name, getattr(self, name))
         if self.max_step_tokens <= self.max_num_sequences:

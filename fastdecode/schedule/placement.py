@@ -1,4 +1,4 @@
-"""Sequence → R-worker.
+"""Sequence → R-worker; or, where long sequences are split, part → R-worker.
 
 Placement counts the KV blocks that live sequences have reserved, so that no step can run out of them. Blocks that
 siblings share are counted once for each of them: the count errs on the safe side, and needs no news from the workers.
@@ -6,15 +6,31 @@ siblings share are counted once for each of them: the count errs on the safe sid
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+
 from fastdecode.core.errors import CapacityError
+
+_NOTHING: Mapping[int, int] = {}
 
 
 class BlockLedger:
-    """KV blocks reserved on each R-worker."""
+    """KV blocks reserved on each R-worker.
 
-    def __init__(self, worker_blocks: tuple[int, ...], block_size: int) -> None:
+    Args:
+        worker_blocks: of each R-worker.
+        block_size: tokens in a block.
+        part_tokens: a sequence that may get longer than this is split into parts of so many tokens; a multiple of
+            ``block_size``. None: every sequence is whole.
+    """
+
+    def __init__(self, worker_blocks: tuple[int, ...], block_size: int, part_tokens: int | None = None) -> None:
         assert worker_blocks and min(worker_blocks) >= 0 and block_size > 0
+        assert part_tokens is None or (part_tokens > 0 and part_tokens % block_size == 0)
         self.block_size = block_size
+        self.part_tokens = part_tokens
         self._capacity = list(worker_blocks)
         self._free = list(worker_blocks)
         self._lost: set[int] = set()
@@ -33,23 +49,40 @@ class BlockLedger:
         """Blocks that a sequence of ``num_tokens`` cached tokens fills; a sequence always takes one."""
         return max(1, -(-num_tokens // self.block_size))
 
+    def part_sizes(self, num_tokens: int) -> tuple[int, ...]:
+        """Tokens of each part of a sequence of ``num_tokens``; a whole sequence is a part."""
+        if self.part_tokens is None or num_tokens <= self.part_tokens:
+            return (num_tokens,)
+        num_full, rest = divmod(num_tokens, self.part_tokens)
+        return (self.part_tokens,) * num_full + ((rest,) if rest else ())
+
     def is_possible(self, num_tokens: int) -> bool:
-        """Whether some R-worker, were it empty, could hold a sequence of ``num_tokens`` tokens."""
+        """Whether R-workers, were they empty, could hold a sequence of ``num_tokens`` tokens."""
         return self.blocks_for(num_tokens) <= self._most_blocks
 
     def check_possible(self, num_tokens: int) -> None:
         """Raises CapacityError unless ``is_possible``."""
         if not self.is_possible(num_tokens):
             most = self._most_blocks
+            if self.part_tokens is None:
+                who, more = "the largest R-worker has", ", or share it out among R-workers (--split-tokens)"
+            else:
+                who, more = f"in parts of {self.part_tokens} tokens all R-workers together hold", ""
             raise CapacityError(
                 f"the sequence may grow to {num_tokens} cached tokens ({self.blocks_for(num_tokens)} KV blocks), but "
-                f"the largest R-worker has {most} blocks ({most * self.block_size} tokens): lower max_tokens, or give "
-                "R-workers more memory (--kv-memory-gb)"
+                f"{who} {most} blocks ({most * self.block_size} tokens): lower max_tokens, or give "
+                f"R-workers more memory (--kv-memory-gb){more}"
             )
 
     @property
     def _most_blocks(self) -> int:
-        return max((c for w, c in enumerate(self._capacity) if w not in self._lost), default=0)
+        """Of the longest sequence that empty R-workers hold: as many full parts as there is room for, and a last one
+        in the largest room that these leave."""
+        capacities = [c for w, c in enumerate(self._capacity) if w not in self._lost]
+        if self.part_tokens is None:
+            return max(capacities, default=0)
+        full = self.part_tokens // self.block_size
+        return sum(c // full for c in capacities) * full + max((c % full for c in capacities), default=0)
 
     def capacity_tokens(self, worker: int) -> int:
         """What the R-worker holds when it is empty."""
@@ -58,12 +91,47 @@ class BlockLedger:
     def free_blocks(self, worker: int) -> int:
         return self._free[worker]
 
-    def workers_with_room(self, num_tokens: int, may_grow_to: int) -> list[int]:
+    def workers_with_room(self, num_tokens: int, may_grow_to: int, taken: Mapping[int, int] = _NOTHING) -> list[int]:
         """The R-workers that have room for ``num_tokens`` now, and could hold ``may_grow_to`` if they were empty; those
-        with most free blocks first."""
+        with most free blocks first. ``taken``: worker → blocks that are as good as reserved."""
         blocks, most = self.blocks_for(num_tokens), self.blocks_for(may_grow_to)
-        fitting = (w for w, capacity in enumerate(self._capacity) if self._free[w] >= blocks and capacity >= most)
-        return sorted((w for w in fitting if w not in self._lost), key=lambda w: (-self._free[w], w))
+        free = {w: self._free[w] - taken.get(w, 0) for w in range(len(self._free)) if w not in self._lost}
+        fitting = (w for w in free if free[w] >= blocks and self._capacity[w] >= most)
+        return sorted(fitting, key=lambda w: (-free[w], w))
+
+    def place_parts(
+        self,
+        sizes: Seq[int],
+        may_grow_to: Seq[int],
+        choose: Callable[[int, list[int]], int | None],
+        fixed: Seq[int] = (),
+    ) -> tuple[int, ...] | None:
+        """An R-worker for each part of a sequence; None if a part has to wait, and with it the sequence.
+
+        A part goes where fewest of the sequence's other parts are, so that as many R-workers as possible attend to it
+        at once. All parts but the last are of one size, so that taking whatever worker has room never spoils it for a
+        later part.
+
+        Args:
+            sizes: tokens of each part.
+            may_grow_to: tokens that each may have in the end.
+            choose: takes a part's index and R-workers that have room for it; gives one of them, or None: not yet.
+            fixed: where the first parts have to be.
+        """
+        placed: list[int] = []
+        blocks: Counter[int] = Counter()
+        for part, num_tokens in enumerate(sizes):
+            fitting = self.workers_with_room(num_tokens, may_grow_to[part], blocks)
+            if part < len(fixed):
+                fitting = [worker for worker in fitting if worker == fixed[part]]
+            fitting.sort(key=placed.count)
+            tiers = [list(tier) for _, tier in itertools.groupby(fitting, key=placed.count)] or [[]]
+            worker = next((w for tier in tiers if (w := choose(part, tier)) is not None), None)
+            if worker is None:
+                return None
+            placed.append(worker)
+            blocks[worker] += self.blocks_for(num_tokens)
+        return tuple(placed)
 
     def reserve(self, worker: int, num_tokens: int) -> None:
         self._free[worker] -= self.blocks_for(num_tokens)

@@ -7,7 +7,8 @@ step, and with it its load at every later step, is known when it starts, and loa
 Whoever books when the present step has room gets room in every step that follows, up to their last: bookings made
 earlier take less and less of the later steps. So from its start on a sequence gets at least one token further in every
 step; a prefill of q steps that ends with c cached tokens never has more than c - q + 1 in its first step, c - q + 2 in
-its second, and so on: no more than a sequence that decodes from there.
+its second, and so on: no more than a sequence that decodes from there. (Chunks of split sequences end where a part
+does, so a larger one may follow; who finds a later step full because of that waits.)
 """
 
 from __future__ import annotations
@@ -37,16 +38,24 @@ class PrefillBudget:
         """Nobody holds a booking any more."""
         self._booked.clear()
 
-    def chunks(self, num_tokens: int) -> tuple[int, ...]:
-        """How many of a prompt's tokens would run in this step, the next, …; empty if this step has no room left."""
+    def chunks(self, num_tokens: int, first: int = 0, part_tokens: int | None = None) -> tuple[int, ...]:
+        """How many of a prompt's tokens would run in this step, the next, …; empty if this step has no room left.
+
+        Args:
+            num_tokens: of the prompt, from its ``first`` on.
+            part_tokens: the sequence is split into parts of so many tokens, and a chunk doesn't go beyond its part.
+        """
         chunks: list[int] = []
         while num_tokens:
             booked = self._booked[len(chunks)] if len(chunks) < len(self._booked) else 0
             chunk = min(num_tokens, self._max_chunk, self._max_step_tokens - booked)
+            if part_tokens is not None:
+                chunk = min(chunk, part_tokens - first % part_tokens)
             if chunk <= 0:
                 return ()  # now; or later, where lanes were regrouped and bookings came together
             chunks.append(chunk)
             num_tokens -= chunk
+            first += chunk
         return tuple(chunks)
 
     def book_ahead(self, chunks: tuple[int, ...]) -> None:

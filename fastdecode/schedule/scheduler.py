@@ -16,14 +16,15 @@ from fastdecode.core.sequence import Sequence
 
 @dataclass(frozen=True)
 class Start:
-    """A sequence starts on an R-worker: empty, or as a fork that shares a prefix of a running sibling's tokens."""
+    """A sequence starts on an R-worker: empty, or as a fork that shares a prefix of a running sibling's tokens. Where
+    it is split, it starts on all its ``workers``, of which ``worker`` is the first."""
 
     sequence: Sequence
     worker: int
     parent: Sequence | None = None
     num_shared_tokens: int = 0
     num_reserved_tokens: int | None = None
-    """Room that the R-worker sets aside; None: for all that the sequence may ever cache."""
+    """Room that R-workers set aside; None: for all that the sequence may ever cache."""
 
 
 @dataclass(frozen=True)

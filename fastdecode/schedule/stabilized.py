@@ -152,14 +152,12 @@ class Stabilized:
             self._cold_start.add(batch)
 
     def prolong(self, worker: int, batch: MicroBatch) -> None:
-        control = self._controls[worker]
-        control.add(batch.num_sequences, batch.target_length, batch.start, first_length=batch.first_length)
+        self._controls[worker].add(batch)
 
     def end(self, worker: int, batch: MicroBatch, at: int) -> None:
         if self._headroom is not None:
             self._headroom.ended(early=at <= batch.end)
-        control = self._controls[worker]
-        control.end(batch.num_sequences, batch.target_length, batch.start, at, first_length=batch.first_length)
+        self._controls[worker].end(batch, at)
 
     def _set_limits(self) -> None:
         if self._are_given:
@@ -177,9 +175,7 @@ class Stabilized:
     def _fits(self, batch: MicroBatch, control: LoadControl) -> bool:
         if batch.peak > control.limit:
             return not control
-        start = control.earliest_start(
-            batch.num_sequences, batch.target_length, batch.start, first_length=batch.first_length
-        )
+        start = control.earliest_start(batch)
         if start > batch.start or self._headroom is None:
             return start == batch.start
         return control.fits(batch, self._headroom.limit_for(batch, control.limit))

@@ -29,13 +29,18 @@ it: ``Activations`` are of the dtype agreed in ``Hello`` (float32, or uint16 car
 dim that stands twice in one message is the same both times. T_kv sums ``num_new`` and T_q sums ``num_queries`` over the
 step's sequences, in the order of ``sequence_ids``.
 
-Queries of one sequence are its last ``num_queries`` new tokens: the query i of a sequence stands at position
-``num_past + num_new - num_queries + i`` and sees keys up to its own position, below ``num_visible``, and inside the
-layer's window. So one contract covers decode (``num_new = num_queries = 1``, ``num_visible = num_past + 1``), a
-prompt's first chunk, attended on the S-worker (``num_queries = 0``), its later chunks, whose past alone is attended
-here and merged there by log-sum-exp (``num_queries = num_new``, ``num_visible = num_past``), and several new tokens
-attended here causally (``num_queries = num_new``, ``num_visible = num_past + num_new``). A query that sees no key at
-all gets o = 0 and a log-sum-exp of -inf.
+Queries of one sequence are its last ``num_queries`` tokens: the query i of a sequence stands at position
+``num_past + num_new + num_beyond - num_queries + i`` and sees keys up to its own position, below ``num_visible``, and
+inside the layer's window. So one contract covers decode (``num_new = num_queries = 1``, ``num_visible = num_past +
+1``), a prompt's first chunk, attended on the S-worker (``num_queries = 0``), its later chunks, whose past alone is
+attended here and merged there by log-sum-exp (``num_queries = num_new``, ``num_visible = num_past``), and several new
+tokens attended here causally (``num_queries = num_new``, ``num_visible = num_past + num_new``). A query that sees no
+key at all gets o = 0 and a log-sum-exp of -inf.
+
+A long sequence may be **split**: consecutive tokens of it, its **parts**, are on several R-workers, each a sequence of
+its own to them, with positions from 0. New tokens are appended to the last part; the others are **closed**: they
+append nothing and only attend (``num_new = 0``, ``num_visible = num_past``), to queries that stand ``num_beyond``
+tokens further on.
 
 From ``BeginStep`` to the step's last ``Attend``, its sequences may be neither closed nor stepped in another lane, and
 forked only at tokens that were cached before the step: the others' K and V are not there in every layer yet. A
@@ -56,14 +61,14 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.host import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
 MAX_LANES = 256
 MAX_SEQUENCE_TOKENS = 1 << 30
 MAX_STEP_TOKENS = 1 << 26
-"""That one step of one lane appends on one R-worker."""
+"""That one step of one lane appends on one R-worker, and as many that it attends there."""
 
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 
@@ -121,12 +126,14 @@ class BeginStep:
     num_past: Annotated[NDArray[np.int32], "N"]
     """Tokens cached before this step; must equal the worker's own count."""
     num_new: Annotated[NDArray[np.int32], "N"]
-    """Tokens appended, >= 1."""
+    """Tokens appended, >= 0; where it is 0, something is attended."""
     num_queries: Annotated[NDArray[np.int32], "N"]
-    """0 or more, at most num_new."""
+    """0 or more, at most num_new + num_beyond."""
     num_visible: Annotated[NDArray[np.int32], "N"]
     """Keys visible at most: num_past or num_past + num_new."""
     want_lse: bool = False
+    num_beyond: Annotated[NDArray[np.int32] | None, "N"] = None
+    """Tokens of the whole sequence, up to the last query, that come after those here; None: 0 for all."""
 
 
 @dataclass(frozen=True, eq=False)

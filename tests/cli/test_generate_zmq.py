@@ -111,10 +111,12 @@ def test_a_lost_r_worker_changes_no_token(
     assert written["r_workers_lost"] == 1 and written["recomputed"] > 0
 
 
+@pytest.mark.parametrize("split", [[], ["--split-tokens", "64"]], ids=["whole", "split"])
 def test_a_replacement_at_the_same_address_joins(
-    asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
+    split: list[str], asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
 ) -> None:
     options, output, expected = asked(480)
+    options += split
     summary = tmp_path / "summary.json"
     with r_workers("*", "*", options=("--silence-s", "60")) as (jobs, addresses):
         command = [*FASTDECODE, *options, *at(addresses), "--summary", str(summary), "--max-num-sequences", "1"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.core.sequence import Parts, Request, SamplingParams, Sequence, part_id
 from fastdecode.engine.layout import StepBatch
 from fastdecode.schedule.scheduler import Chunk
 
@@ -84,3 +86,59 @@ def test_r_workers_attend_everything_where_they_attend_prompts(members: list[tup
         assert np.array_equal(span.begin.num_queries, span.begin.num_new)
         assert np.array_equal(span.begin.num_visible, span.begin.num_past + span.begin.num_new)
         assert not span.begin.want_lse
+
+
+PART = 8
+SPLIT = st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(0, 39), st.integers(1, PART))
+
+
+def split_chunk(sequence_id: int, workers: list[int], num_cached: int, num_new: int) -> Chunk:
+    """Cut down to what a part holds."""
+    num_cached %= PART * len(workers)
+    chunk = chunk_of(sequence_id, workers[0], num_cached, min(num_new, PART - num_cached % PART))
+    if len(workers) > 1:
+        chunk.sequence.parts = Parts(tuple(workers), PART)
+    return chunk
+
+
+@given(st.lists(SPLIT, min_size=1, max_size=8), st.booleans())
+def test_every_key_is_attended_once(members: list[tuple[list[int], int, int]], prompts_on_r: bool) -> None:
+    """By the R-worker that has it or by the S-worker, from the place where the query stands, whatever is split."""
+    chunks = [split_chunk(i, *member) for i, member in enumerate(members)]
+    batch = StepBatch.build(chunks, step=0, prompts_on_r=prompts_on_r)
+    attended: dict[int, Counter[int]] = {row: Counter() for row in range(len(batch.token_ids))}
+    for span in batch.spans:
+        begin = span.begin
+        assert len(set(begin.sequence_ids.tolist())) == len(begin.sequence_ids)
+        rows = [*range(span.query_rows.start, span.query_rows.stop)]
+        for guests in span.guests:
+            assert len(set(guests.rows.tolist())) == len(guests.rows)
+            rows += guests.rows.tolist()
+        assert len(rows) == begin.num_queries.sum() and begin.want_lse >= bool(span.guests)
+        assert span.rows.stop - span.rows.start == begin.num_new.sum()
+        assert (begin.num_beyond is not None) == bool(span.guests)
+        beyond = [0] * len(begin.num_new) if begin.num_beyond is None else begin.num_beyond.tolist()
+        columns = (begin.sequence_ids, begin.num_past, begin.num_new, begin.num_queries, begin.num_visible)
+        for held, past, new, queries, visible, further in zip(*(x.tolist() for x in columns), beyond, strict=True):
+            sequence_id, part = held % part_id(0, 1), held // part_id(0, 1)
+            sequence = chunks[sequence_id].sequence
+            assert sequence.workers[part] == span.worker
+            for i in range(queries):
+                row, position = rows.pop(0), past + new + further - queries + i
+                assert batch.positions[row] == part * PART + position
+                assert batch.token_ids[row] == 1000 * sequence_id + part * PART + position
+                attended[row].update(part * PART + key for key in range(min(visible, position + 1)))
+        assert not rows
+    for local in batch.local:
+        for first, last in zip(local.starts, local.starts[1:], strict=False):
+            for row in range(local.rows.start + first, local.rows.start + last):
+                start = batch.positions[local.rows.start + first]
+                attended[row].update(range(start, batch.positions[row] + 1))
+    for row, keys in attended.items():
+        assert keys == Counter(range(batch.positions[row] + 1))
+
+
+def test_a_step_of_whole_sequences_has_no_guests() -> None:
+    batch = StepBatch.build([chunk_of(0, 1, 9, 1), split_chunk(1, [1, 0, 2], 5, 1)], step=0)
+    assert all(span.guests == () and span.begin.num_beyond is None for span in batch.spans)
+    assert len(batch.spans) == 1, "parts that nothing is in yet attend nothing"

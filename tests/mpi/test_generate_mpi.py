@@ -99,13 +99,21 @@ def test_one_rank_is_too_few(job: Callable[..., tuple[list[str], Path, str]]) ->
     assert "1 MPI rank" in outcome.output and "Traceback" not in outcome.output
 
 
-@pytest.mark.parametrize("partition", ["sequences", "heads"])
-@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
+WHOLE, HEADS, PARTS = ["--r-partition", "sequences"], ["--r-partition", "heads"], ["--split-tokens", "64"]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "partition"),
+    [
+        (signal.SIGKILL, WHOLE), (signal.SIGSTOP, WHOLE), (signal.SIGKILL, HEADS), (signal.SIGSTOP, HEADS),
+        (signal.SIGKILL, PARTS),
+    ],
+)  # fmt: skip
 def test_a_lost_r_worker_changes_no_token(
-    trouble: signal.Signals, partition: str, job: Callable[..., tuple[list[str], Path, str]]
+    trouble: signal.Signals, partition: list[str], job: Callable[..., tuple[list[str], Path, str]]
 ) -> None:
     options, output, expected = job(300, num_key_value_heads=3)
-    options += ["--r-partition", partition]
+    options += partition
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, "--worker-silence-s", "1", ":"]
     command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     with running(command) as started:

@@ -251,6 +251,21 @@ def test_the_past_alone_may_be_visible(worker: Worker) -> None:
     assert (plan.context_lens.tolist(), plan.query_positions.tolist()) == ([5], [5])
 
 
+def test_a_closed_part_is_attended_without_growing(worker: Worker) -> None:
+    """Also where a fork shares its last block: nothing is copied as nothing is written."""
+    for sequence in (1, 3):
+        worker.tell(OpenSequence(sequence, 8))
+    worker.run_step(step_of((1, 0, 6)))
+    worker.tell(ForkSequence(1, 2, 6, 8))
+    begin = step_of((3, 0, 1), (1, 6, 0), (2, 6, 0), queries=[1, 1, 2], num_beyond=np.array([0, 4, 2], np.int32))
+    plan = worker.run_step(begin)[0].plan
+    assert plan.slots.size == 1
+    assert plan.query_positions.tolist() == [0, 9, 6]
+    assert plan.context_lens.tolist() == [1, 6, 6]
+    alone = step_of((1, 6, 0), queries=[1], step=1, num_beyond=np.array([1], np.int32))
+    assert worker.run_step(alone)[0].plan.slots.size == 0
+
+
 def test_plans_keep_nothing_of_the_peers_arrays(worker: Worker) -> None:
     worker.tell(OpenSequence(1, 8))
     begin = step_of((1, 0, 5))
@@ -280,6 +295,12 @@ def test_blocks_are_copied_when_a_step_begins(worker: Worker) -> None:
         (step_of((1, 4, 1)), "sequence 1 (num_past=4"),
         (step_of((2, 0, 1), (1, 6, 1)), "the 5 tokens cached here"),
         (step_of((1, 5, -1)), "num_new"),
+        (step_of((1, 5, 0)), "num_new must be at least 1, or 0 where something is attended"),
+        (step_of((1, 5, 0), queries=[1]), "num_queries"),
+        (step_of((1, 5, 0), queries=[2], num_beyond=np.array([1], np.int32)), "num_queries"),
+        (step_of((1, 5, 1), num_beyond=np.array([-1], np.int32)), "num_beyond must be at least 0"),
+        (step_of((1, 5, 0), queries=[1], num_beyond=np.array([1 << 30], np.int32)), "no sequence is longer"),
+        (step_of((1, 5, 1), num_beyond=np.array([1])), "num_beyond must be an array of int32"),
         (step_of((1, 5, 1), queries=[2]), "num_queries"),
         (step_of((1, 5, 1), queries=[-1]), "num_queries"),
         (step_of((1, 5, 2), num_visible=np.array([6], np.int32)), "num_visible"),

@@ -100,16 +100,21 @@ class Conversation:
             del self.cached[sequence], self.room[sequence]
 
     def begin(self, step: int, lane: int, sequences: list[int]) -> BeginStep:
-        """Each sequence decodes, stores a prompt's first chunk, attends a later chunk's past, or a chunk causally."""
+        """Each sequence decodes, stores a prompt's first chunk, attends a later chunk's past, or a chunk causally, or
+        attends without growing."""
         rows = []
         for sequence in sequences:
-            past, kind = self.length(sequence), self.rng.integers(4)
+            past, kind = self.length(sequence), self.rng.integers(5)
             new = 1 if kind == 0 else int(self.rng.integers(1, self.room[sequence] - past + 1))
             queries = 0 if kind == 1 else new if kind == 2 else int(self.rng.integers(1, new + 1))
-            rows.append((past, new, queries, past if kind == 2 else past + new))
-        past, new, queries, visible = np.array(rows, np.int32).T.copy()
-        want_lse = bool(self.rng.integers(2))
-        return BeginStep(step, lane, np.array(sequences, np.int64), past, new, queries, visible, want_lse)
+            beyond = 0
+            if kind == 4:  # a part of a sequence that has its last tokens elsewhere
+                queries, new = int(self.rng.integers(1, 4)), 0
+                beyond = queries + int(self.rng.integers(0, 30))
+            rows.append((past, new, queries, past if kind == 2 else past + new, beyond))
+        past, new, queries, visible, beyond = np.array(rows, np.int32).T.copy()
+        ids, want_lse = np.array(sequences, np.int64), bool(self.rng.integers(2))
+        return BeginStep(step, lane, ids, past, new, queries, visible, want_lse, beyond if beyond.any() else None)
 
     def step(self, step: int) -> None:
         """One step in each of two lanes, their layers interleaved."""
@@ -159,7 +164,8 @@ class Conversation:
             num_queries, visible = int(begin.num_queries[i]), int(begin.num_visible[i])
             rows = slice(first, first + num_queries)
             first += num_queries
-            position = int(begin.num_past[i] + begin.num_new[i]) - num_queries
+            beyond = 0 if begin.num_beyond is None else int(begin.num_beyond[i])
+            position = int(begin.num_past[i] + begin.num_new[i]) + beyond - num_queries
             k, v = self.cached[sequence][layer]
             want_o, want_lse = dense_attention(q[rows], k, v, position, visible, LAYERS[layer])
             np.testing.assert_allclose(o[rows], want_o, rtol=tolerance, atol=tolerance)

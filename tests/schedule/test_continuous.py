@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastdecode.core.errors import CapacityError
-from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.core.sequence import Request, SamplingParams, Sequence, part_id
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import COLD_STARTS, MODES, ScheduleOptions
-from fastdecode.schedule.scheduler import StepPlan
+from fastdecode.schedule.scheduler import Start, StepPlan
 from rworker.kv_store import KVStore
 
 BLOCK_SIZE = 4
@@ -55,6 +55,8 @@ class Harness:
     """W_lim of each R-worker and lane, where lengths are known."""
     in_flight: dict[int, StepPlan] = field(default_factory=dict)
     lane_of: dict[int, int] = field(default_factory=dict)
+    held: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """The parts of a sequence: R-worker, and id there."""
     live: dict[int, Sequence] = field(default_factory=dict)
     length_of: dict[int, int] = field(default_factory=dict)
     """How many tokens a sequence will generate."""
@@ -90,12 +92,15 @@ class Harness:
         return bool(plan.chunks)
 
     def cancel(self, sequence: Sequence) -> None:
-        worker = sequence.worker
         self.scheduler.finish(sequence)
         del self.live[sequence.sequence_id]
         self.lane_of.pop(sequence.sequence_id, None)
-        if worker is not None and worker not in self.lost:
-            self.stores[worker].close(sequence.sequence_id)
+        self._close(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        for worker, part in self.held.pop(sequence.sequence_id, ()):
+            if worker not in self.lost:
+                self.stores[worker].close(part)
 
     @property
     def at_rest(self) -> list[Sequence]:
@@ -110,8 +115,9 @@ class Harness:
 
     def _recover(self) -> None:
         for sequence in self.at_rest:
-            if sequence.worker in self.lost:
+            if not self.lost.isdisjoint(sequence.workers):
                 del self.lane_of[sequence.sequence_id]
+                self._close(sequence)
                 try:
                     self.scheduler.requeue(sequence)
                 except CapacityError:
@@ -122,22 +128,16 @@ class Harness:
             sequence_id = suspend.sequence.sequence_id
             assert self.lane_of.pop(sequence_id) == lane, "only the lane that is at rest may be changed"
             again = any(start.sequence is suspend.sequence for start in plan.starts)
-            assert again or (suspend.sequence.num_cached == 0 and suspend.sequence.worker is None)
-            self.stores[suspend.worker].close(sequence_id)
+            assert again or (suspend.sequence.num_cached == 0 and suspend.sequence.workers == ())
+            assert suspend.worker == self.held[sequence_id][0][0]
+            self._close(suspend.sequence)
             self.num_suspended += 1
         for extend in plan.extends:
             assert extend.sequence.worker is not None
             self.stores[extend.sequence.worker].extend(extend.sequence.sequence_id, extend.num_reserved_tokens)
         for start in plan.starts:
-            sequence_id = start.sequence.sequence_id
-            assert start.worker not in self.lost and start.num_reserved_tokens is not None
-            if start.parent is None:
-                self.stores[start.worker].open(sequence_id, start.num_reserved_tokens)
-            else:
-                self.stores[start.worker].fork(
-                    start.parent.sequence_id, sequence_id, start.num_shared_tokens, start.num_reserved_tokens
-                )
-            self.lane_of[sequence_id] = lane
+            self._open(start)
+            self.lane_of[start.sequence.sequence_id] = lane
         waiting = [sequence_id for sequence_id, sequence in self.live.items() if sequence.worker is None]
         started = [start.sequence.sequence_id for start in plan.starts]
         assert started == sorted(started) and max(started, default=-1) < min(waiting, default=1 << 60), (
@@ -145,9 +145,34 @@ class Harness:
         )
         self._check_chunks(lane, plan)
         for chunk in plan.chunks:
-            assert chunk.sequence.worker is not None
-            if chunk.sequence.worker not in self.lost:
-                self.stores[chunk.sequence.worker].append(chunk.sequence.sequence_id, chunk.num_tokens)
+            worker, part, num_cached = self._last_part(chunk.sequence)
+            if worker not in self.lost:
+                assert self.stores[worker].num_cached(part) == num_cached
+                self.stores[worker].append(part, chunk.num_tokens)
+
+    def _open(self, start: Start) -> None:
+        sequence, reserve = start.sequence, start.num_reserved_tokens
+        assert start.worker == sequence.worker and reserve is not None and self.lost.isdisjoint(sequence.workers)
+        sizes = self.scheduler._ledger.part_sizes(reserve)
+        assert (sequence.parts is None) == (len(sizes) == 1)
+        held = self.held[sequence.sequence_id] = []
+        num_shared = start.num_shared_tokens
+        for part, (worker, num_tokens) in enumerate(zip(sequence.workers, sizes, strict=True)):
+            held.append((worker, part_id(sequence.sequence_id, part)))
+            if num_shared > 0:
+                assert start.parent is not None and self.held[start.parent.sequence_id][part][0] == worker
+                parent = part_id(start.parent.sequence_id, part)
+                self.stores[worker].fork(parent, held[-1][1], min(num_shared, num_tokens), num_tokens)
+            else:
+                self.stores[worker].open(held[-1][1], num_tokens)
+            num_shared -= num_tokens
+
+    def _last_part(self, sequence: Sequence) -> tuple[int, int, int]:
+        """R-worker and id of the part that grows, and its cached tokens."""
+        part, num_cached = 0, sequence.num_cached
+        if sequence.parts is not None:
+            part, num_cached = sequence.parts.fill(num_cached)
+        return *self.held[sequence.sequence_id][part], num_cached
 
     def _check_chunks(self, lane: int, plan: StepPlan) -> None:
         chunks = {chunk.sequence.sequence_id: chunk for chunk in plan.chunks}
@@ -157,24 +182,27 @@ class Harness:
         assert len(self.lane_of) == self.scheduler.num_running <= MAX_SEQUENCES
         assert self.scheduler.num_waiting == len(self.live) - len(self.lane_of)
         loads = [0] * len(self.stores)
-        longest = [0] * len(self.stores)
+        members: list[list[int]] = [[] for _ in self.stores]  # of each R-worker: parts of each sequence there
         for chunk in plan.chunks:
             assert 1 <= chunk.num_tokens <= max(1, min(PREFILL_CHUNK, chunk.sequence.num_uncached))
-            assert chunk.sequence.worker is not None
-            loads[chunk.sequence.worker] += chunk.sequence.num_cached + chunk.num_tokens
-            longest[chunk.sequence.worker] += 1
+            sizes = self.scheduler._ledger.part_sizes(chunk.sequence.num_cached + chunk.num_tokens)
+            for worker, num_tokens in zip(chunk.sequence.workers, sizes, strict=False):
+                loads[worker] += num_tokens
+            for worker in set(chunk.sequence.workers):
+                members[worker].append(chunk.sequence.workers.count(worker))
         if self.lane_limits is not None:
-            for load, num_sequences, limit in zip(loads, longest, self.lane_limits, strict=True):
-                assert load <= limit or num_sequences == 1, "no start above the limit"
+            for load, here, limit in zip(loads, members, self.lane_limits, strict=True):
+                # Parts of one sequence are weighed one by one.
+                assert load <= limit or len(here) == 1 or max(here) > 1, "no start above the limit"
 
     def _complete(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            if sequence.sequence_id not in self.live or sequence.worker in self.lost:
+            if sequence.sequence_id not in self.live or not self.lost.isdisjoint(sequence.workers):
                 continue
             sequence.num_cached += chunk.num_tokens
-            assert sequence.worker is not None
-            assert sequence.num_cached == self.stores[sequence.worker].num_cached(sequence.sequence_id)
+            held = self.held[sequence.sequence_id]
+            assert sequence.num_cached == sum(self.stores[worker].num_cached(part) for worker, part in held)
             if sequence.num_uncached == 0:
                 # A token depends on the sequence alone, however often it was computed.
                 sequence.token_ids.append(1000 * sequence.sequence_id + sequence.num_generated)
@@ -228,7 +256,7 @@ def play(data: st.DataObject, harness: Harness, requests: Requests, *, lose: boo
             harness.turn(lane)
         if harness.at_rest and data.draw(st.integers(0, 7)) == 0:
             victim = data.draw(st.sampled_from(harness.at_rest))
-            if victim.worker not in harness.lost:
+            if harness.lost.isdisjoint(victim.workers):
                 cancelled.add(victim.sequence_id)
                 harness.cancel(victim)
         if lose and not harness.lost and data.draw(st.integers(0, 7)) == 0:
@@ -260,6 +288,38 @@ def test_every_policy_serves_everyone_within_its_blocks(
     harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], num_lanes)
     play(data, harness, requests, lose=lose)
     assert harness.num_suspended == 0
+
+
+SPLIT_BLOCKS = (5, 8, 6)
+SPLITS = st.sampled_from((4, 8, 12, 16))
+
+
+@relaxed
+@given(st.data(), traffic(forks=True), st.sampled_from(MODES), st.integers(1, 3), st.booleans(), SPLITS, st.booleans())
+def test_split_sequences_are_served_beyond_the_room_of_any_r_worker(
+    data: st.DataObject, requests: Requests, mode: str, num_lanes: int, lose: bool, split_tokens: int, forecast: bool
+) -> None:
+    chosen = options(mode, num_lanes, split_tokens=split_tokens, length_quantile=0.1 if forecast else None)
+    scheduler = make_scheduler(chosen, SPLIT_BLOCKS, BLOCK_SIZE)
+    scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
+    harness = Harness(scheduler, [Store(blocks) for blocks in SPLIT_BLOCKS], num_lanes)
+    harness.arrive(1, (1,), 1)
+    harness.run_out()
+    assert harness.arrive(24, (24,), 24), "47 tokens, in 12 blocks"
+    play(data, harness, requests, lose=lose)
+    assert forecast or harness.num_suspended == 0
+
+
+@relaxed
+@given(st.data(), traffic(forks=True), st.integers(1, 2), st.integers(60, 320), SPLITS)
+def test_each_part_counts_as_load_where_it_is(
+    data: st.DataObject, requests: Requests, num_lanes: int, load_limit: int, split_tokens: int
+) -> None:
+    chosen = options("stabilized", num_lanes, load_limit=load_limit, learn_lengths=False, split_tokens=split_tokens)
+    scheduler = make_scheduler(chosen, SPLIT_BLOCKS, BLOCK_SIZE)
+    limits = [control.limit for control in scheduler._lanes[0].admission._controls]  # type: ignore[attr-defined]
+    harness = Harness(scheduler, [Store(blocks) for blocks in SPLIT_BLOCKS], num_lanes, limits)
+    play(data, harness, requests, lose=False)
 
 
 @relaxed

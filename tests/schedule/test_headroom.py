@@ -53,11 +53,12 @@ def mean_load(limit: int, lengths: list[int], headroom: Headroom | None) -> floa
     step = 0
     while waiting:
         control.forget_before(step)
-        while waiting and control.earliest_start(1, waiting[-1], step) == step:
+        while waiting and control.earliest_start(MicroBatch(1, waiting[-1], step)) == step:
             batch = MicroBatch(1, waiting[-1], step)
             if headroom is not None and not control.fits(batch, headroom.limit_for(batch, limit)):
                 break
-            control.add(1, waiting.pop(), step)
+            waiting.pop()
+            control.add(batch)
             if headroom is not None:
                 headroom.started(batch)
         loads.append(control.load_at(step))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -74,15 +74,7 @@ def wishes(*, same_length: bool = False, with_prompts: bool = False) -> st.Searc
 
 
 def ask(control: LoadControl, wish: Wish, now: int) -> int:
-    return control.earliest_start(wish.num_sequences, wish.target_length, now, first_length=wish.first_length)
-
-
-def add(control: LoadControl, batch: MicroBatch) -> None:
-    control.add(batch.num_sequences, batch.target_length, batch.start, first_length=batch.first_length)
-
-
-def end(control: LoadControl, batch: MicroBatch, at: int) -> None:
-    control.end(batch.num_sequences, batch.target_length, batch.start, at, first_length=batch.first_length)
+    return control.earliest_start(wish.at(now))
 
 
 def check_against_brute_force(wanted: list[Wish], slack: int) -> None:
@@ -91,7 +83,7 @@ def check_against_brute_force(wanted: list[Wish], slack: int) -> None:
     for wish in wanted:
         start = ask(control, wish, wish.arrival)
         assert start == brute.earliest_start(wish, wish.arrival)
-        add(control, wish.at(start))
+        control.add(wish.at(start))
         brute.add(wish.at(start))
     assert control.peak() == max(brute.load.values()) <= limit
     for step in range(max(brute.load) + 2):
@@ -137,7 +129,7 @@ def test_equal_lengths_follow_the_papers_formula(wanted: list[Wish], slack: int)
         loads = [w + m * (e - start + 1) if e >= start else w for e, w in zip(ends, loads, strict=True)]
         ends.append(start + length - 1)
         loads.append(new_load)
-        add(control, wish.at(start))
+        control.add(wish.at(start))
         latest = start
         assert control.peak() == max(loads)
 
@@ -158,14 +150,14 @@ def test_what_ends_early_gives_its_load_back(data: st.DataObject, wanted: list[W
             num_ended = data.draw(st.integers(1, whole.num_sequences))
             ended = MicroBatch(num_ended, whole.target_length, whole.start, whole.first_length)
             at = max(now, whole.start)
-            end(control, ended, at)
+            control.end(ended, at)
             brute.end(ended, at)
             if num_ended < whole.num_sequences:
                 left = whole.num_sequences - num_ended
                 running.append(MicroBatch(left, whole.target_length, whole.start, whole.first_length))
         start = ask(control, wish, now)
         assert start == brute.earliest_start(wish, now)
-        add(control, wish.at(start))
+        control.add(wish.at(start))
         brute.add(wish.at(start))
         running.append(wish.at(start))
         now = start
@@ -184,7 +176,7 @@ def test_a_lowered_limit_holds_for_what_starts_from_then_on(wanted: list[Wish], 
     control, brute = LoadControl(high), BruteForce(high)
     for wish in before:
         start = ask(control, wish, wish.arrival)
-        add(control, wish.at(start))
+        control.add(wish.at(start))
         brute.add(wish.at(start))
     control.limit = brute.limit = max(high * percent // 100, last.num_sequences * last.target_length)
     assert ask(control, last, last.arrival) == brute.earliest_start(last, last.arrival)
@@ -197,8 +189,8 @@ def test_worked_starts(case_id: str) -> None:
     control = LoadControl(given_["W_lim"])
     starts = []
     for m, length, arrival in zip(given_["m"], lengths, given_["arrival_step"], strict=True):
-        starts.append(control.earliest_start(m, length, arrival))
-        control.add(m, length, starts[-1])
+        starts.append(control.earliest_start(MicroBatch(m, length, arrival)))
+        control.add(MicroBatch(m, length, starts[-1]))
     assert starts == expected["start_steps"]
     assert control.peak() == expected["max_load"]
     if "last_end_step" in expected:
@@ -209,7 +201,7 @@ def test_a_micro_batch_above_the_limit_is_refused_by_name() -> None:
     given_ = CASES["limit below one micro-batch"]["inputs"]
     control = LoadControl(given_["W_lim"])
     with pytest.raises(CapacityError, match=r"40 tokens.*limit of 39") as caught:
-        control.earliest_start(given_["m"][0], given_["S"], 0)
+        control.earliest_start(MicroBatch(given_["m"][0], given_["S"], 0))
     assert caught.value.code == "exceeds_load_limit"
     assert not control
 
@@ -237,7 +229,7 @@ def test_worked_interval_that_does_not_divide() -> None:
 def played(interval: FixedInterval, num_micro_batches: int) -> LoadControl:
     control = LoadControl(1)
     for k in range(num_micro_batches):
-        control.add(interval.num_sequences, interval.target_length, k * interval.interval)
+        control.add(MicroBatch(interval.num_sequences, interval.target_length, k * interval.interval))
     return control
 
 
@@ -289,8 +281,8 @@ def starts_of_a_crowd(limit: int, length: int, *, ramp: bool) -> list[int]:
     starts: list[int] = []
     for step in range(length):
         control.limit = max(length, ramped_limit(limit, step, length)) if ramp else limit
-        while control.earliest_start(1, length, step) == step:
-            control.add(1, length, step)
+        while control.earliest_start(MicroBatch(1, length, step)) == step:
+            control.add(MicroBatch(1, length, step))
             starts.append(step)
     assert control.peak() <= limit
     return starts
@@ -320,7 +312,7 @@ def test_what_fits_under_a_falling_limit(wanted: list[Wish], slack: int, falls: 
     control, brute = LoadControl(limit), BruteForce(limit)
     for wish in before:
         start = ask(control, wish, wish.arrival)
-        add(control, wish.at(start))
+        control.add(wish.at(start))
         brute.add(wish.at(start))
     batch = last.at(brute.latest_start)
     falling = [limit - fallen for fallen in itertools.accumulate(falls)]
@@ -332,3 +324,32 @@ def test_what_fits_under_a_falling_limit(wanted: list[Wish], slack: int, falls: 
     assert control.fits(batch, limit_at) == all(
         brute.load[step] + batch.load_at(step) <= limit_at(step) for step in steps
     )
+
+
+@settings(max_examples=1000, deadline=None)
+@given(wishes(with_prompts=True), st.lists(st.integers(0, 2), min_size=14, max_size=14), st.integers(0, 60))
+def test_parts_of_split_sequences_never_exceed_the_limit(wanted: list[Wish], parts: list[int], slack: int) -> None:
+    """Part 0 of a wish is all of it."""
+    batches = [
+        wish.at(wish.arrival) if part == 0 else wish.at(wish.arrival).split(part, 8)[-1]
+        for wish, part in zip(wanted, parts, strict=False)
+    ]
+    limit = max(batch.peak for batch in batches) + slack
+    control, brute = LoadControl(limit), BruteForce(limit)
+    for batch in batches:
+        started = replace(batch, start=control.earliest_start(batch))
+        assert started.start >= max(batch.start, brute.latest_start)
+        assert brute.fits(started) and control.fits(started, lambda step: limit)
+        control.add(started)
+        brute.add(started)
+    assert control.peak() == max(brute.load.values())
+    for step in range(max(brute.load) + 2):
+        assert control.load_at(step) == brute.load[step]
+
+
+def test_parts_add_up_to_their_sequence() -> None:
+    batch = MicroBatch(2, 30, 5, 7)
+    parts = batch.split(4, 8)
+    for step in range(40):
+        assert sum(part.load_at(step) for part in parts) == batch.load_at(step)
+    assert [part.peak for part in parts] == [16, 16, 16, 12]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fastdecode.schedule.placement import BlockLedger
 
 
@@ -36,3 +41,68 @@ def test_a_replacement_is_as_large_as_it_says() -> None:
     assert ledger.workers_with_room(1, 1) == [0, 1]
     ledger.reserve(0, 48)
     assert ledger.workers_with_room(1, 1) == [1]
+
+
+def test_part_sizes() -> None:
+    ledger = BlockLedger((10,), block_size=4, part_tokens=8)
+    assert [ledger.part_sizes(n) for n in (1, 8, 9, 16)] == [(1,), (8,), (8, 1), (8, 8)]
+    assert BlockLedger((10,), block_size=4).part_sizes(1000) == (1000,)
+
+
+BLOCKS = st.lists(st.integers(0, 7), min_size=1, max_size=4)
+
+
+@given(BLOCKS, st.integers(1, 3), st.integers(1, 60), st.sets(st.integers(0, 3), max_size=2))
+def test_parts_are_placed_if_and_only_if_some_way_fits(
+    blocks: list[int], part_blocks: int, num_tokens: int, lost: set[int]
+) -> None:
+    ledger = BlockLedger(tuple(blocks), block_size=4, part_tokens=4 * part_blocks)
+    for worker in lost & set(range(len(blocks))):
+        ledger.lose(worker)
+    sizes = ledger.part_sizes(num_tokens)
+    assert sum(sizes) == num_tokens and all(size == sizes[0] for size in sizes[:-1])
+    needed = [ledger.blocks_for(size) for size in sizes]
+    # Full parts are all alike: what counts is how many of them go where, and where the last one goes.
+    free = [0 if worker in lost else x for worker, x in enumerate(blocks)]
+    is_possible = any(
+        sum((x - (needed[-1] if worker == last else 0)) // part_blocks for worker, x in enumerate(free))
+        >= len(sizes) - 1
+        for last, room in enumerate(free)
+        if room >= needed[-1]
+    )
+    assert ledger.is_possible(num_tokens) == is_possible
+    placed = ledger.place_parts(sizes, sizes, lambda part, fitting: fitting[-1] if fitting else None)
+    assert (placed is not None) == is_possible
+    if placed is not None:
+        for worker, size in zip(placed, sizes, strict=True):
+            ledger.reserve(worker, size)  # asserts that there is room
+            assert worker not in lost
+
+
+@given(BLOCKS, st.integers(2, 40), st.integers(0, 3))
+def test_parts_are_spread_as_far_as_there_is_room(blocks: list[int], num_tokens: int, num_fixed: int) -> None:
+    ledger = BlockLedger(tuple(blocks), block_size=1, part_tokens=2)
+    sizes = ledger.part_sizes(num_tokens)
+    fixed = (0,) * min(num_fixed, len(sizes))
+    placed = ledger.place_parts(sizes, sizes, lambda part, fitting: fitting[0] if fitting else None, fixed)
+    if placed is None:
+        return
+    assert placed[: len(fixed)] == fixed
+    for part, worker in itertools.islice(enumerate(placed), len(fixed), None):
+        for other, room in enumerate(blocks):
+            if placed[:part].count(other) < placed[:part].count(worker):
+                taken = sum(size for w, size in zip(placed[:part], sizes, strict=False) if w == other)
+                assert room - taken < sizes[part], "somebody with fewer of its parts had room"
+
+
+def test_where_a_policy_says_no_the_next_best_is_asked() -> None:
+    ledger = BlockLedger((4, 4, 4), block_size=1, part_tokens=2)
+    offers: list[tuple[int, list[int]]] = []
+
+    def choose(part: int, fitting: list[int]) -> int | None:
+        offers.append((part, fitting))
+        return next((worker for worker in fitting if worker != 2), None)
+
+    assert ledger.place_parts((2, 2, 2), (2, 2, 2), choose) == (0, 1, 0)
+    assert offers == [(0, [0, 1, 2]), (1, [1, 2]), (2, [2]), (2, [0, 1])]
+    assert ledger.place_parts((2, 2), (2, 2), lambda part, fitting: None) is None

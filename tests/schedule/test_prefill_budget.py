@@ -52,3 +52,13 @@ def test_a_prompt_fills_what_the_others_leave() -> None:
     assert budget.chunks(100) == (60, 40)
     budget.clear()
     assert budget.chunks(61) == (60, 1)
+
+
+@given(st.integers(1, 40), st.integers(1, 120), st.integers(0, 60), st.integers(1, 25))
+def test_chunks_of_split_sequences_end_where_parts_do(chunk: int, num_tokens: int, first: int, part: int) -> None:
+    chunks = PrefillBudget(30, chunk).chunks(num_tokens, first, part)
+    assert sum(chunks) == num_tokens
+    for tokens in chunks:
+        assert 1 <= tokens <= min(chunk, 30)
+        assert first // part == (first + tokens - 1) // part
+        first += tokens

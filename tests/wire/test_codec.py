@@ -99,7 +99,8 @@ def hellos(draw: st.DrawFn) -> Hello:
 def begin_steps(draw: st.DrawFn) -> BeginStep:
     n = draw(st.integers(0, 20))
     counts = [draw(arrays_of(np.int32, n)) for _ in range(4)]
-    return BeginStep(draw(INTS), draw(INTS), draw(arrays_of(np.int64, n)), *counts, want_lse=draw(st.booleans()))
+    beyond = draw(st.none() | arrays_of(np.int32, n))
+    return BeginStep(draw(INTS), draw(INTS), draw(arrays_of(np.int64, n)), *counts, draw(st.booleans()), beyond)
 
 
 @st.composite
@@ -170,13 +171,13 @@ def with_crc(head: bytes) -> bytes:
 
 
 def test_golden_bytes_of_a_message_without_fields() -> None:
-    head = unhex("46445750 0100 07 00 05000000 1c000000 0000000000000000")
+    head = unhex("46445750 0200 07 00 05000000 1c000000 0000000000000000")
     assert in_one_piece(Shutdown(), epoch=5).tobytes() == with_crc(head)
 
 
 def test_golden_bytes_of_numbers_before_text() -> None:
     head = unhex(
-        "46445750 0100 41 00 00000000 3b000000 0000000000000000"  # header: Welcome, 59 bytes
+        "46445750 0200 41 00 00000000 3b000000 0000000000000000"  # header: Welcome, 59 bytes
         "6400000000000000 2000000000000000 0800000000000000"  # num_blocks, block_size, num_threads
         "03000000 72c3a9"  # worker
     )
@@ -187,7 +188,7 @@ def test_golden_bytes_of_arrays() -> None:
     o = np.arange(4, dtype=np.uint16).reshape(1, 2, 2)
     lse = np.array([[1.0, -2.0]], np.float32)
     head = unhex(
-        "46445750 0100 44 00 07000000 58000000 4800000000000000"  # header: AttendResult, epoch 7, 88 + 72 bytes
+        "46445750 0200 44 00 07000000 58000000 4800000000000000"  # header: AttendResult, epoch 7, 88 + 72 bytes
         "02000000 01000000 02000000 02000000"  # o: uint16 [1, 2, 2]
         "01000000 01000000 02000000"  # lse: float32 [1, 2]
         "0900000000000000 0100000000000000 0300000000000000 000000000000e03f"  # step, lane, layer, compute_s
@@ -197,11 +198,29 @@ def test_golden_bytes_of_arrays() -> None:
     assert whole == with_crc(head).ljust(128, b"\0") + body
 
 
+def test_golden_bytes_of_a_step() -> None:
+    begin = BeginStep(
+        9, 1, np.array([1 << 36]), *(np.array([x], np.int32) for x in (64, 0, 1, 64)), True, np.array([5], np.int32)
+    )
+    head = unhex(
+        "46445750 0200 05 00 00000000 5d000000 4401000000000000"  # header: BeginStep, 93 + 324 bytes
+        "04000000 01000000 03000000 01000000 03000000 01000000"  # sequence_ids: int64 [1]; int32 [1] each
+        "03000000 01000000 03000000 01000000 03000000 01000000"
+        "0900000000000000 0100000000000000 01"  # step, lane, want_lse
+    )
+    numbers = [1 << 36, 64, 0, 1, 64, 5]
+    body = b"".join(x.to_bytes(8, "little").ljust(64, b"\0") for x in numbers)[:324]
+    whole = in_one_piece(begin).tobytes()
+    assert whole == with_crc(head).ljust(128, b"\0") + body
+    whole_sequences = in_one_piece(dataclasses.replace(begin, num_beyond=None)).tobytes()
+    assert whole_sequences[64:72] == bytes(8), "no array, and no dims"
+
+
 def test_golden_bytes_of_nested_fields() -> None:
     kv = KVSpec(num_layers=1, num_kv_heads=2, head_dim=64, dtype=DType.BFLOAT16, block_size=32)
     layer = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, logit_softcap=30.0)
     head = unhex(
-        "46445750 0100 01 00 00000000 7c000000 0000000000000000 0100000000000000"  # header: Hello; protocol_version
+        "46445750 0200 01 00 00000000 7c000000 0000000000000000 0100000000000000"  # header: Hello; protocol_version
         "03000000 616263"  # model_hash
         "0100000000000000 0200000000000000 4000000000000000 02 2000000000000000"  # kv
         "01000000 0400000000000000 0200000000000000 4000000000000000 000000000000c03f"  # one layer: heads, dim, scale

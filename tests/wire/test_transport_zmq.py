@@ -24,7 +24,7 @@ zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 from fastdecode.core.errors import ConfigError  # noqa: E402
 from fastdecode.wire import codec  # noqa: E402
-from fastdecode.wire.messages import Accepted, Failed, OpenSequence  # noqa: E402
+from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, OpenSequence  # noqa: E402
 from fastdecode.wire.transport import CLOSED, TIMEOUT  # noqa: E402
 from fastdecode.wire.zmq import ZmqHub  # noqa: E402
 from fastdecode.wire.zmq_access import ClusterKey, check_address  # noqa: E402
@@ -293,7 +293,7 @@ def test_a_peer_of_another_version_is_told_both(stage: Stage, hub: ZmqHub) -> No
         assert dealer.poll(int(WAIT_S * 1000))
         answered, _ = codec.decode(np.frombuffer(dealer.recv(), np.uint8))
     assert isinstance(answered, Failed) and answered.code == "protocol_version"
-    assert "version 77, this side 1" in answered.message
+    assert f"version 77, this side {PROTOCOL_VERSION}" in answered.message
     # And is still there for others.
     hub.add(address).send(HELLO)
     assert same(stage.puppets[0].result(), HELLO)

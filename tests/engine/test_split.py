@@ -1,0 +1,202 @@
+"""Long sequences as parts on several R-workers (``--split-tokens``): the tokens of whole ones, whatever the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import oracle, prompts
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
+from fastdecode.core.sequence import Parts, Request, Sequence
+from fastdecode.engine import workers
+from fastdecode.engine.guests import GuestMerge
+from fastdecode.engine.layout import StepBatch
+from fastdecode.schedule.scheduler import Chunk
+from fastdecode.wire.messages import AttendResult
+from rworker.attention import AttentionExecutor
+from rworker.instructions import Compute
+from rworker.kv_store import KVStore
+from rworker.worker import WorkerThread, start_worker_thread
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
+FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=30, n=3, ignore_eos=True)
+PROMPT_LENGTHS = (1, 90, 7, 130, 16, 33)
+OPTIONS: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "block_size": 16}
+
+
+def asked() -> list[list[int]]:
+    return prompts(PROMPT_LENGTHS, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("r_workers", "split_tokens", "prefill_chunk", "lanes", "prompt_attention"),
+    [(3, 32, 512, 1, "s"), (3, 32, 6, 2, "s"), (2, 16, 23, 2, "s"), (3, 32, 512, 2, "r"), (1, 48, 10, 1, "r")],
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
+def test_greedy_tokens_and_logprobs_equal_transformers(
+    family: str,
+    r_workers: int,
+    split_tokens: int,
+    prefill_chunk: int,
+    lanes: int,
+    prompt_attention: str,
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """Positions: RoPE, windows shorter than a part and alternating with full attention, ALiBi."""
+    path = tiny_checkpoint(family)
+    transformer = oracle(path)
+    how = {"r_workers": r_workers, "prefill_chunk": prefill_chunk, "lanes": lanes, "prompt_attention": prompt_attention}
+    with LLM(str(path), **OPTIONS, **how, split_tokens=split_tokens) as llm:
+        outputs = llm.generate(asked(), GREEDY)
+    for prompt, output in zip(asked(), outputs, strict=True):
+        tokens, _ = transformer.greedy(prompt, 40)
+        logprobs = transformer.logits([*prompt, *tokens])[len(prompt) - 1 : -1].log_softmax(-1)
+        assert output.error is None
+        assert list(output.completions[0].token_ids) == tokens
+        found = torch.tensor([step.logprob for step in output.completions[0].logprobs or ()])
+        torch.testing.assert_close(found, logprobs[range(len(tokens)), tokens], atol=1e-4, rtol=0)
+
+
+def run(path: Path, **how: Any) -> tuple[list[list[tuple[int, ...]]], LLM]:
+    """Everybody's tokens, forks among them, and the closed LLM."""
+    with LLM(str(path), **{**OPTIONS, "prefill_chunk": 20, **how}) as llm:
+        outputs = llm.generate(asked() + prompts([60, 5], seed=3), [GREEDY] * len(PROMPT_LENGTHS) + [FORKED] * 2)
+        assert [output.error for output in outputs] == [None] * len(outputs)
+        return [[c.token_ids for c in output.completions] for output in outputs], llm
+
+
+@pytest.mark.parametrize(("schedule", "prompt_attention"), [("greedy", "s"), ("stabilized", "r")])
+def test_forks_share_parts(schedule: str, prompt_attention: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    path = tiny_checkpoint("llama")
+    how = {"schedule": schedule, "prompt_attention": prompt_attention}
+    assert run(path, r_workers=3, split_tokens=16, lanes=2, **how)[0] == run(path)[0]
+
+
+def test_a_context_that_no_r_worker_could_hold_alone(tiny_checkpoint: Callable[..., Path]) -> None:
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path)
+    small = {"kv_memory_gb": 80e-6, "r_workers": 3}
+    with LLM(str(path), **{**OPTIONS, **small}) as llm:
+        assert llm.num_kv_blocks * 16 < 3 * 130
+        (output,) = llm.generate([asked()[3]], GREEDY)
+        assert isinstance(output.error, CapacityError) and "--split-tokens" in str(output.error)
+    tokens, _ = run(path, split_tokens=32, **small)
+    assert tokens == expected
+    with LLM(str(path), **{**OPTIONS, **small}, split_tokens=32) as llm:
+        (output,) = llm.generate(prompts([300], seed=1), GREEDY)
+        assert isinstance(output.error, CapacityError) and "all R-workers together" in str(output.error)
+
+
+class Trouble(AttentionExecutor):
+    """Works until its ``after``-th layer."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(num_threads=1)
+        self._left = after
+
+    def compute(self, compute: Compute) -> AttendResult:
+        self._left -= 1
+        if self._left < 0:
+            raise MemoryError("no more memory")
+        return super().compute(compute)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("after", [{"r1": 5}, {"r1": 60}, {"r0": 25, "r2": 40}])
+def test_the_loss_of_a_part_changes_no_token(
+    after: dict[str, int], lanes: int, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path)
+
+    def start(name: str, **options: Any) -> WorkerThread:
+        return start_worker_thread(name, **options, executor=Trouble(after[name]) if name in after else None)
+
+    monkeypatch.setattr(workers, "start_worker_thread", start)
+    tokens, llm = run(path, r_workers=3, split_tokens=32, lanes=lanes)
+    assert tokens == expected
+    assert llm.stats.num_recomputed > 0
+    assert llm.num_live_r_workers == 3 - len(after)
+
+
+def test_a_step_goes_on_whoever_has_answered() -> None:
+    """R-workers 0 and 1 have a closed part each, 2 has the last one."""
+    request = Request("r", tuple(range(40)), SamplingParams(), max_tokens=1, seed=0)
+    sequence = Sequence.of(0, request, 0)
+    sequence.num_cached, sequence.worker, sequence.parts = 36, 0, Parts((0, 1, 2), 16)
+    batch = StepBatch.build([Chunk(sequence, 1)], step=0)
+    spans = {span.worker: span for span in batch.spans}
+    answer = AttendResult(0, 0, 0, np.full((1, 1, 2), 3.0, np.float32), np.zeros((1, 1), np.float32), 0.0)
+    for answered, expected in (((), 9.0), ((1,), 3.0), ((2,), 9.0), ((0, 2), 6.0), ((2, 1, 0), 5.0)):
+        merge, o = GuestMerge(batch, torch.device("cpu")), torch.full((1, 1, 2), 9.0)
+        for worker in answered:
+            merge.arrive(spans[worker], answer, torch.float32)
+        merge.merge_into(o)
+        torch.testing.assert_close(o, torch.full((1, 1, 2), expected))
+
+
+def test_who_no_longer_fits_after_a_loss_says_so(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    def start(name: str, **options: Any) -> WorkerThread:
+        return start_worker_thread(name, **options, executor=Trouble(30) if name == "r1" else None)
+
+    monkeypatch.setattr(workers, "start_worker_thread", start)
+    how = {**OPTIONS, "kv_memory_gb": 80e-6, "r_workers": 2, "split_tokens": 32}
+    with LLM(str(tiny_checkpoint("llama")), **how) as llm:
+        long, short = llm.generate([asked()[3], asked()[4]], GREEDY)
+    assert isinstance(long.error, WorkerError) and "was lost" in str(long.error)
+    assert short.ok
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_part_that_is_refused_makes_its_sequence_wait(
+    lanes: int, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """And gives back what the other R-workers had accepted."""
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path)
+    refused = []
+    really_open = KVStore.open
+
+    def open_one(store: KVStore, sequence_id: int, num_reserved: int) -> None:
+        if store.num_sequences:
+            refused.append(sequence_id)
+            raise CapacityError("no room for a second sequence")
+        really_open(store, sequence_id, num_reserved)
+
+    monkeypatch.setattr(KVStore, "open", open_one)
+    assert run(path, r_workers=3, split_tokens=64, lanes=lanes)[0] == expected
+    assert refused
+
+
+def test_parts_leave_little_trace_in_an_int8_cache(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Rounding itself moves these logprobs by up to 0.25."""
+    path = tiny_checkpoint("llama")
+    found = []
+    for how in ({}, {"r_workers": 3, "split_tokens": 32}):
+        with LLM(str(path), **OPTIONS, kv_dtype="int8", prefill_chunk=20, **how) as llm:
+            params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+            outputs = llm.generate(asked(), params)
+        found.append([[step.logprob for step in output.completions[0].logprobs or ()] for output in outputs])
+    np.testing.assert_allclose(found[0], found[1], atol=5e-2)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"split_tokens": 100}, "not a multiple of block_size=64: take 128"),
+        ({"split_tokens": 0}, "split_tokens=0"),
+        ({"split_tokens": 128, "r_partition": "heads"}, "--r-partition"),
+        ({"split_tokens": 128, "kv_placement": "gpu"}, "has none: leave out split_tokens"),
+    ],
+)
+def test_what_can_t_be_split_is_refused(how: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        LLM("anywhere", **how)
