@@ -154,7 +154,7 @@ def run_attend(
     most_heads = (job.num_kv_heads + splits - 1) // splits
     units = np.empty((num_base_units * job.num_kv_heads, UNIT_FIELDS), np.int32)
     job.units = units.ctypes.data
-    first = 0
+    first = np.int64(0)
     while first < num_sequences:
         end, used = first, 0
         while end < num_sequences and used + partial_starts[end] <= partials.size:

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from cpu_kernels.amx import FILE_BYTES
+from cpu_kernels.amx_products import configure_tiles, release_tiles
 from cpu_kernels.compiled import entry, part
 from cpu_kernels.memory import (
     as_record,
@@ -35,7 +37,7 @@ from cpu_kernels.memory import (
     store_row_sums,
 )
 from cpu_kernels.merge_kernel import merge_chunks, write_result
-from cpu_kernels.operands import BIAS, FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, UNIT, copy_low_halves, store_query
+from cpu_kernels.operands import BIAS, FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, UNIT, copy_masked, store_query
 from cpu_kernels.rows import clear_tail, fill_row, read_row
 from cpu_kernels.simd import maximum, splat
 from cpu_kernels.softmax_kernel import LOG2_E, find_maxima, scale_values, shape_scores, weigh_scores
@@ -108,83 +110,110 @@ def _pack_queries(variant, job, rows, operands, spare):
 
 
 @part
-def _score_block(variant, job, keys, ahead, queries, scores, num_tiles):
+def _score_block(variant, job, file, keys, ahead, queries, scores, num_tiles):
     """Dot products of all rows with one block's K: float32 [rows][padded_tokens]; asks for the piece ``ahead``."""
     row_bytes = job.padded_tokens * variant.cell_bytes
     step = variant.score_vectors * variant.lanes
-    step_bytes = step * variant.cell_bytes // variant.spread
-    for tile_index in range(num_tiles):
-        operands = queries + tile_index * variant.rows * ROW_BYTES
-        target = scores + tile_index * variant.rows * ROW_BYTES
+    step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
+    for tile_index in range(num_tiles // variant.product_tiles):
+        operands = queries + tile_index * variant.product_rows * ROW_BYTES
+        target = scores + tile_index * variant.product_rows * ROW_BYTES
         for t in range(0, job.padded_tokens, step):
             cells = keys + t * variant.cell_bytes
-            tile = zero_scores(variant)
+            tile = zero_scores(variant, file)
             for plane in range(variant.passes):
                 words = operands + plane * PLANE_BYTES
                 if plane > 0:
                     tile = begin_low_scores(tile)
                 if plane == 0 and tile_index < variant.spread:
-                    for w in range(job.dim_words):
+                    for w in range(0, job.dim_words, variant.step_words):
                         prefetch_share(variant, tile, ahead)
                         ahead += step_bytes
-                        tile = accumulate_scores(variant, tile, words + w * variant.word_bytes, cells + w * row_bytes)
+                        tile = accumulate_scores(
+                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes, row_bytes,
+                            job.dim_words - w,
+                        )  # fmt: skip
                 else:
-                    for w in range(job.dim_words):
-                        tile = accumulate_scores(variant, tile, words + w * variant.word_bytes, cells + w * row_bytes)
+                    for w in range(0, job.dim_words, variant.step_words):
+                        tile = accumulate_scores(
+                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes, row_bytes,
+                            job.dim_words - w,
+                        )  # fmt: skip
             store_scores(variant, tile, operands, target + 4 * t)
 
 
 @part
-def _add_values(variant, job, values, tile_bytes, num_words, ahead, weights, factors, state, num_tiles, rescaling):
+def _add_values(
+    variant, job, file, values, tile_bytes, num_words, ahead, weights, factors, state, num_tiles, rescaling
+):  # fmt: skip
     """state = state · rescale + weights · V, over the first words of one block's V; asks for what lies ``ahead``."""
     row_bytes = job.tile_dims * variant.cell_bytes
     state_bytes = job.padded_dims * 4
     step = variant.value_vectors * variant.lanes
-    step_bytes = step * variant.cell_bytes // variant.spread
-    for tile_index in range(num_tiles):
-        rows = weights + tile_index * variant.rows * ROW_BYTES
-        target = state + tile_index * variant.rows * state_bytes
-        scales = factors + tile_index * 2 * FACTOR_BYTES
+    step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
+    for tile_index in range(num_tiles // variant.product_tiles):
+        rows = weights + tile_index * variant.product_rows * ROW_BYTES
+        target = state + tile_index * variant.product_rows * state_bytes
+        scales = factors + tile_index * variant.product_tiles * 2 * FACTOR_BYTES
         for d in range(0, job.padded_dims, step):
             cells = values + d // job.tile_dims * tile_bytes + d % job.tile_dims * variant.cell_bytes
-            tile = begin_values(variant, scales, target + 4 * d, state_bytes, rescaling)
+            tile = begin_values(variant, file, scales, target + 4 * d, state_bytes, rescaling)
             for plane in range(variant.passes):
                 operands = rows + plane * PLANE_BYTES
                 if plane > 0:
                     tile = begin_low_values(tile)
                 if plane == 0 and tile_index < variant.spread:
-                    for w in range(num_words):
+                    for w in range(0, num_words, variant.step_words):
                         prefetch_share(variant, tile, ahead)
                         ahead += step_bytes
                         tile = accumulate_values(
-                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes
-                        )
+                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes, row_bytes,
+                            num_words - w,
+                        )  # fmt: skip
                 else:
-                    for w in range(num_words):
+                    for w in range(0, num_words, variant.step_words):
                         tile = accumulate_values(
-                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes
-                        )
+                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes, row_bytes,
+                            num_words - w,
+                        )  # fmt: skip
             end_values(variant, tile, scales, target + 4 * d, state_bytes, rescaling)
 
 
 @part
-def _add_block(variant, job, values, num_tokens, ahead, weights, factors, state, num_tiles, spare):
+def _copy_last_step(variant, job, values, first_word, num_tokens, target):
+    """The words of V from ``first_word`` on that a step takes, with zeros beyond the first ``num_tokens`` tokens."""
+    tile_bytes = variant.step_words * job.tile_dims * 4
+    for w in range(variant.step_words):
+        held = num_tokens - 2 * w
+        mask = 0xFFFFFFFF if held > 1 else 0xFFFF if held == 1 else 0
+        for d in range(0, job.padded_dims, 16):
+            tile, cell = d // job.tile_dims, 4 * (d % job.tile_dims)
+            source = values + tile * job.tile_bytes + 4 * (first_word + w) * job.tile_dims + cell
+            copy_masked(source, target + tile * tile_bytes + 4 * w * job.tile_dims + cell, mask)
+
+
+@part
+def _add_block(variant, job, file, values, num_tokens, ahead, weights, factors, state, num_tiles, spare):
     """state = state · rescale + weights · V over one block, of which ``num_tokens`` are the sequence's.
 
-    A word that only half belongs to the sequence holds whatever its block held before, perhaps NaN; its lower half is
-    copied away (to ``spare``) and taken from there.
+    What isn't the sequence's holds whatever its block held before, perhaps NaN. A step of a product that would take in
+    some of it (half a word of bfloat16, or half an AMX tile) is copied away, to ``spare``, and taken from there.
     """
     num_words = (num_tokens + variant.pack - 1) // variant.pack
     rescaling = True
-    if variant.pack == 2 and num_tokens % 2 == 1:
-        num_words -= 1
-        for d in range(0, job.padded_dims, 16):
-            tile = values + d // job.tile_dims * job.tile_bytes
-            copy_low_halves(tile + 4 * (num_words * job.tile_dims + d % job.tile_dims), spare + 4 * d)
-        last = weights + num_words * variant.word_bytes
-        _add_values(variant, job, spare, 4 * job.tile_dims, 1, ahead, last, factors, state, num_tiles, True)
+    left = num_tokens % (variant.pack * variant.step_words)
+    if variant.pack == 2 and left > 0:
+        num_words = (num_tokens - left) // variant.pack
+        _copy_last_step(variant, job, values, num_words, left, spare)
+        last, tile_bytes = weights + num_words * variant.word_bytes, 4 * variant.step_words * job.tile_dims
+        _add_values(
+            variant, job, file, spare, tile_bytes, variant.step_words, ahead, last, factors, state, num_tiles,
+            rescaling,
+        )  # fmt: skip
         rescaling = False
-    _add_values(variant, job, values, job.tile_bytes, num_words, ahead, weights, factors, state, num_tiles, rescaling)
+    _add_values(
+        variant, job, file, values, job.tile_bytes, num_words, ahead, weights, factors, state, num_tiles, rescaling,
+    )  # fmt: skip
 
 
 @part
@@ -230,7 +259,7 @@ def attend_unit(variant, job_address, unit_index, scratch):
     position = np.int64(load_i32(job.positions + 4 * sequence))
     context_len = np.int64(load_i32(job.context_lens + 4 * sequence))
     num_rows, rows = row_end - row_begin, variant.rows
-    num_tiles = (num_rows + rows - 1) // rows
+    num_tiles = (num_rows + variant.product_rows - 1) // variant.product_rows * variant.product_tiles
     padded_rows = num_tiles * rows
 
     # Visible to any row of the unit, within the chunk.
@@ -247,11 +276,12 @@ def attend_unit(variant, job_address, unit_index, scratch):
     if high <= low:
         end_block = first_block
 
-    # Scratch: V's scales | half words | what rows see | factors | room for _pack_queries, slopes | maxima, sums |
-    # state | scores | weights | queries
-    v_scales = scratch
-    half_words = v_scales + 2048
-    lows = half_words + 2048
+    # Scratch: AMX's tiles | V's scales | words of a last step | what rows see | factors | room for _pack_queries |
+    # slopes | maxima, sums | state | scores | weights | queries
+    file = scratch
+    v_scales = file + FILE_BYTES
+    last_step = v_scales + 2048
+    lows = last_step + 2048 * variant.step_words
     highs = lows + 4 * _BOUND_ROWS
     positions = highs + 4 * _BOUND_ROWS
     factors = positions + 4 * _BOUND_ROWS
@@ -281,6 +311,7 @@ def attend_unit(variant, job_address, unit_index, scratch):
         queries, scores,
     )  # fmt: skip
 
+    configure_tiles(variant, file, job.dim_words)
     table = job.tables + 4 * sequence * job.max_blocks
     heads_offset = head_begin * job.head_bytes
     block = job.pool
@@ -303,7 +334,9 @@ def attend_unit(variant, job_address, unit_index, scratch):
                 for line in range(0, 8 * job.padded_tokens, 64):
                     prefetch(scales + line)
             head_tiles = h * num_tiles
-            _score_block(variant, job, keys, values, queries + head_tiles * rows * ROW_BYTES, scores, num_tiles)
+            _score_block(
+                variant, job, file, keys, values, queries + head_tiles * rows * ROW_BYTES, scores, num_tiles,
+            )  # fmt: skip
             value_unit = np.float32(1)
             if variant.is_quantized:
                 v_rows = scales + 4 * job.padded_tokens
@@ -325,10 +358,11 @@ def attend_unit(variant, job_address, unit_index, scratch):
                     factors + tile * 2 * FACTOR_BYTES, weights + tile * rows * ROW_BYTES,
                 )  # fmt: skip
             _add_block(
-                variant, job, values, num_tokens, next_keys, weights, factors,
-                state + head_tiles * rows * state_bytes, num_tiles, half_words,
+                variant, job, file, values, num_tokens, next_keys, weights, factors,
+                state + head_tiles * rows * state_bytes, num_tiles, last_step,
             )  # fmt: skip
         block = next_block
+    release_tiles(variant, file)
 
     for h in range(num_heads):
         for r in range(num_rows):

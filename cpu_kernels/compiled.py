@@ -45,4 +45,5 @@ class _PartCompiler(Compiler):
 entry = njit(nogil=True, cache=True)
 """A function that is called from Python or by its address; compiled once a host."""
 part = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_PartCompiler)
-"""A function that only entries and other parts call."""
+"""A function that only entries and other parts call. It is compiled once more for each literal argument, a type of its
+own: where that is not wanted, ``np.int64(0)`` is no literal."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -11,18 +12,52 @@ import numpy as np
 from numba import int64
 from numpy.typing import NDArray
 
+from cpu_kernels.amx import TILE_ROWS
+from cpu_kernels.amx_products import MAX_TOTALS
 from cpu_kernels.append_kernel import append_unit
 from cpu_kernels.attend_driver import MAX_PARTIALS
 from cpu_kernels.attend_kernel import attend_unit
-from cpu_kernels.isa import Isa, default_level, find_level
+from cpu_kernels.isa import ISA_VARIABLE, Isa, default_level, find_level, host_levels
 from cpu_kernels.layout import DTYPES, SOURCES, BlockLayout
 from cpu_kernels.read_kernel import read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.team import SCRATCH_BYTES, Team, aligned_bytes
 from cpu_kernels.variant import Variant, variant_type
 
+logger = logging.getLogger(__name__)
+
 _MOST_ROWS = 8
 _MOST_SPREAD = 4
+MIN_AMX_ROWS = 8
+"""Query heads a KV head from which products are made in AMX tiles. By reasoning, not by measurement: a product of tiles
+takes as long for one row as for 16, and up to here plain vectors keep up with memory."""
+
+
+def _fits_amx(layout: BlockLayout, group_size: int, source: str, ragged: bool) -> bool:
+    """Other sources need queries in two planes; other blocks, a step that ends beyond them."""
+    exact = layout.dtype == source == "bfloat16" and layout.block_size % 32 == 0
+    return exact and (ragged or group_size >= MIN_AMX_ROWS)
+
+
+def _amx_variant(layout: BlockLayout, group_size: int, isa: Isa, ragged: bool) -> Variant:
+    num_products = 1 if ragged else -(-group_size // TILE_ROWS)
+    product_rows = TILE_ROWS if ragged else -(-group_size // num_products)
+    product_tiles = -(-product_rows // _MOST_ROWS)
+    return Variant(
+        dtype=layout.dtype,
+        dot="amx",
+        lanes=isa.lanes,
+        has_fma=isa.has_fma,
+        has_f16c=isa.has_fma,
+        rows=-(-product_rows // product_tiles),
+        score_vectors=_largest_divisor(layout.padded_tokens // isa.lanes, MAX_TOTALS),
+        value_vectors=_largest_divisor(layout.tile_dims // isa.lanes, MAX_TOTALS),
+        q_planes=1,
+        p_planes=1,
+        spread=min(_MOST_SPREAD, num_products),
+        product_tiles=product_tiles,
+        tiles=isa.tiles,
+    )
 
 
 def _choose_dot(dtype: str, isa: Isa) -> str:
@@ -44,6 +79,8 @@ def choose_variant(layout: BlockLayout, group_size: int, isa: Isa, source: str, 
         group_size: query heads a KV head.
         ragged: some sequence has more than one query; rows then come by the dozen.
     """
+    if isa.tiles and _fits_amx(layout, group_size, source, ragged):
+        return _amx_variant(layout, group_size, isa, ragged)
     dot = _choose_dot(layout.dtype, isa)
     score_vectors, value_vectors = layout.padded_tokens // isa.lanes, layout.tile_dims // isa.lanes
     accumulators = isa.registers * 3 // 4 if isa.registers > 16 else 8
@@ -62,8 +99,8 @@ def choose_variant(layout: BlockLayout, group_size: int, isa: Isa, source: str, 
         dtype=layout.dtype,
         dot=dot,
         lanes=isa.lanes,
-        has_fma=isa.name != "generic",
-        has_f16c=isa.name != "generic",
+        has_fma=isa.has_fma,
+        has_f16c=isa.has_fma,
         rows=rows,
         score_vectors=_largest_divisor(score_vectors, most_vectors),
         value_vectors=_largest_divisor(value_vectors, most_vectors),
@@ -119,10 +156,31 @@ def shape_record(layout: BlockLayout, source: str) -> NDArray[np.int64]:
 
 
 @cache
-def plan_attend(layout: BlockLayout, group_size: int, source: str, ragged: bool, level: str) -> AttendPlan:
-    """The kernel for calls of this shape, compiled."""
-    variant = choose_variant(layout, group_size, find_level(level), source, ragged=ragged)
-    return AttendPlan(attend_entry(variant), variant.rows, shape_record(layout, source))
+def plan_attend(layout: BlockLayout, group_size: int, source: str, ragged: bool, level: str | None) -> AttendPlan:
+    """The kernel for calls of this shape, compiled. Tiles must have proved themselves, unless ``level`` names them."""
+    isa = find_level(level) if level else default_level()
+    variant = choose_variant(layout, group_size, isa, source, ragged=ragged)
+    if variant.tiles and not level and not tiles_work(isa):
+        variant = choose_variant(layout, group_size, replace(isa, tiles=""), source, ragged=ragged)
+    return AttendPlan(attend_entry(variant), variant.product_rows, shape_record(layout, source))
+
+
+@cache
+def tiles_work(isa: Isa) -> bool:
+    """Whether a small random problem gives with a level's tiles what it gives without; if not, a warning is logged.
+
+    AMX kernels were written without a CPU to run them on, so each process convinces itself before it trusts them.
+    """
+    from cpu_kernels.amx_check import disagreement
+
+    trusted = next(known for known in reversed(host_levels()) if not known.tiles)
+    problem = disagreement(isa.name, trusted.name)
+    if problem:
+        logger.warning(
+            "attention kernels don't use %s in this process: %s. Please report this; %s=%s avoids the check",
+            isa.name, problem, ISA_VARIABLE, trusted.name,
+        )  # fmt: skip
+    return not problem
 
 
 _thread = threading.local()

@@ -40,6 +40,12 @@ def float_to_half(value):
 
 
 @part
+def brain_to_float(bits):
+    """``bits``: uint32"""
+    return float_of(np.uint32(bits << np.uint32(16)))
+
+
+@part
 def float_to_brain(value):
     bits = bits_of(np.float32(value))
     odd = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
@@ -58,8 +64,7 @@ def read_row(source, address, count, row):
             store_f32(row + 4 * d, half_to_float(np.uint32(load_u16(address + 2 * d))))
     else:
         for d in range(count):
-            bits = np.uint32(load_u16(address + 2 * d))
-            store_f32(row + 4 * d, float_of(np.uint32(bits << np.uint32(16))))
+            store_f32(row + 4 * d, brain_to_float(np.uint32(load_u16(address + 2 * d))))
 
 
 @part

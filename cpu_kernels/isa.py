@@ -19,36 +19,49 @@ class Isa:
     lanes: int
     """float32 elements in a vector."""
     registers: int
+    has_fma: bool = True
+    """Fused multiply-add, and conversions from and to float16."""
     has_bf16_dot: bool = False
     """``vdpbf16ps``: two bf16 products a lane."""
     has_int8_dot: bool = False
     """``vpdpbusd``: four u8 · s8 products a lane."""
+    tiles: str = ""
+    """What makes products of bfloat16 in tiles: a key of ``amx.TILE_UNITS``, or nothing."""
 
 
 LEVELS: Final = (
-    Isa("generic", lanes=4, registers=16),
+    Isa("generic", lanes=4, registers=16, has_fma=False),
     Isa("avx2", lanes=8, registers=16),
     Isa("avx512", lanes=16, registers=32),
     Isa("avx512dot", lanes=16, registers=32, has_bf16_dot=True, has_int8_dot=True),
+    Isa("amx", lanes=16, registers=32, has_bf16_dot=True, has_int8_dot=True, tiles="amx"),
 )
+
+SOFT_AMX: Final = Isa("amx-soft", lanes=16, registers=32, has_fma=False, tiles="soft")
+"""AMX kernels with their tiles in memory: slow, runs everywhere, never chosen unless it is asked for. For tests."""
 
 _NEEDS: Final = {
     "generic": (),
     "avx2": ("avx2", "fma", "f16c"),
     "avx512": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
     "avx512dot": ("avx512bf16", "avx512vnni"),
+    "amx": ("amx-tile", "amx-bf16"),
 }
 
 
 @cache
 def host_levels() -> tuple[Isa, ...]:
-    """The levels that this host can run, the best last."""
+    """The levels that this host can run, the best last. Asks Linux for tile registers where there are any."""
     import llvmlite.binding as llvm
+
+    from cpu_kernels.amx import ask_permission
 
     features = llvm.get_host_cpu_features()
     usable = []
     for isa in LEVELS:
         if not all(features.get(feature, False) for feature in _NEEDS[isa.name]):
+            break
+        if isa.tiles and not ask_permission():
             break
         usable.append(isa)
     return tuple(usable)
@@ -60,7 +73,7 @@ def find_level(name: str) -> Isa:
     Raises:
         ValueError: no such level, or this host can't run it.
     """
-    for isa in host_levels():
+    for isa in (*host_levels(), SOFT_AMX):
         if isa.name == name:
             return isa
     usable = ", ".join(isa.name for isa in host_levels())

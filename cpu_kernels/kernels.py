@@ -18,7 +18,6 @@ from cpu_kernels.checks import (
     raise_bad_value,
 )
 from cpu_kernels.dispatch import append_entry, plan_attend, shape_record, team_of, thread_partials, thread_scratch
-from cpu_kernels.isa import default_level
 from cpu_kernels.layout import BlockLayout
 
 _NO_SLOPES = np.zeros(0, np.float32)
@@ -107,6 +106,8 @@ def attend(
             the moment, this one runs on its own thread.
         level: one of ``isa.LEVELS``' names; None: the host's best, or what the environment forces.
 
+    Bit by bit means: among calls that all have one query a sequence, or among those that don't.
+
     Raises:
         ValueError: an argument doesn't fit; nothing was written.
     """
@@ -114,7 +115,7 @@ def attend(
     num_rows, num_q_heads, _ = q.shape
     check_score_options(num_q_heads, scale, sliding_window, alibi_slopes, logit_softcap)
     ragged = num_rows > context_lens.shape[0]
-    plan = plan_attend(layout, num_q_heads // layout.num_kv_heads, source, ragged, level or default_level().name)
+    plan = plan_attend(layout, num_q_heads // layout.num_kv_heads, source, ragged, level)
     room, code, index = 0, attend_driver.MORE_ROOM, 0
     while code == attend_driver.MORE_ROOM:
         code, index = run_attend(

@@ -18,6 +18,7 @@ from cpu_kernels.simd import (
     I16,
     I32,
     TileType,
+    brain_bits,
     broadcast,
     column_type,
     constant,
@@ -191,15 +192,8 @@ def store_brains(typingctx, value, address):
     """float32 → consecutive bfloat16, to nearest even."""
 
     def codegen(context, builder, signature, args):
-        lanes, number = value.lanes, builder.extract_value(args[0], 0)
-        bits = builder.bitcast(number, vec(I32, lanes))
-        odd = builder.and_(builder.lshr(bits, constant(I32, lanes, 16)), constant(I32, lanes, 1))
-        rounded = builder.lshr(
-            builder.add(builder.add(bits, constant(I32, lanes, 0x7FFF)), odd), constant(I32, lanes, 16)
-        )
-        wrong = builder.fcmp_unordered("uno", number, number)
-        rounded = builder.select(wrong, constant(I32, lanes, 0x7FC0), rounded)
-        store_at(builder, builder.trunc(rounded, vec(I16, lanes)), args[1], align=2)
+        rounded = brain_bits(builder, builder.extract_value(args[0], 0))
+        store_at(builder, builder.trunc(rounded, vec(I16, value.lanes)), args[1], align=2)
         return context.get_dummy_value()
 
     return types.void(value, types.int64), codegen

@@ -62,4 +62,4 @@ def merge_chunks(variant, job, sequence, num_chunks, row, q_head, state):
             weight = exp2_scalar(variant, np.float32(load_f32(source) - top))
             total += weight * share
             add_row(variant, source + 4 * PARTIAL_HEADER, job.padded_dims, weight, state)
-    write_result(variant, job, sequence, 1, 0, row, q_head, top, total, state)
+    write_result(variant, job, sequence, np.int64(1), np.int64(0), row, q_head, top, total, state)

@@ -6,6 +6,7 @@ An **operand row** is what the small side of the product looks like in memory, `
 
     dot "fma"    float32 elements
     dot "bf16"   bfloat16 elements of the high plane; the low plane (what rounding left over) PLANE_BYTES further
+    dot "amx"    the same, the high plane only
     dot "int8"   the same with bytes: element ≈ unit · (128 · high + low) for queries, both planes signed, and
                  unit · (256 · high + low) for weights, both planes unsigned; or one plane, unit · byte
     + 2048       float32 unit and int32 bias of a query (int8 only)
@@ -20,7 +21,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cpu_kernels.simd import F32, I8, I16, I32, call, constant, load_at, make_tile, store_at, vec
+from cpu_kernels.simd import F32, I8, I16, I32, brain_bits, broadcast, call, constant, load_at, make_tile, store_at, vec
 
 MAX_OPERANDS = 512
 """Elements of an operand row: the largest head_dim, and the most tokens of a block."""
@@ -51,19 +52,22 @@ class _BFloat(ir.Type):
 BF16 = _BFloat()
 
 
-def _round_to_bf16(builder, value):
+def _round_to_bf16(builder, shape, value):
     """(bits in <16 x i16>, the rounded value as float32)"""
-    rounded = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", vec(BF16, 16), [value])
-    bits = builder.bitcast(rounded, vec(I16, 16))
+    if shape.tiles not in ("", "amx"):
+        bits = builder.trunc(brain_bits(builder, value), vec(I16, 16))
+    else:
+        rounded = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", vec(BF16, 16), [value])
+        bits = builder.bitcast(rounded, vec(I16, 16))
     wide = builder.shl(builder.zext(bits, vec(I32, 16)), constant(I32, 16, 16))
     return bits, builder.bitcast(wide, vec(F32, 16))
 
 
-def _store_bf16(builder, value, address, offset: int, planes: int) -> None:
-    bits, effective = _round_to_bf16(builder, value)
+def _store_bf16(builder, shape, value, address, offset: int, planes: int) -> None:
+    bits, effective = _round_to_bf16(builder, shape, value)
     store_at(builder, bits, address, offset, align=2)
     if planes > 1:
-        bits, _ = _round_to_bf16(builder, builder.fsub(value, effective))
+        bits, _ = _round_to_bf16(builder, shape, builder.fsub(value, effective))
         store_at(builder, bits, address, offset + PLANE_BYTES, align=2)
 
 
@@ -95,8 +99,8 @@ def store_query(typingctx, variant, value, address):
 
         def emit(row, vector):
             element, offset = builder.extract_value(column, row), row * ROW_BYTES
-            if shape.dot == "bf16":
-                _store_bf16(builder, element, target, offset, shape.q_planes)
+            if shape.has_brain_operands:
+                _store_bf16(builder, shape, element, target, offset, shape.q_planes)
             elif shape.dot == "int8":
                 return _store_int8(builder, element, target, offset, shape.q_planes, 7)
             else:
@@ -117,8 +121,8 @@ def store_weights(typingctx, variant, value, address):
         _, column, target = args
         for row in range(value.rows):
             element, offset = builder.extract_value(column, row), row * ROW_BYTES
-            if shape.dot == "bf16":
-                _store_bf16(builder, element, target, offset, shape.p_planes)
+            if shape.has_brain_operands:
+                _store_bf16(builder, shape, element, target, offset, shape.p_planes)
             elif shape.dot == "int8":
                 _store_int8(builder, element, target, offset, shape.p_planes, 8)
             else:
@@ -129,12 +133,13 @@ def store_weights(typingctx, variant, value, address):
 
 
 @intrinsic
-def copy_low_halves(typingctx, source, target):
-    """16 words with their upper half cleared."""
+def copy_masked(typingctx, source, target, mask):
+    """16 words, each anded with ``mask``."""
 
     def codegen(context, builder, signature, args):
         words = load_at(builder, args[0], vec(I32, 16))
-        store_at(builder, builder.and_(words, constant(I32, 16, 0xFFFF)), args[1])
+        mask = broadcast(builder, builder.trunc(args[2], I32), 16)
+        store_at(builder, builder.and_(words, mask), args[1])
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), codegen
+    return types.void(types.int64, types.int64, types.int64), codegen

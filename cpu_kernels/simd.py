@@ -111,6 +111,16 @@ def multiply_add(builder, a, b, c, has_fma: bool):
     return call(builder, f"llvm.{kind}.{suffix}", a.type, [a, b, c])
 
 
+def brain_bits(builder, number):
+    """float32 → bfloat16 to nearest even, its bits in the lower halves of int32, for any host."""
+    lanes = number.type.count
+    bits = builder.bitcast(number, vec(I32, lanes))
+    odd = builder.and_(builder.lshr(bits, constant(I32, lanes, 16)), constant(I32, lanes, 1))
+    rounded = builder.add(builder.add(bits, constant(I32, lanes, 0x7FFF)), odd)
+    wrong = builder.fcmp_unordered("uno", number, number)
+    return builder.select(wrong, constant(I32, lanes, 0x7FC0), builder.lshr(rounded, constant(I32, lanes, 16)))
+
+
 def larger(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
@@ -263,7 +273,7 @@ def emit_exp2(builder, value, has_fma: bool, coefficients):
 def exp2(typingctx, variant, value):
     """2^x for x <= 127; 0 where x <= -127, minus infinity included; NaN stays NaN."""
     shape = variant.variant
-    coarse = shape.dot == "bf16" and shape.p_planes == 1
+    coarse = shape.has_brain_operands and shape.p_planes == 1
 
     def codegen(context, builder, signature, args):
         coefficients = EXP2_COARSE if coarse else EXP2_PRECISE

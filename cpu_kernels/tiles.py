@@ -6,6 +6,8 @@ Both matrix products of attention have the same inner step: a few vectors of **c
 of many tokens; V: one token word of many dims), each multiplied with one broadcast operand word per query row::
 
     tile[r][c] += operand[r] · cells[c]            r < rows, c < vectors: all in registers
+
+AMX's tile registers (``amx_products``) are another place for such a tile, and take 16 steps at once.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from cpu_kernels.amx_products import AmxTileType, accumulate_totals, load_state, store_totals, zero_totals
 from cpu_kernels.memory import emit_prefetch
 from cpu_kernels.operands import BF16, BIAS, FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, UNIT
 from cpu_kernels.simd import (
@@ -21,6 +24,7 @@ from cpu_kernels.simd import (
     I8,
     I16,
     I32,
+    I64,
     TileType,
     broadcast,
     call,
@@ -34,22 +38,29 @@ from cpu_kernels.simd import (
 )
 
 
-def scores_type(shape) -> TileType:
+def scores_type(shape) -> TileType | AmxTileType:
+    if shape.dot == "amx":
+        return AmxTileType(shape.product_rows, shape.score_vectors)
     return TileType(shape.rows, shape.score_vectors, shape.lanes, shape.dot == "int8")
 
 
-def values_type(shape) -> TileType:
+def values_type(shape) -> TileType | AmxTileType:
+    if shape.dot == "amx":
+        return AmxTileType(shape.product_rows, shape.value_vectors)
     return TileType(shape.rows, shape.value_vectors, shape.lanes, shape.dot == "int8")
 
 
 @intrinsic
-def zero_scores(typingctx, variant):
+def zero_scores(typingctx, variant, file):
+    """The tile that queries · K is added to. ``file``: the thread's AMX tiles, where these are used."""
     result = scores_type(variant.variant)
 
     def codegen(context, builder, signature, args):
+        if isinstance(result, AmxTileType):
+            return zero_totals(context, builder, variant.variant, result, args[1])
         return ir.Constant(result.value, None)
 
-    return result(variant), codegen
+    return result(variant, types.int64), codegen
 
 
 # --- cells → operands of a product --------------------------------------------------------------------------------
@@ -171,22 +182,25 @@ def _accumulate_int8(builder, shape, tile_type, tile, operands, cells, of_keys: 
 
 def _accumulator(of_keys: bool):
     @intrinsic
-    def accumulate(typingctx, variant, tile, operands, cells):
+    def accumulate(typingctx, variant, tile, operands, cells, row_bytes, words_left):
         shape = variant.variant
-        emit = {"bf16": _accumulate_bf16, "int8": _accumulate_int8, "fma": _accumulate_fma}[shape.dot]
 
         def codegen(context, builder, signature, args):
-            return emit(builder, shape, tile, *args[1:], of_keys)
+            if isinstance(tile, AmxTileType):
+                return accumulate_totals(context, builder, shape, tile, *args[1:], of_keys)
+            emit = {"bf16": _accumulate_bf16, "int8": _accumulate_int8, "fma": _accumulate_fma}[shape.dot]
+            return emit(builder, shape, tile, *args[1:4], of_keys)
 
-        return tile(variant, tile, types.int64, types.int64), codegen
+        return tile(variant, tile, *[types.int64] * 4), codegen
 
     return accumulate
 
 
 accumulate_scores = _accumulator(True)
-"""tile += (query operands of one dim word) · (K cells of one dim word)."""
+"""tile += (query operands of one dim word) · (K cells of one dim word). In AMX tiles ``variant.step_words`` words at
+once, whose cells are ``row_bytes`` apart, or the ``words_left``."""
 accumulate_values = _accumulator(False)
-"""tile += (weight operands of one token word) · (V cells of one token word)."""
+"""tile += (weight operands of one token word) · (V cells of one token word), or of ``variant.step_words`` words."""
 
 
 def _low_plane(bits: int):
@@ -211,8 +225,9 @@ begin_low_values = _low_plane(8)
 
 @intrinsic
 def prefetch_share(typingctx, variant, tile, address):
-    """Ask for as many lines as a vector row of cells covers, shared out over ``variant.spread`` tiles of rows."""
-    num_bytes = tile.vectors * tile.lanes * variant.variant.cell_bytes // variant.variant.spread
+    """Ask for as many lines as the cells of a step cover, shared out over ``variant.spread`` tiles of rows."""
+    shape = variant.variant
+    num_bytes = tile.vectors * tile.lanes * shape.cell_bytes * shape.step_words // shape.spread
 
     def codegen(context, builder, signature, args):
         for offset in range(0, num_bytes, 64):
@@ -231,6 +246,9 @@ def store_scores(typingctx, variant, tile, operands, address):
 
     def codegen(context, builder, signature, args):
         _, value, rows, target = args
+        if isinstance(tile, AmxTileType):
+            store_totals(context, builder, variant.variant, tile, value, target, I64(ROW_BYTES))
+            return context.get_dummy_value()
         for row in range(tile.rows):
             for vector in range(tile.vectors):
                 result = builder.extract_value(value, row * tile.vectors + vector)
@@ -250,13 +268,15 @@ def _row_addresses(builder, tile, address, stride):
 
 
 @intrinsic
-def begin_values(typingctx, variant, factors, state, row_bytes, rescaling):
+def begin_values(typingctx, variant, file, factors, state, row_bytes, rescaling):
     """The tile that a block's weights · V is added to: the state (times its rescale factor, if that's still due), or
     zeros where products are summed in integers."""
     result = values_type(variant.variant)
 
     def codegen(context, builder, signature, args):
-        _, scales, address, stride, due = args
+        scales, address, stride, due = args[2:]
+        if isinstance(result, AmxTileType):
+            return load_state(context, builder, variant.variant, result, *args[1:])
         if result.integer:
             return ir.Constant(result.value, None)
         targets = _row_addresses(builder, result, address, stride)
@@ -268,7 +288,7 @@ def begin_values(typingctx, variant, factors, state, row_bytes, rescaling):
 
         return make_tile(builder, result, emit)
 
-    return result(variant, types.int64, types.int64, types.int64, types.boolean), codegen
+    return result(variant, *[types.int64] * 4, types.boolean), codegen
 
 
 def _due_factors(builder, tile, address, due):
@@ -282,6 +302,9 @@ def end_values(typingctx, variant, tile, factors, state, row_bytes, rescaling):
 
     def codegen(context, builder, signature, args):
         _, value, scales, address, stride, due = args
+        if isinstance(tile, AmxTileType):
+            store_totals(context, builder, shape, tile, value, address, stride)
+            return context.get_dummy_value()
         lanes = tile.lanes
         targets = _row_addresses(builder, tile, address, stride)
         if tile.integer:

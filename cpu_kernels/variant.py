@@ -40,7 +40,7 @@ class Variant:
     dtype: str
     """Element type of the cache."""
     dot: str
-    """How products are summed: "fma" on unpacked floats, "bf16", "int8" on packed words."""
+    """How products are summed: "fma" on unpacked floats, "bf16", "int8" on packed words, "amx" on tiles of them."""
     lanes: int
     has_fma: bool
     has_f16c: bool
@@ -56,6 +56,10 @@ class Variant:
     """The same for the softmax weights."""
     spread: int
     """Tiles of rows over which asking for the next piece of memory is spread."""
+    product_tiles: int = 1
+    """Register tiles of rows that are multiplied as one."""
+    tiles: str = ""
+    """What makes the products where ``dot`` is "amx": a key of ``amx.TILE_UNITS``."""
 
     @property
     def pack(self) -> int:
@@ -69,7 +73,21 @@ class Variant:
     @property
     def operand_bytes(self) -> int:
         """Bytes of one element in one plane of an operand row."""
-        return {"fma": 4, "bf16": 2, "int8": 1}[self.dot]
+        return {"fma": 4, "bf16": 2, "amx": 2, "int8": 1}[self.dot]
+
+    @property
+    def has_brain_operands(self) -> bool:
+        return self.operand_bytes == 2
+
+    @property
+    def product_rows(self) -> int:
+        """Query rows that are multiplied as one."""
+        return self.rows * self.product_tiles
+
+    @property
+    def step_words(self) -> int:
+        """Words that one step of a product sums up."""
+        return 16 if self.dot == "amx" else 1
 
     @property
     def is_quantized(self) -> bool:
