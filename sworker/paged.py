@@ -29,11 +29,11 @@ from fastdecode.core.errors import CapacityError
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.buffers import to_device
 from sworker.dtypes import torch_dtype
-from sworker.prefill import chunk_attention, local_causal_attention
+from sworker.prefill import can_take_together, chunk_attention, chunks_together, local_causal_attention
 
 MAX_GATHERED_BYTES = 256 << 20
 MAX_CPU_GATHERED_BYTES = 4 << 20
-"""Of K, of a group of sequences that ``gathered_decode`` lays side by side; on a CPU they stay in its caches."""
+"""Of K, of a group of sequences that are laid side by side; on a CPU they stay in its caches."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,30 @@ class PagedKV:
         num_decoded = len(step.context_lens_host)
         if num_decoded:
             self._decode(q[:num_decoded], keys, values, step, spec, o[:num_decoded])
-        for prompt in step.later:
-            rows = prompt.rows
-            o[rows] = chunk_attention(q[rows], keys[prompt.slots].to(q.dtype), values[prompt.slots].to(q.dtype), spec)
+        if step.later:
+            self._attend_later(q, keys, values, step.later, spec, o)
         rows = step.first_rows
         if rows.start < rows.stop:
             # K and V as the cache holds them, so that where a prompt is cut leaves no trace.
             k_seen, v_seen = k[rows].to(q.dtype), v[rows].to(q.dtype)
             o[rows], _ = local_causal_attention(q[rows], k_seen, v_seen, step.first_starts, spec, want_lse=False)
         return o
+
+    def _attend_later(
+        self, q: Tensor, keys: Tensor, values: Tensor, chunks: Sequence[Prompt], spec: AttentionSpec, o: Tensor
+    ) -> None:
+        num_keys = [len(chunk.slots) for chunk in chunks]
+        fits = sum(num_keys) * keys[0].numel() * q.element_size() <= MAX_GATHERED_BYTES
+        if len(chunks) > 1 and fits and can_take_together(q, num_keys, spec):
+            rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
+            slots = torch.cat([chunk.slots for chunk in chunks])
+            num_new = [chunk.rows.stop - chunk.rows.start for chunk in chunks]
+            k, v = keys[slots].to(q.dtype), values[slots].to(q.dtype)
+            o[rows] = chunks_together(q[rows], k, v, num_new, num_keys, spec)
+            return
+        for chunk in chunks:
+            rows, slots = chunk.rows, chunk.slots
+            o[rows] = chunk_attention(q[rows], keys[slots].to(q.dtype), values[slots].to(q.dtype), spec)
 
     def _decode(self, q: Tensor, keys: Tensor, values: Tensor, step: PagedStep, spec: AttentionSpec, o: Tensor) -> None:
         slopes = self._slopes.get(spec)

@@ -75,8 +75,8 @@ def local_causal_attention(
     assert bounds[0] == 0 and all(a <= b for a, b in itertools.pairwise(bounds))
     o = torch.empty((num_tokens, spec.num_q_heads, spec.head_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((num_tokens, spec.num_q_heads), dtype=torch.float32, device=q.device) if want_lse else None
-    longest = max(end - start for start, end in itertools.pairwise(bounds))
-    if len(bounds) > 2 and _is_plain(spec, longest) and _fused_together(q, k, v, bounds, spec, o, lse):
+    lengths = [end - start for start, end in itertools.pairwise(bounds) if start < end]
+    if len(lengths) > 1 and can_take_together(q, lengths, spec) and _fused_together(q, k, v, lengths, spec, o, lse):
         return o, lse
     for start, end in itertools.pairwise(bounds):
         if start < end:
@@ -104,6 +104,24 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Ten
     elif not _is_plain(spec, k.shape[0]) or not _fused_chunk(q, k, v, spec, num_past, o):
         _tiled(q, k, v, spec, o, None)
     return o
+
+
+def chunks_together(
+    q: Tensor, k: Tensor, v: Tensor, num_new: Sequence[int], num_keys: Sequence[int], spec: AttentionSpec
+) -> Tensor:
+    """``chunk_attention`` of several sequences in one call. Only if ``can_take_together``.
+
+    Args:
+        q: [sum(num_new), Hq, D], the rows of all sequences, one sequence after the other.
+        k, v: [sum(num_keys), Hkv, D], likewise; num_keys[i] >= num_new[i].
+    """
+    # The kernel's causal mask is aligned with the last query and the last key.
+    return _ragged_kernel(q, k, v, num_new, num_keys, spec)[0]
+
+
+def can_take_together(q: Tensor, num_keys: Sequence[int], spec: AttentionSpec) -> bool:
+    """Whether torch and the device have a kernel for it. q [T, Hq, D]."""
+    return _is_plain(spec, max(num_keys)) and _has_ragged_kernel(q)
 
 
 def merge_attention(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,24 +179,34 @@ def _fused_chunk(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, num_past:
 
 
 def _fused_together(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], spec: AttentionSpec, o: Tensor, lse: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], spec: AttentionSpec, o: Tensor, lse: Tensor | None
 ) -> bool:
     """Plain causal attention of all sequences in one call: FlashAttention's for variable lengths, which reads each KV
-    head once for its group (arXiv 2307.08691). A sequence's result is the one that it has alone. False if torch or the
-    device has none that fits."""
-    if not _has_ragged_kernel(q):
-        return False
-    lengths = [end - start for start, end in itertools.pairwise(bounds) if start < end]
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(q.device, non_blocking=True)
-    longest = max(lengths, default=0)
-    attend = torch.ops.aten._flash_attention_forward
-    found, log_sum, *_ = attend(q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=spec.scale)
+    head once for its group (arXiv 2307.08691). A sequence's result is the one that it has alone. False if torch's gives
+    the log-sum-exp in another way."""
+    found, log_sum = _ragged_kernel(q, k, v, lengths, lengths, spec)
     if lse is not None:
         if log_sum.shape != lse.shape[::-1]:  # older ones give it padded, by sequence
             return False
         lse.copy_(log_sum.T)
     o.copy_(found)
     return True
+
+
+def _ragged_kernel(
+    q: Tensor, k: Tensor, v: Tensor, num_new: Sequence[int], num_keys: Sequence[int], spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """o [T, Hq, D], and the log-sum-exp, [Hq, T] in newer versions of torch."""
+    starts, key_starts = (
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(q.device, non_blocking=True)
+        for lengths in (num_new, num_keys)
+    )
+    attend = torch.ops.aten._flash_attention_forward
+    found, log_sum, *_ = attend(
+        q, k, v, starts, key_starts, max(num_new), max(num_keys), 0.0, True, False,
+        scale=spec.scale,
+    )  # fmt: skip
+    return found, log_sum
 
 
 def _has_ragged_kernel(q: Tensor) -> bool:

@@ -112,6 +112,22 @@ def test_captured_units(tiny_checkpoint: Callable[..., Path]) -> None:
     assert one.device_s() > 0
 
 
+@torch.inference_mode()
+def test_later_chunks_in_one_call() -> None:
+    """Chunks of several sequences see their pasts, and themselves causally, as each does alone."""
+    spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
+    num_new, num_keys = [5, 64, 1], [200, 64, 33]
+    q, k, v = (torch.randn(*shape, device=CUDA).bfloat16() for shape in ((70, 8, 64), (297, 2, 64), (297, 2, 64)))
+    assert prefill.can_take_together(q, num_keys, spec)
+    found = prefill.chunks_together(q, k, v, num_new, num_keys, spec)
+    row = key = 0
+    for new, total in zip(num_new, num_keys, strict=True):
+        rows, seen = slice(row, row + new), slice(key, key + total)
+        alone = prefill.chunk_attention(q[rows].float(), k[seen].float(), v[seen].float(), spec)
+        torch.testing.assert_close(found[rows].float(), alone, atol=1e-2, rtol=1e-2)
+        row, key = row + new, key + total
+
+
 def test_bfloat16_logprobs_stay_close(tiny_checkpoint: Callable[..., Path]) -> None:
     path = str(tiny_checkpoint("llama"))
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SECTIONS = ("ceilings", "layers", "staging", "instant", "prefill", "decode_attention")
 
@@ -36,3 +38,22 @@ def test_a_section_that_fails_is_told(tmp_path: Path) -> None:
     exit_code, report, output = suite(tmp_path / "suite.json", "--sections", "ceilings", "--limit-s", "0.5")
     assert exit_code == 1
     assert report["failed"] == {"ceilings": ["no time was left"]} and "FAILED: ceilings" in output
+
+
+def test_goals_are_judged_by_the_worst_that_an_engine_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from gpu_suite import goals
+
+    def layer(rows: int, how: str, tflops: float, host_us: float) -> dict[str, object]:
+        return {"model": "8b", "rows": rows, "how": how, "tflops": tflops, "host_us": host_us}
+
+    sections = {
+        "ceilings": [{"what": "matmul", "tflops": 100.0}],
+        "layers": [
+            layer(64, "graph", 20.0, 14.0), layer(256, "graph", 61.0, 9.0), layer(256, "graph, unfused", 50.0, 99.0),
+            layer(256, "eager", 40.0, 99.0), layer(1024, "eager", 80.0, 99.0), {"model": "8b", "what": "memory"},
+        ],
+        "instant": [{"lanes": 1, "rows_a_lane": 256, "ratio": 2.0}, {"lanes": 2, "rows_a_lane": 256, "ratio": 1.2}],
+    }  # fmt: skip
+    found = [(goal["measured"], goal["met"]) for goal in goals(sections)]
+    assert found == [(0.61, True), (1.2, False), (14.0, True), (None, None)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -212,6 +213,29 @@ def test_all_sequences_in_one_call_where_there_is_a_kernel(
     for other in ("window", "alibi", "softcap"):  # not its business
         local_causal_attention(q, k, v, starts, spec_with(other), want_lse=False)
     assert len(calls) == 1
+
+
+def test_later_chunks_in_one_call_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, num_new, num_keys = spec_with("plain"), [3, 20, 1], [30, 20, 8]
+    queries, (_, keys, values) = tensors(spec, 24, seed=13)[0], tensors(spec, 58, seed=14)
+    assert not prefill.can_take_together(queries, num_keys, spec)  # not on a CPU
+
+    def ragged(q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, *_: object, scale: float) -> Any:
+        ends = zip(itertools.pairwise(q_starts.tolist()), itertools.pairwise(k_starts.tolist()), strict=True)
+        parts = [dense(q[a:b], k[c:d], v[c:d], spec, past=(d - c) - (b - a))[0] for (a, b), (c, d) in ends]
+        return torch.cat(parts).float(), torch.zeros(6, 24)
+
+    monkeypatch.setattr(prefill, "_has_ragged_kernel", lambda _: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", ragged)
+    assert prefill.can_take_together(queries, num_keys, spec)
+    assert not prefill.can_take_together(queries, num_keys, spec_with("window"))
+    found = prefill.chunks_together(queries, keys, values, num_new, num_keys, spec)
+    row = key = 0
+    for new, total in zip(num_new, num_keys, strict=True):
+        rows, seen = slice(row, row + new), slice(key, key + total)
+        alone = prefill.chunk_attention(queries[rows], keys[seen], values[seen], spec)
+        torch.testing.assert_close(found[rows], alone, atol=3e-6, rtol=1e-5)
+        row, key = row + new, key + total
 
 
 @settings(max_examples=60, deadline=None)
