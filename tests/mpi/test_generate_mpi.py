@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, run, running
 
 from fastdecode.cli import main
@@ -62,8 +63,17 @@ def test_roles_by_rank(job: Callable[..., tuple[list[str], Path, str]]) -> None:
     assert output.read_text() == expected
 
 
-def test_two_s_workers_act_as_one(job: Callable[..., tuple[list[str], Path, str]]) -> None:
+NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.mark.parametrize("device", [
+    ["--device", "cpu"],
+    pytest.param(["--device", "cuda"], marks=[pytest.mark.gpu, NEEDS_TWO_GPUS]),
+    pytest.param(["--device", "cuda", "--cuda-graphs", "on"], marks=[pytest.mark.gpu, NEEDS_TWO_GPUS]),
+])  # fmt: skip
+def test_two_s_workers_act_as_one(device: list[str], job: Callable[..., tuple[list[str], Path, str]]) -> None:
     options, output, expected = job(12)
+    options += device
     command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
     outcome = run([*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
