@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -84,17 +85,17 @@ class Ranks:
             torch.cuda.set_device(device)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        patience = datetime.timedelta(seconds=patience_s)
+        joining, patience = (datetime.timedelta(seconds=s) for s in (JOINING_TIMEOUT_S, patience_s))
+        backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             store = dist.FileStore(  # type: ignore[attr-defined]
                 str(place), shard.size
             )
-            store.set_timeout(datetime.timedelta(seconds=JOINING_TIMEOUT_S))
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.size, timeout=patience)
-            data = dist.group.WORLD
-            assert data is not None
+            store.set_timeout(joining)
+            dist.init_process_group("gloo", store=store, rank=shard.rank, world_size=shard.size, timeout=joining)
             control = dist.new_group(backend="gloo", timeout=_FOREVER)
+            data = dist.new_group(backend=backend, timeout=patience)
+            assert control is not None and data is not None
             ranks = cls(shard, device, data, control, patience_s)
             # Nobody leaves before all have come: the meeting place may be gone then.
             processes = ranks._processes()
@@ -123,7 +124,7 @@ class Ranks:
         GPU would wait for ever."""
         if self.device.type != "cuda":
             return
-        logger.critical("%s", self._lost(ended, "its process is gone"))
+        logger.critical("%s", self._lost(ended))
         self._stuck = threading.Timer(_STUCK_S, os._exit, (WorkerError.exit_code,))
         self._stuck.daemon = True
         self._stuck.start()
@@ -139,7 +140,7 @@ class Ranks:
             WorkerError: one has ended, so that nothing that was exchanged lately can be trusted.
         """
         if ended := self._ended():
-            raise self._lost(ended, "its process is gone")
+            raise self._lost(ended)
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -156,18 +157,20 @@ class Ranks:
         except RuntimeError as error:
             ended = self._ended(_LAST_WORDS_S)
             self._someone_hangs = not ended
-            raise self._lost(ended, str(error).splitlines()[0]) from error
+            raise self._lost(ended, error) from error
 
     def _ended(self, wait_s: float = 0.0) -> list[int]:
         return self._watch.ended(wait_s) if self._watch is not None else []
 
-    def _lost(self, ended: list[int], reason: str) -> WorkerError:
+    def _lost(self, ended: list[int], error: RuntimeError | None = None) -> WorkerError:
         others = [rank for rank in range(self.shard.size) if rank != self.shard.rank]
         names = f"S-worker {' and '.join(map(str, ended or others))} of {self.shard.size}"
         what = "has ended" if ended else f"doesn't go on, or not within {self.patience_s:g} s (--worker-timeout-s)"
+        if error is not None and not ended:
+            what += f": {_brief(error)}"
         return WorkerError(
-            f"{names} {what}: {reason}. Without its part of every layer the job can't go on: see that rank's own "
-            "output, and start the job again (fastdecode run-batch --resume keeps what is done)",
+            f"{names} {what}. Without its part of every layer the job can't go on: see that rank's own output, and "
+            "start the job again (fastdecode run-batch --resume keeps what is done)",
             code="tp_rank_lost",
         )
 
@@ -226,6 +229,11 @@ class Ranks:
         parting = dist.barrier(group=self.control, async_op=True)
         if parting is not None:
             parting.wait(_PARTING_TIMEOUT)
+
+
+def _brief(error: RuntimeError) -> str:
+    """Without what gloo and NCCL say of their source code, and what they think of it."""
+    return re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0]).split(". ")[0]
 
 
 class ParallelPass(Pass):
