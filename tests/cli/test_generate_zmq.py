@@ -70,8 +70,9 @@ def test_tokens_are_those_of_threads_one_job_after_another(
     key, summary = tmp_path / "key", tmp_path / "summary.json"
     assert main(["r-worker", "--new-key", str(key)]) == 0
     with r_workers("*", "*", options=("--keep-serving", "--key", str(key))) as (jobs, addresses):
-        for transport in (["--transport", "zmq"], []):  # addresses say it
-            command = [*options, *transport, *at(addresses), "--key", str(key), "--summary", str(summary)]
+        # Addresses say that it is ZeroMQ.
+        for how in (["--transport", "zmq"], [], ["--r-partition", "heads", "--lanes", "2"]):
+            command = [*options, *how, *at(addresses), "--key", str(key), "--summary", str(summary)]
             assert main(command) == 0
             assert output.read_text() == expected
         assert all(job.processes() for job in jobs)
@@ -92,15 +93,20 @@ def test_the_python_api_and_workers_that_end_with_it(tiny_checkpoint: Callable[.
             assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
 
 
-@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("trouble", "partition"), [(signal.SIGKILL, "sequences"), (signal.SIGSTOP, "sequences"), (signal.SIGKILL, "heads")]
+)
 def test_a_lost_r_worker_changes_no_token(
-    trouble: signal.Signals, asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
+    trouble: signal.Signals,
+    partition: str,
+    asked: Callable[[int], tuple[list[str], Path, str]],
+    tmp_path: Path,
 ) -> None:
     options, output, expected = asked(300)
     summary = tmp_path / "summary.json"
     with r_workers("*", "*") as (jobs, addresses):
         command = [*FASTDECODE, *options, *at(addresses), "--summary", str(summary), "--worker-silence-s", "1"]
-        with running(command, **PATHS) as s_worker:
+        with running([*command, "--r-partition", partition], **PATHS) as s_worker:
             s_worker.wait_until(lambda: output.exists() and bool(output.read_text()))
             jobs[0].processes()[0].send_signal(trouble)
             outcome = s_worker.wait()
