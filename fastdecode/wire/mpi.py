@@ -69,7 +69,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
         self._first = 0
         self._waits_since: float | None = None
         self._num_looks = 0
-        self._watchdog = Watchdog(lambda: None if self._waits_since is None else self._num_looks, leave_stuck)
+        self._is_in_mpi = False
+        self._watchdog = Watchdog(self._looks, leave_stuck)
         self._watchdog.start()
         self._stirred = 0.0
         self._pump: Pump | None = None
@@ -91,7 +92,6 @@ class MpiHub(Generic[SendT, ReceiveT]):
 
     def close(self) -> None:
         """Close every connection, and see off what was sent over them, for a few seconds at most."""
-        self._watchdog.stop()
         if self._pulse is not None:
             self._pulse.stop()
         for connection in self._connections:
@@ -102,11 +102,26 @@ class MpiHub(Generic[SendT, ReceiveT]):
         with self.job.lock:
             for connection in self._connections:
                 connection.abandon()
+        self._watchdog.stop()
+
+    def enter_mpi(self) -> None:
+        """The caller is about to use MPI, or to wait for the pump that does: the watchdog has an eye on it."""
+        self._num_looks += 1
+        self._is_in_mpi = True
+
+    def leave_mpi(self) -> None:
+        """The caller is back."""
+        self._is_in_mpi = False
+
+    def _looks(self) -> int | None:
+        return self._num_looks if self._is_in_mpi or self._waits_since is not None else None
 
     def _all_left(self) -> bool | None:
+        self.enter_mpi()
         with self.job.lock:
             for connection in self._connections:
                 connection.advance()
+        self.leave_mpi()
         return True if not any(connection.is_sending for connection in self._connections) else None
 
     def wait(self, look: Callable[[], T | None], timeout_s: float | None, whom: Callable[[], str]) -> T:

@@ -95,15 +95,19 @@ class MpiConnection(Generic[SendT, ReceiveT]):
 
     def send(self, message: SendT) -> None:
         frame = codec.encode(message)
-        with self._job.lock:
-            if self._closed or self._gone:
-                raise closed_error(self._peer, by_peer=not self._closed)
-            try:
-                self._post(frame)
-            except MPI.Exception as error:
-                self._lose(error)
-                raise closed_error(self._peer, by_peer=True) from None
-            self.advance()
+        self._hub.enter_mpi()
+        try:
+            with self._job.lock:
+                if self._closed or self._gone:
+                    raise closed_error(self._peer, by_peer=not self._closed)
+                try:
+                    self._post(frame)
+                except MPI.Exception as error:
+                    self._lose(error)
+                    raise closed_error(self._peer, by_peer=True) from None
+                self.advance()
+        finally:
+            self._hub.leave_mpi()
         self._hub.stir()
 
     def receive(self, timeout_s: float | None = None) -> ReceiveT:
@@ -112,18 +116,24 @@ class MpiConnection(Generic[SendT, ReceiveT]):
     def poll(self) -> ReceiveT | None:
         if self._closed:
             raise closed_error(self._peer, by_peer=False)
-        with self._job.lock:
-            arrived = self._take()
-            if arrived is None:
-                if not self._take_in():  # else the caller wants to go on at once
-                    self._let_leave()
+        self._hub.enter_mpi()
+        try:
+            with self._job.lock:
                 arrived = self._take()
+                if arrived is None:
+                    if not self._take_in():  # else the caller wants to go on at once
+                        self._let_leave()
+                    arrived = self._take()
+        finally:
+            self._hub.leave_mpi()
         return None if arrived is None else cast(ReceiveT, arrived.head.message(arrived.body))
 
     def close(self) -> None:
         """See ``Connection``. What was sent before still leaves; the hub's ``close`` waits for that."""
+        self._hub.enter_mpi()
         with self._job.lock:
             if self._closed:
+                self._hub.leave_mpi()
                 return
             self._closed = True
             if not self._gone:
@@ -131,6 +141,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                     self._leaving.append((self._isend(b"", self._tag), None))
             self._take_back_receives()
             self._let_leave()
+        self._hub.leave_mpi()
         self._hub.stir()
 
     def give_up(self) -> None:

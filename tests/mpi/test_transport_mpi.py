@@ -37,6 +37,12 @@ def test_an_r_worker_that_was(name: str, btl: str) -> None:
     assert outcome.exit_code is not None and not outcome.orphans, outcome
 
 
+def test_a_call_of_mpi_that_does_not_return_is_noticed() -> None:
+    for call in ("send", "poll", "close"):
+        outcome = run_ranks("failures.py", 2, "self,sm", "-k", f"kept_by_mpi and {call}")
+        assert "1 passed" in outcome.output and not outcome.orphans, outcome.output
+
+
 def test_an_r_worker_that_hangs_is_killed_in_the_end() -> None:
     outcome = run_ranks("failures.py", 4, "self,sm", "-k", "left_stopped")
     assert "1 passed" in outcome.output, outcome.output

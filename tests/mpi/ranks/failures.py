@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 from messages_for_tests import attend
 from transport_suite import WAIT_S, code_of
 
+from fastdecode.wire import mpi as mpi_transport
 from fastdecode.wire.mpi import connect_workers
+from fastdecode.wire.patience import Watchdog
 from fastdecode.wire.transport import CLOSED, TIMEOUT
 
 
@@ -70,6 +74,25 @@ def test_left_stopped(mpi: Any, hub: Any) -> None:
     hub.connections[2].send(attend(4000))
     assert code_of(lambda: hub.connections[2].receive(0.1), "rank 3") == TIMEOUT
     hub.close()
+
+
+@pytest.mark.parametrize("call", ["send", "poll", "close"])
+def test_kept_by_mpi(call: str, mpi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of MPI's that doesn't return, be it the pump's, keeps whoever calls MPI next: the watchdog notices."""
+    barked = threading.Event()
+    monkeypatch.setattr(mpi_transport, "Watchdog", functools.partial(Watchdog, tick_s=0.01))
+    monkeypatch.setattr(mpi_transport, "leave_stuck", barked.set)
+    for puppet in mpi.puppets:
+        puppet.call("open", 64)
+    hub = connect_workers(mpi.job)
+    connection = hub.connections[0]
+    calls = {"send": lambda: connection.send(attend(1)), "poll": connection.poll, "close": connection.close}
+    with mpi.job.lock:  # as a thread has it that is in MPI
+        caller = threading.Thread(target=calls[call], daemon=True)
+        caller.start()
+        assert barked.wait(WAIT_S)
+    caller.join(WAIT_S)
+    assert not caller.is_alive()
 
 
 def test_s_worker_dies(mpi: Any, hub: Any) -> None:
