@@ -225,9 +225,9 @@ def _begin_rows(
     group = job.num_q_heads // job.num_kv_heads
     element = 4 if job.source == 0 else 2
     rows = variant.rows
-    fill_row(variant, tops, num_heads * num_tiles * (_ROW_STATE // 4), np.float32(-np.inf))
-    fill_row(variant, totals, num_heads * num_tiles * (_ROW_STATE // 4), np.float32(0))
-    fill_row(variant, state, num_heads * num_tiles * rows * job.padded_dims, np.float32(0))
+    fill_row(variant.plain, tops, num_heads * num_tiles * (_ROW_STATE // 4), np.float32(-np.inf))
+    fill_row(variant.plain, totals, num_heads * num_tiles * (_ROW_STATE // 4), np.float32(0))
+    fill_row(variant.plain, state, num_heads * num_tiles * rows * job.padded_dims, np.float32(0))
     for h in range(num_heads):
         for tile in range(num_tiles):
             index = h * num_tiles + tile
@@ -236,7 +236,7 @@ def _begin_rows(
                 q_head = (head_begin + h) * group + row % group
                 address = job.q + ((start + row // group) * job.num_q_heads + q_head) * job.head_dim * element
                 target = spare + r * ROW_BYTES
-                read_row(variant, job.source, address, job.head_dim, target)
+                read_row(variant.plain, job.source, address, job.head_dim, target)
                 clear_tail(target, job.head_dim, job.padded_dims)
                 if job.slopes != 0:
                     slope = load_f32(job.slopes + 4 * q_head) * np.float32(LOG2_E)
@@ -369,7 +369,7 @@ def attend_unit(variant, job_address, unit_index, scratch):
             index = (h * num_tiles + r // rows) * _ROW_STATE + 4 * (r % rows)
             q_head = (head_begin + h) * group + (row_begin + r) % group
             write_result(
-                variant, job, sequence, num_chunks, chunk, row_begin + r, q_head,
+                variant.plain, job, sequence, num_chunks, chunk, row_begin + r, q_head,
                 load_f32(tops + index), load_f32(totals + index), state + (h * padded_rows + r) * state_bytes,
             )  # fmt: skip
     if num_chunks > 1:
@@ -379,4 +379,4 @@ def attend_unit(variant, job_address, unit_index, scratch):
             for h in range(num_heads):
                 for r in range(num_rows):
                     q_head = (head_begin + h) * group + (row_begin + r) % group
-                    merge_chunks(variant, job, sequence, num_chunks, row_begin + r, q_head, scores)
+                    merge_chunks(variant.plain, job, sequence, num_chunks, row_begin + r, q_head, scores)

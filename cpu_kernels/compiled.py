@@ -42,7 +42,7 @@ class _PartCompiler(Compiler):
         return super().define_pipelines()
 
 
-entry = njit(nogil=True, cache=True)
+entry = njit(nogil=True, cache=True, no_cfunc_wrapper=True)
 """A function that is called from Python or by its address; compiled once a host."""
 part = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_PartCompiler)
 """A function that only entries and other parts call. It is compiled once more for each literal argument, a type of its

@@ -22,7 +22,7 @@ from cpu_kernels.layout import DTYPES, SOURCES, BlockLayout
 from cpu_kernels.read_kernel import read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.team import SCRATCH_BYTES, Team, aligned_bytes
-from cpu_kernels.variant import Variant, variant_type
+from cpu_kernels.variant import Variant, plain_variant, variant_type
 
 logger = logging.getLogger(__name__)
 
@@ -127,15 +127,13 @@ def attend_entry(variant: Variant) -> int:
 @cache
 def append_entry() -> int:
     """Address of ``append_unit``."""
-    unused = Variant("float32", "fma", 4, False, False, 1, 1, 1, 1, 1, 1)
-    return _address_of(append_unit, unused)
+    return _address_of(append_unit, plain_variant(4, False))
 
 
 @cache
 def read_entry() -> int:
     """Address of ``read_unit``."""
-    unused = Variant("float32", "fma", default_level().lanes, False, False, 1, 1, 1, 1, 1, 1)
-    return _address_of(read_unit, unused)
+    return _address_of(read_unit, plain_variant(default_level().lanes, False))
 
 
 @dataclass(frozen=True)

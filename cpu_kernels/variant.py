@@ -124,13 +124,27 @@ class Variant:
         return {"int8": 128, "int4": 8}.get(self.dtype, 0)
 
     @property
+    def plain(self) -> Variant:
+        """What is left for code that only needs to know the vectors: the same for all kernels of a level, so that a
+        process compiles the parts that take it once."""
+        return plain_variant(self.lanes, self.has_fma)
+
+    @property
     def key(self) -> str:
         return "_".join(str(getattr(self, field.name)) for field in fields(self))
 
 
+def plain_variant(lanes: int, has_fma: bool) -> Variant:
+    """For functions that aren't made for a cache's elements or tiles of rows."""
+    return Variant(
+        dtype="float32", dot="fma", lanes=lanes, has_fma=has_fma, has_f16c=has_fma, rows=1, score_vectors=1,
+        value_vectors=1, q_planes=1, p_planes=1, spread=1,
+    )  # fmt: skip
+
+
 class VariantType(types.Type):
     def __init__(self, variant: Variant, digest: str) -> None:
-        self.variant = variant
+        self.variant, self.digest = variant, digest
         super().__init__(name=f"Variant({variant.key},{digest})")
 
 
@@ -159,6 +173,8 @@ class _VariantAttributes(AttributeTemplate):
 
     def generic_resolve(self, typ, attribute):
         value = getattr(typ.variant, attribute, None)
+        if isinstance(value, Variant):
+            return VariantType(value, typ.digest)
         if isinstance(value, (bool, int)):
             return types.int64
         return None
@@ -166,4 +182,7 @@ class _VariantAttributes(AttributeTemplate):
 
 @lower_getattr_generic(VariantType)
 def _lower_variant_attribute(context, builder, typ, value, attribute):
-    return ir.IntType(64)(int(getattr(typ.variant, attribute)))
+    value = getattr(typ.variant, attribute)
+    if isinstance(value, Variant):
+        return context.get_dummy_value()
+    return ir.IntType(64)(int(value))
