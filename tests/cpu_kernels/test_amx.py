@@ -228,11 +228,11 @@ def test_machine_code_for_a_cpu_with_amx(tmp_path: Path):
     assert not set().union(*(_reached(blocks, label, "ldtilecfg") for label in released)) & TILE_INSTRUCTIONS
 
 
-def test_permission_is_given_where_the_cpu_has_tiles():
-    """The kernel is asked, not the CPU's flags; the two agree on Linux 5.16 and later."""
+def test_permission_is_only_given_where_the_cpu_has_tiles():
+    """Linux is asked, not the CPU's flags; it may refuse where it is old or where a container forbids the question."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
-    assert amx.ask_permission() == ("amx_tile" in flags)
+    assert not amx.ask_permission() or "amx_tile" in flags
 
 
 # --- on trial -----------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def test_tiles_that_agree_are_used(best_level, caplog):
 
 
 def test_tiles_that_are_wrong_are_not_used(best_level, caplog, monkeypatch):
-    trusted = isa.host_levels()[-1].name
+    trusted = next(level for level in reversed(isa.host_levels()) if not level.tiles).name
     monkeypatch.setitem(TILE_UNITS, "broken", BrokenTiles())
     best_level(Isa("amx-broken", lanes=16, registers=32, has_fma=False, tiles="broken"))
     entry = chosen_entry()
