@@ -15,44 +15,61 @@ scheduler sees to that. With nothing running in its lane, every policy lets the 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from fastdecode.schedule.load_control import FixedInterval, MicroBatch
+
+Earlier: TypeAlias = Seq[tuple[int, MicroBatch]]
+NOTHING_EARLIER: Earlier = ()
 
 
 class Admission(Protocol):
     """One lane's policy. Sequences are micro-batches of one."""
 
-    def check_possible(self, num_tokens: int) -> None:
-        """Raises CapacityError if a sequence that may have so many cached tokens could never start."""
+    def check_possible(self, sizes: Seq[int]) -> None:
+        """Raises CapacityError if a sequence whose parts may have so many cached tokens each could never start."""
 
     def begin_step(self, step: int, num_running: int, num_startable: int) -> None:
         """A step is being planned; at most ``num_startable`` sequences could start in it."""
 
-    def choose(self, batch: MicroBatch, workers: Seq[int]) -> int | None:
+    def choose(
+        self, batch: MicroBatch, workers: Seq[int], earlier: Earlier = NOTHING_EARLIER, *, alone: bool = True
+    ) -> int | None:
         """Where the sequence may start in this step, among the R-workers that have room for it, those with most first;
-        None: not yet."""
+        None: not yet.
+
+        Args:
+            batch: the sequence; where sequences are split, one part of it.
+            earlier: its parts that have been placed by now: (R-worker, load) of each.
+            alone: it may also go where it exceeds a limit and nothing else runs.
+        """
 
     def add(self, worker: int, batch: MicroBatch) -> None:
-        """The sequence starts."""
+        """The sequence starts. Of a split one this tells the first part, and ``prolong`` the others."""
 
     def prolong(self, worker: int, batch: MicroBatch) -> None:
         """A running sequence has come to the end of its projection, and goes on as ``batch``."""
 
     def end(self, worker: int, batch: MicroBatch, at: int) -> None:
-        """The sequence is over, or suspended: from step ``at`` on it has no load."""
+        """The sequence is over, or suspended: from step ``at`` on it has no load. Of a split one this tells the first
+        part, and ``unload`` the others."""
+
+    def unload(self, worker: int, batch: MicroBatch, at: int) -> None:
+        """From step ``at`` on a part has no load any more."""
 
 
 class Greedy:
     """Start whenever there is room."""
 
-    def check_possible(self, num_tokens: int) -> None:
+    def check_possible(self, sizes: Seq[int]) -> None:
         pass
 
     def begin_step(self, step: int, num_running: int, num_startable: int) -> None:
         pass
 
-    def choose(self, batch: MicroBatch, workers: Seq[int]) -> int | None:
+    def choose(
+        self, batch: MicroBatch, workers: Seq[int], earlier: Earlier = NOTHING_EARLIER, *, alone: bool = True
+    ) -> int | None:
         return workers[0] if workers else None
 
     def add(self, worker: int, batch: MicroBatch) -> None:
@@ -62,6 +79,9 @@ class Greedy:
         pass
 
     def end(self, worker: int, batch: MicroBatch, at: int) -> None:
+        pass
+
+    def unload(self, worker: int, batch: MicroBatch, at: int) -> None:
         pass
 
 
@@ -76,7 +96,9 @@ class Synchronized(Greedy):
         if num_running == 0:
             self._num_left = num_startable
 
-    def choose(self, batch: MicroBatch, workers: Seq[int]) -> int | None:
+    def choose(
+        self, batch: MicroBatch, workers: Seq[int], earlier: Earlier = NOTHING_EARLIER, *, alone: bool = True
+    ) -> int | None:
         if not workers:
             self._num_left = 0  # the batch is as full as it gets
         return workers[0] if self._num_left > 0 else None
@@ -98,7 +120,9 @@ class FixedF(Greedy):
             self._num_left = self._interval.num_sequences
             self._next_step = step + self._interval.interval
 
-    def choose(self, batch: MicroBatch, workers: Seq[int]) -> int | None:
+    def choose(
+        self, batch: MicroBatch, workers: Seq[int], earlier: Earlier = NOTHING_EARLIER, *, alone: bool = True
+    ) -> int | None:
         return workers[0] if workers and self._num_left > 0 else None
 
     def add(self, worker: int, batch: MicroBatch) -> None:

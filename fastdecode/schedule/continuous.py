@@ -21,6 +21,7 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from fastdecode.core.sequence import Parts, Sequence
 from fastdecode.schedule.admission import Admission
@@ -108,7 +109,7 @@ class ContinuousScheduler:
         arrived = list(sequences)
         for sequence in arrived:
             self._ledger.check_possible(sequence.max_cached_tokens)
-            self._lanes[0].admission.check_possible(self._ledger.part_sizes(sequence.max_cached_tokens)[0])
+            self._lanes[0].admission.check_possible(self._ledger.part_sizes(sequence.max_cached_tokens))
         self._waiting.extend(arrived)
 
     def plan(self, lane: int) -> StepPlan:
@@ -313,13 +314,19 @@ class ContinuousScheduler:
         """An R-worker for each part of so many tokens, the first ones where they have to be; None: not in this step."""
         loads = self._shares(projected, len(sizes))
 
-        def choose(part: int, fitting: list[int]) -> int | None:
-            if part < len(fixed) and not fitting:
+        def choose(placed: list[int], fitting: list[int], alone: bool) -> int | None:
+            if len(placed) < len(fixed) and not fitting:
                 return None
             fitting.sort(key=lambda worker: lane.reserved_tokens[worker] / self._ledger.capacity_tokens(worker))
-            return lane.admission.choose(loads[part], fitting)
+            earlier = tuple(zip(placed, loads, strict=False))
+            return lane.admission.choose(loads[len(placed)], fitting, earlier, alone=alone)
 
-        return self._ledger.place_parts(sizes, may_grow_to, choose, fixed)
+        # Before parts go where they exceed a limit alone, all R-workers are looked at for room within their limits.
+        for alone in (False, True) if len(sizes) > 1 else (True,):
+            workers = self._ledger.place_parts(sizes, may_grow_to, partial(choose, alone=alone), fixed)
+            if workers is not None:
+                return workers
+        return None
 
     def _running_sibling(self, sequence: Sequence) -> _Run | None:
         """A running sequence of the same request, the one with most tokens cached."""
@@ -342,8 +349,10 @@ class ContinuousScheduler:
     def _release(self, lane: _Lane, run: _Run, *, at: int) -> None:
         """A running sequence runs no more, from its lane's step ``at`` on."""
         del lane.running[run.sequence.sequence_id]
-        for worker, load in self._loads(run):
-            lane.admission.end(worker, load, at)
+        (worker, load), *others = self._loads(run)
+        lane.admission.end(worker, load, at)
+        for worker, load in others:
+            lane.admission.unload(worker, load, at)
         for worker, num_tokens in self._reserved(run):
             self._ledger.release(worker, num_tokens)
             lane.reserved_tokens[worker] -= num_tokens

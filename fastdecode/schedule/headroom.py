@@ -38,7 +38,7 @@ class Headroom:
     """Learns from the sequences of one lane what those that start later will need."""
 
     def __init__(self) -> None:
-        self._started: deque[tuple[int, int]] = deque(maxlen=_WINDOW)  # first length, number of steps
+        self._started: deque[tuple[int, int, int]] = deque(maxlen=_WINDOW)  # first length, number of steps, peak
         self._num_new = 0
         self._reached_end = 1.0
         self._peak = 0
@@ -47,8 +47,8 @@ class Headroom:
         self._deviation = [0.0]
 
     def started(self, batch: MicroBatch) -> None:
-        """A micro-batch of one has started."""
-        self._started.append((batch.first_length, batch.num_steps))
+        """A micro-batch of one has started; of a split sequence, a part: limits are an R-worker's."""
+        self._started.append((batch.first_length, batch.num_steps, batch.peak))
         self._num_new += 1
         if self._num_new * 8 > len(self._started):
             self._learn()
@@ -59,9 +59,10 @@ class Headroom:
         being left on purpose; the rule applies to the part of them that reach it."""
         self._reached_end += ((not early) - self._reached_end) / 32
 
-    def limit_for(self, batch: MicroBatch, limit: int) -> Callable[[int], float]:
-        """What the load may come to at a step, projected now, when the sequence ``batch`` starts under W_lim."""
-        whole = _WHOLE_SEQUENCES * max(batch.peak, self._peak)
+    def limit_for(self, batch: MicroBatch, limit: int, peak: int | None = None) -> Callable[[int], float]:
+        """What the load may come to at a step, projected now, when the sequence ``batch`` starts under W_lim.
+        ``peak``: of all of its parts on the R-worker, if ``batch`` is one of several."""
+        whole = _WHOLE_SEQUENCES * max(batch.peak if peak is None else peak, self._peak)
         later = self._reached_end * max(0.0, limit - whole)
         slack = self._reached_end * _DEVIATIONS * math.sqrt(limit)
         last = len(self._later) - 1
@@ -73,8 +74,8 @@ class Headroom:
         return limit_at
 
     def _learn(self) -> None:
-        first, num_steps = np.array(self._started, np.float64).T
-        self._peak = int((first + num_steps).max()) - 1
+        first, num_steps, peaks = np.array(self._started, np.float64).T
+        self._peak = int(peaks.max())
         # Over the age u = 0, 1, … of a sequence: how many of the known ones get that old, and their lengths then.
         ages = np.arange(int(num_steps.max()))
         n, sum_first, sum_squares = (_older(num_steps, weight) for weight in (np.ones_like(first), first, first**2))

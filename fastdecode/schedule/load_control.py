@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -92,6 +93,16 @@ class LoadControl:
     def __bool__(self) -> bool:
         """Whether anything is live."""
         return bool(self._live)
+
+    def with_also(self, batches: Seq[MicroBatch]) -> LoadControl:
+        """What it would be if these started too; this one stays as it is."""
+        if not batches:
+            return self
+        control = LoadControl(self.limit)
+        control._live, control._loads, control._latest_start = self._live[:], self._loads[:], self._latest_start
+        for batch in batches:
+            control.add(batch)
+        return control
 
     def add(self, added: MicroBatch) -> None:
         """A micro-batch starts, whatever the limit says (the paper's AddMicroBatch)."""

@@ -103,7 +103,7 @@ class BlockLedger:
         self,
         sizes: Seq[int],
         may_grow_to: Seq[int],
-        choose: Callable[[int, list[int]], int | None],
+        choose: Callable[[list[int], list[int]], int | None],
         fixed: Seq[int] = (),
     ) -> tuple[int, ...] | None:
         """An R-worker for each part of a sequence; None if a part has to wait, and with it the sequence.
@@ -115,7 +115,8 @@ class BlockLedger:
         Args:
             sizes: tokens of each part.
             may_grow_to: tokens that each may have in the end.
-            choose: takes a part's index and R-workers that have room for it; gives one of them, or None: not yet.
+            choose: takes the R-workers of the parts before, and those that have room for this one; gives one of them,
+                or None: not yet.
             fixed: where the first parts have to be.
         """
         placed: list[int] = []
@@ -126,7 +127,7 @@ class BlockLedger:
                 fitting = [worker for worker in fitting if worker == fixed[part]]
             fitting.sort(key=placed.count)
             tiers = [list(tier) for _, tier in itertools.groupby(fitting, key=placed.count)] or [[]]
-            worker = next((w for tier in tiers if (w := choose(part, tier)) is not None), None)
+            worker = next((w for tier in tiers if (w := choose(placed, tier)) is not None), None)
             if worker is None:
                 return None
             placed.append(worker)

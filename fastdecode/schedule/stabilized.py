@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from fastdecode.core.errors import CapacityError
-from fastdecode.schedule.admission import FixedF
+from fastdecode.schedule.admission import NOTHING_EARLIER, Earlier, FixedF
 from fastdecode.schedule.headroom import Headroom
 from fastdecode.schedule.load_control import FixedInterval, LoadControl, MicroBatch, ramped_limit
 
@@ -78,7 +78,8 @@ class Stabilized:
     """Load control for each R-worker: start on the one whose projected peak is lowest, relative to its limit, among
     those where the load stays within the limit until the sequence ends.
 
-    A sequence that is longer than a limit starts where nothing else runs, and then runs there alone.
+    A sequence that is longer than a limit starts where nothing else runs, and then runs there alone. The parts of a
+    split one that are on the same R-worker are weighed together.
 
     Args:
         capacity: tokens that each R-worker holds.
@@ -114,12 +115,18 @@ class Stabilized:
         # Of the sequences that have started: how many, the steps that they take, and their lengths summed over those.
         self._num_started = self._num_steps = self._token_steps = 0
 
-    def check_possible(self, num_tokens: int) -> None:
-        most = max(control.limit for control in self._controls)
-        if self._are_given and num_tokens > most:
+    def check_possible(self, sizes: Seq[int]) -> None:
+        part = sizes[0]
+        limits = [control.limit for control in self._controls]
+        most, where = max(limits), "on any R-worker"
+        if len(sizes) > 1:
+            # As many full parts as the limits leave room for, and a last one in the most that these leave.
+            most = sum(limit // part for limit in limits) * part + max(limit % part for limit in limits)
+            where = f"on all R-workers together, in parts of {part}"
+        if self._are_given and sum(sizes) > most:
             raise CapacityError(
-                f"the sequence may grow to {num_tokens} cached tokens, but the load limit leaves a lane no more than "
-                f"{most} on any R-worker: lower max_tokens, or raise the load limit (--load-limit)",
+                f"the sequence may grow to {sum(sizes)} cached tokens, but the load limit leaves a lane no more than "
+                f"{most} {where}: lower max_tokens, or raise the load limit (--load-limit)",
                 code="exceeds_load_limit",
             )
 
@@ -131,13 +138,17 @@ class Stabilized:
         if self._cold_start is not None:
             self._cold_start.begin_step(step, num_running, num_startable)
 
-    def choose(self, batch: MicroBatch, workers: Seq[int]) -> int | None:
+    def choose(
+        self, batch: MicroBatch, workers: Seq[int], earlier: Earlier = NOTHING_EARLIER, *, alone: bool = True
+    ) -> int | None:
         if self._cold_start is not None:
-            peak = sum(control.peak() for control in self._controls)
+            peak = sum(control.peak() for control in self._controls) + sum(part.peak for _, part in earlier)
             if not self._cold_start.allows(batch, peak, sum(control.limit for control in self._controls)):
                 return None
+        own = {worker: [part for at, part in earlier if at == worker] for worker in workers}
         by_load = sorted(workers, key=lambda worker: self._controls[worker].peak() / self._controls[worker].limit)
-        return next((worker for worker in by_load if self._fits(batch, self._controls[worker])), None)
+        fitting = (w for w in by_load if self._fits(batch, self._controls[w], own[w], alone=alone))
+        return next(fitting, None)
 
     def add(self, worker: int, batch: MicroBatch) -> None:
         self.prolong(worker, batch)
@@ -157,6 +168,9 @@ class Stabilized:
     def end(self, worker: int, batch: MicroBatch, at: int) -> None:
         if self._headroom is not None:
             self._headroom.ended(early=at <= batch.end)
+        self.unload(worker, batch, at)
+
+    def unload(self, worker: int, batch: MicroBatch, at: int) -> None:
         self._controls[worker].end(batch, at)
 
     def _set_limits(self) -> None:
@@ -172,10 +186,15 @@ class Stabilized:
         for control, load, most in zip(self._controls, loads, self._capacity, strict=True):
             control.limit = max(1, min(load + half, most))
 
-    def _fits(self, batch: MicroBatch, control: LoadControl) -> bool:
-        if batch.peak > control.limit:
-            return not control
+    def _fits(self, batch: MicroBatch, control: LoadControl, own: Seq[MicroBatch], *, alone: bool) -> bool:
+        """``own``: earlier parts of the same sequence, on the same R-worker."""
+        peak = batch.peak + sum(part.peak for part in own)  # all at their common end
+        if peak > control.limit:
+            # A split sequence that given limits leave room for elsewhere waits for that.
+            empty = not any(self._controls) if self._are_given and batch.most is not None else not control
+            return alone and empty
+        control = control.with_also(own)
         start = control.earliest_start(batch)
         if start > batch.start or self._headroom is None:
             return start == batch.start
-        return control.fits(batch, self._headroom.limit_for(batch, control.limit))
+        return control.fits(batch, self._headroom.limit_for(batch, control.limit, peak))

@@ -71,7 +71,7 @@ def test_parts_are_placed_if_and_only_if_some_way_fits(
         if room >= needed[-1]
     )
     assert ledger.is_possible(num_tokens) == is_possible
-    placed = ledger.place_parts(sizes, sizes, lambda part, fitting: fitting[-1] if fitting else None)
+    placed = ledger.place_parts(sizes, sizes, lambda placed, fitting: fitting[-1] if fitting else None)
     assert (placed is not None) == is_possible
     if placed is not None:
         for worker, size in zip(placed, sizes, strict=True):
@@ -84,7 +84,7 @@ def test_parts_are_spread_as_far_as_there_is_room(blocks: list[int], num_tokens:
     ledger = BlockLedger(tuple(blocks), block_size=1, part_tokens=2)
     sizes = ledger.part_sizes(num_tokens)
     fixed = (0,) * min(num_fixed, len(sizes))
-    placed = ledger.place_parts(sizes, sizes, lambda part, fitting: fitting[0] if fitting else None, fixed)
+    placed = ledger.place_parts(sizes, sizes, lambda placed, fitting: fitting[0] if fitting else None, fixed)
     if placed is None:
         return
     assert placed[: len(fixed)] == fixed
@@ -99,10 +99,10 @@ def test_where_a_policy_says_no_the_next_best_is_asked() -> None:
     ledger = BlockLedger((4, 4, 4), block_size=1, part_tokens=2)
     offers: list[tuple[int, list[int]]] = []
 
-    def choose(part: int, fitting: list[int]) -> int | None:
-        offers.append((part, fitting))
+    def choose(placed: list[int], fitting: list[int]) -> int | None:
+        offers.append((len(placed), fitting))
         return next((worker for worker in fitting if worker != 2), None)
 
     assert ledger.place_parts((2, 2, 2), (2, 2, 2), choose) == (0, 1, 0)
     assert offers == [(0, [0, 1, 2]), (1, [1, 2]), (2, [2]), (2, [0, 1])]
-    assert ledger.place_parts((2, 2), (2, 2), lambda part, fitting: None) is None
+    assert ledger.place_parts((2, 2), (2, 2), lambda placed, fitting: None) is None
