@@ -5,11 +5,19 @@
 Left to itself, Numba makes a library with optimised machine code and Python wrappers of every function, though all but
 the outermost are only ever linked into their callers, to be optimised and compiled there once more: two fifths of the
 time that compiling a kernel takes. So parts get none of this.
+
+What is kept on disk is kept under a name that tells the sources of the whole package: Numba looks at the time stamp of
+one file only, and fails on what a version of ours left there whose classes are no longer where they were.
 """
 
 from __future__ import annotations
 
+import hashlib
+from functools import cache
+from pathlib import Path
+
 from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
@@ -42,8 +50,30 @@ class _PartCompiler(Compiler):
         return super().define_pipelines()
 
 
-entry = njit(nogil=True, cache=True, no_cfunc_wrapper=True)
-"""A function that is called from Python or by its address; compiled once a host."""
+@cache
+def _sources_digest():
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+class _PackageCache(FunctionCache):
+    """Numba's own, but for the names of its files."""
+
+    def __init__(self, py_func):
+        super().__init__(py_func)
+        name = f"{self._impl.filename_base}-{_sources_digest()}"
+        self._cache_file = IndexDataCacheFile(self._cache_path, name, source_stamp="")
+
+
+def entry(function):
+    """A function that is called from Python or by its address; compiled once a host."""
+    dispatcher = njit(nogil=True, no_cfunc_wrapper=True)(function)
+    dispatcher._cache = _PackageCache(function)
+    return dispatcher
+
+
 part = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_PartCompiler)
 """A function that only entries and other parts call. It is compiled once more for each literal argument, a type of its
 own: where that is not wanted, ``np.int64(0)`` is no literal."""

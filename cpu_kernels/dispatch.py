@@ -22,7 +22,7 @@ from cpu_kernels.layout import DTYPES, SOURCES, BlockLayout
 from cpu_kernels.read_kernel import read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.team import SCRATCH_BYTES, Team, aligned_bytes
-from cpu_kernels.variant import Variant, plain_variant, variant_type
+from cpu_kernels.variant import Variant, VariantType, plain_variant
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def choose_variant(layout: BlockLayout, group_size: int, isa: Isa, source: str, 
 
 def _address_of(dispatcher: Any, variant: Variant) -> int:
     """Compile (or load from the disk cache) and return the entry point."""
-    signature = (variant_type(variant), int64, int64, int64)
+    signature = (VariantType(variant), int64, int64, int64)
     dispatcher.compile(signature)
     compiled = dispatcher.overloads[signature]
     return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))

@@ -4,10 +4,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, fields
-from functools import cache
-from pathlib import Path
 
 from llvmlite import ir
 from numba import types
@@ -22,15 +19,6 @@ from numba.extending import (
     typeof_impl,
     unbox,
 )
-
-
-@cache
-def _sources_digest() -> str:
-    """Numba's disk cache looks at one file's time stamp only; this makes it look at all that a kernel is made of."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -143,9 +131,9 @@ def plain_variant(lanes: int, has_fma: bool) -> Variant:
 
 
 class VariantType(types.Type):
-    def __init__(self, variant: Variant, digest: str) -> None:
-        self.variant, self.digest = variant, digest
-        super().__init__(name=f"Variant({variant.key},{digest})")
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+        super().__init__(name=f"Variant({variant.key})")
 
 
 @register_model(VariantType)
@@ -153,13 +141,9 @@ class _VariantModel(models.OpaqueModel):
     pass
 
 
-def variant_type(variant: Variant) -> VariantType:
-    return VariantType(variant, _sources_digest())
-
-
 @typeof_impl.register(Variant)
 def _typeof_variant(value, context):
-    return variant_type(value)
+    return VariantType(value)
 
 
 @unbox(VariantType)
@@ -174,7 +158,7 @@ class _VariantAttributes(AttributeTemplate):
     def generic_resolve(self, typ, attribute):
         value = getattr(typ.variant, attribute, None)
         if isinstance(value, Variant):
-            return VariantType(value, typ.digest)
+            return VariantType(value)
         if isinstance(value, (bool, int)):
             return types.int64
         return None

@@ -141,10 +141,10 @@ from cpu_kernels import BlockLayout
 from cpu_kernels.attend_kernel import attend_unit
 from cpu_kernels.dispatch import choose_variant
 from cpu_kernels.isa import LEVELS
-from cpu_kernels.variant import variant_type
+from cpu_kernels.variant import VariantType
 
 variant = choose_variant(BlockLayout(8, 80, "bfloat16"), 16, LEVELS[-1], "bfloat16", ragged=False)
-signature = (variant_type(variant), int64, int64, int64)
+signature = (VariantType(variant), int64, int64, int64)
 attend_unit.compile(signature)
 print(attend_unit.inspect_asm(signature))
 """
