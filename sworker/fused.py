@@ -79,9 +79,9 @@ def fuse_checked(model: Model) -> bool:
     num_gates = 0
     for layer in model.layers:
         if _norms_a_sum(layer, fused):
-            layer.add_norm = _add_norm_of(layer.mlp_norm)
+            layer.add_norm_kernel = _add_norm_of(layer.mlp_norm)
         if layer.mlp.gated and layer.mlp.act in _GATES:
-            layer.mlp.gate = _gate_of(layer.mlp)
+            layer.mlp.gate_kernel = _gate_of(layer.mlp)
             num_gates += 1
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -57,11 +57,14 @@ class Linear(nn.Module):
 class MLP(nn.Module):
     """down(act(up(x))), or down(act(gate(x)) · up(x)) with gate and up fused, gate first."""
 
+    gate_kernel: Callable[[Tensor], Tensor] | None = None
+    """What a device may have in place of ``_gate``. That itself, kept here, would be a cycle: weights would outlive
+    their model until the garbage collector comes."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.act = ACTIVATIONS[spec.activation]
         self.gated = spec.gated_mlp
-        self.gate: Callable[[Tensor], Tensor] = self._gate  # a device may have a kernel for it
         splits = (spec.intermediate_size,) * (2 if spec.gated_mlp else 1)
         self.up = Linear(spec.hidden_size, splits, spec.mlp_bias)
         self.down = Linear(spec.intermediate_size, (spec.hidden_size,), spec.mlp_bias)
@@ -70,6 +73,10 @@ class MLP(nn.Module):
         h: Tensor = self.up(x)
         y: Tensor = self.down(self.gate(h) if self.gated else self.act(h))
         return y
+
+    def gate(self, h: Tensor) -> Tensor:
+        """h [T, 2 · intermediate] → act(its first half) · its second half [T, intermediate]."""
+        return (self.gate_kernel or self._gate)(h)
 
     def _gate(self, h: Tensor) -> Tensor:  # [T, 2 · intermediate] → [T, intermediate]
         gate, up = h.chunk(2, dim=-1)

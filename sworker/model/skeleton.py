@@ -36,6 +36,9 @@ AddNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Layer(nn.Module):
     """One layer of any family; which norms there are and where, biases and residuals, is by the spec's flags."""
 
+    add_norm_kernel: AddNorm | None = None
+    """What a device may have in place of ``_add_norm``. That itself, kept here, would be a cycle, as in ``MLP``."""
+
     def __init__(self, spec: ModelSpec, rope: RotaryTable | None) -> None:
         super().__init__()
         self.num_q_heads, self.num_kv_heads, self.head_dim = (
@@ -53,7 +56,6 @@ class Layer(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.o = Linear(spec.num_q_heads * spec.head_dim, (spec.hidden_size,), spec.o_bias)
         self.mlp = MLP(spec)
-        self.add_norm: AddNorm = self._add_norm  # a device may have a kernel for it
 
     def pre_attention(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden], positions [T] → q [T, Hq, D], k and v [T, Hkv, D], ready to be cached and attended."""
@@ -84,7 +86,11 @@ class Layer(nn.Module):
             x = x + self.mlp(h)
         return x
 
-    def _add_norm(self, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:  # [T, hidden] each → the sum, and its norm
+    def add_norm(self, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """x, a [T, hidden] → x + a, and what ``mlp_norm`` makes of it."""
+        return (self.add_norm_kernel or self._add_norm)(x, a)
+
+    def _add_norm(self, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
         x = x + a
         return x, self.mlp_norm(x)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -13,6 +15,7 @@ from checkpoints import prompts
 from fastdecode import LLM, SamplingParams
 from fastdecode.engine import launch, resolve
 from sworker.graphs import StepGraphs
+from sworker.weights import load_model
 
 
 def live_tensor_bytes() -> int:
@@ -41,3 +44,27 @@ def test_2000_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., P
             llm.generate(asked, params)
         assert live_tensor_bytes() == first
         assert not engine._runs and not engine._groups and not engine._dropped
+
+
+def test_a_closed_engine_leaves_no_weights(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Without the garbage collector, which may come after the next engine was refused for want of memory."""
+    path = str(tiny_checkpoint("llama", num_hidden_layers=1))
+    layers: list[weakref.ref[object]] = []
+
+    def load(*args: Any, **options: Any) -> Any:
+        spec, model = load_model(*args, **options)
+        layers.append(weakref.ref(model.layers[0]))
+        return spec, model
+
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(launch, "load_model", load):
+            llm = LLM(path, r_threads=1, kv_memory_gb=0.01, dtype="float32")
+        llm.generate(prompts((5,), seed=1), SamplingParams(temperature=0, max_tokens=3))
+        llm.close()
+        assert layers[0]() is not None
+        del llm
+        assert layers[0]() is None
+    finally:
+        gc.enable()

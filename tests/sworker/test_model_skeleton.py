@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -84,3 +86,16 @@ def test_a_prompt_in_pieces(family: str, tiny_checkpoint: Make) -> None:
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-4, rtol=0)
     pieces.close(0)
     assert pieces.begin_step([0, 1], [1, 1]).tolist() == [0, 17], "a closed sequence starts anew"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gated and not
+def test_weights_are_gone_with_their_model(family: str, tiny_checkpoint: Make) -> None:
+    """At once: the next engine's weights need their memory before the garbage collector comes."""
+    _, model = load_model(tiny_checkpoint(family), device="cpu", dtype=torch.float32)
+    weights = {name: weakref.ref(weight) for name, weight in model.named_parameters()}
+    gc.disable()
+    try:
+        del model
+        assert [name for name, weight in weights.items() if weight() is not None] == []
+    finally:
+        gc.enable()
