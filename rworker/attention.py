@@ -134,17 +134,19 @@ class AttentionExecutor:
         spec = layer.spec
         o = self._output(plan, q.dtype, (plan.num_queries, spec.num_q_heads, spec.head_dim))
         lse = np.empty(o.shape[:2], np.float32) if plan.want_lse else None
-        if plan.num_queries:
+        for group in plan.groups:
+            starts = plan.query_starts[group.start : group.stop + 1]
+            rows = slice(starts[0], starts[-1])
             self._kernels.attend(
                 prepare.layout,
                 layer.pool,
-                q,
-                plan.block_tables,
-                plan.query_starts,
-                plan.query_positions,
-                plan.context_lens,
-                out=o,
-                lse=lse,
+                q[rows],
+                plan.block_tables[group],
+                starts - starts[0],
+                plan.query_positions[group],
+                plan.context_lens[group],
+                out=o[rows],
+                lse=None if lse is None else lse[rows],
                 source=source,
                 num_threads=self._num_threads,
                 **layer.options,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -66,6 +67,16 @@ class StepPlan:
     def num_queries(self) -> int:
         """T_q."""
         return int(self.query_starts[-1])
+
+    @cached_property
+    def groups(self) -> tuple[slice, ...]:
+        """Sequences that are attended together: first those in front that have one query each, then the others. Kernels
+        for one query are their own, so what a sequence decodes to doesn't depend on the prompts beside it."""
+        single = np.diff(self.query_starts) == 1
+        num_sequences = len(single)
+        num_single = num_sequences if single.all() else int(single.argmin())
+        both = slice(0, num_single), slice(num_single, num_sequences)
+        return tuple(group for group in both if group.start < group.stop)
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,7 +88,7 @@ class StepBatch:
     def build(cls, chunks: Seq[Chunk], *, step: int, lane: int = 0, prompts_on_r: bool = False) -> StepBatch:
         """Lay out a plan's chunks. Every sequence has its R-workers."""
         keys = [(_home(chunk), 0 if prompts_on_r else _kind(chunk)) for chunk in chunks]
-        order = sorted(range(len(keys)), key=keys.__getitem__)
+        order = sorted(range(len(keys)), key=lambda i: (*keys[i], chunks[i].num_tokens > 1))
         ordered = tuple([chunks[i] for i in order])
         kinds = np.array([keys[i][1] for i in order])
         lengths = np.array([chunk.num_tokens for chunk in ordered], np.int32)
