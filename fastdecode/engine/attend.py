@@ -184,8 +184,12 @@ class RemoteStep:
             raise ProtocolError(
                 f"R-worker {self._plan.fleet.peer(worker)} answered o of shape {result.o.shape}, not {due_shape}"
             )
-        if span.begin.want_lse and (result.lse is None or result.lse.shape != due_shape[:2]):
-            raise ProtocolError(f"R-worker {self._plan.fleet.peer(worker)} answered without the lse that was asked")
+        found = None if result.lse is None else result.lse.shape
+        if found != (due_shape[:2] if span.begin.want_lse else None):
+            raise ProtocolError(
+                f"R-worker {self._plan.fleet.peer(worker)} answered lse of shape {found}, where "
+                + (f"{due_shape[:2]} was asked" if span.begin.want_lse else "none was asked")
+            )
         if self._guests is not None:
             result = self._guests.arrive(span, result, self._o.dtype)
         if num_home:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,29 @@ def test_the_loss_of_a_part_changes_no_token(
     assert tokens == expected
     assert llm.stats.num_recomputed > 0
     assert llm.num_live_r_workers == 3 - len(after)
+
+
+class Talkative(AttentionExecutor):
+    """Says more than it was asked."""
+
+    def compute(self, compute: Compute) -> AttendResult:
+        result = super().compute(compute)
+        return replace(result, lse=np.zeros((3, 1), np.float32)) if result.lse is None else result
+
+
+def test_an_lse_that_was_not_asked_costs_the_r_worker_alone(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path)
+
+    def start(name: str, **options: Any) -> WorkerThread:
+        return start_worker_thread(name, **options, executor=Talkative(num_threads=1) if name == "r1" else None)
+
+    monkeypatch.setattr(workers, "start_worker_thread", start)
+    tokens, llm = run(path, r_workers=3, split_tokens=64)
+    assert tokens == expected
+    assert llm.num_live_r_workers == 2 and "lse of shape (3, 1), where none was asked" in caplog.text
 
 
 def test_a_step_goes_on_whoever_has_answered() -> None:
