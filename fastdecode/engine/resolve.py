@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,12 +15,16 @@ from fastdecode.core.model_spec import ModelSpec
 from fastdecode.engine.memory import GRAPH_BYTES, FreeMemory, KVDemand, MemoryPlan, StepSizes, plan_memory
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.schedule.options import ScheduleOptions
+from fastdecode.wire.arrays import MAX_BODY_BYTES
 from fastdecode.wire.mpi_job import launched_size
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets
 from sworker.weights import load_spec
 
 _GRAPHS_SHARE = 32
 """CUDA graphs may take one part in so many of the device's memory."""
+_GUEST_BYTES = MAX_BODY_BYTES // (2 * MAX_AUTO_LANES)
+"""Of a layer's queries that go to closed parts of split sequences: of a lane's prompts, and as many of all decoding
+sequences. So they fit into one message even where lanes have become one whose prompts were booked apart."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ class _Steps:
 
     def _planned(self, lanes: _Lanes) -> _StepPlan:
         config = self.config
-        schedule = _schedule(config, lanes.first)
+        schedule = replace(_schedule(config, lanes.first), max_guest_rows=self._max_guest_rows)
         sizes = StepSizes(
             num_lanes=lanes.most,
             step_tokens=schedule.max_step_tokens,
@@ -196,6 +200,11 @@ class _Steps:
         )
         memory = plan_memory(self.spec, sizes, kv, self.free, gpu_memory_fraction=config.gpu_memory_fraction)
         return _StepPlan(lanes, schedule, memory)
+
+    @property
+    def _max_guest_rows(self) -> int:
+        row_bytes = max(spec.num_q_heads * spec.head_dim for spec in self.spec.attention) * self.dtype.size_bytes
+        return max(1, min(_GUEST_BYTES // row_bytes, ScheduleOptions.max_guest_rows))
 
     @property
     def max_graphs(self) -> int:

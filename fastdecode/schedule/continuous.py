@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from fastdecode.core.errors import CapacityError
 from fastdecode.core.sequence import Parts, Sequence
 from fastdecode.schedule.admission import Admission
 from fastdecode.schedule.lengths import LengthPredictor
@@ -72,6 +73,8 @@ class ContinuousScheduler:
         prefill_chunk: most prompt tokens of one sequence in a step.
         max_step_tokens: most tokens of a lane's step. What it exceeds the lane's share of ``max_num_sequences`` by is
             for prompts, however many sequences decode.
+        max_guest_rows: most closed parts of all running sequences, and most that the prompts of a step send queries to,
+            each counted once for each query.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class ContinuousScheduler:
         max_num_sequences: int,
         prefill_chunk: int,
         max_step_tokens: int,
+        max_guest_rows: int = 1 << 20,
     ) -> None:
         assert max_step_tokens > max_num_sequences >= 1 <= num_lanes
         self._ledger = ledger
@@ -92,6 +96,8 @@ class ContinuousScheduler:
         self._make_admission = make_admission
         self._prefill_chunk = prefill_chunk
         self._max_step_tokens = max_step_tokens
+        self._max_guest_rows = max_guest_rows
+        self._num_guest_rows = 0  # closed parts that the running sequences may come to have
         self._make_lanes(num_lanes)
         self._waiting: deque[Sequence] = deque()
         # Those that have run before, in order of arrival. All of them came before all that wait for their first start.
@@ -109,8 +115,19 @@ class ContinuousScheduler:
         arrived = list(sequences)
         for sequence in arrived:
             self._ledger.check_possible(sequence.max_cached_tokens)
-            self._lanes[0].admission.check_possible(self._ledger.part_sizes(sequence.max_cached_tokens))
+            sizes = self._ledger.part_sizes(sequence.max_cached_tokens)
+            self._lanes[0].admission.check_possible(sizes)
+            self._check_parts(sizes)
         self._waiting.extend(arrived)
+
+    def _check_parts(self, sizes: tuple[int, ...]) -> None:
+        if len(sizes) > 1 + self._max_guest_rows:
+            raise CapacityError(
+                f"the sequence may grow to {sum(sizes)} cached tokens, {len(sizes)} parts of {sizes[0]}, but its "
+                f"queries can go to {1 + self._max_guest_rows} parts at most: lower max_tokens, or let parts be longer "
+                "(--split-tokens)",
+                code="too_many_parts",
+            )
 
     def plan(self, lane: int) -> StepPlan:
         return self._plan(self._lanes[lane])
@@ -151,15 +168,15 @@ class ContinuousScheduler:
     def _make_lanes(self, num_lanes: int) -> None:
         self._lane_size = -(-self._max_num_sequences // num_lanes)
         budget = self._max_step_tokens - self._lane_size
-        self._lanes = [
-            _Lane(self._make_admission(num_lanes), PrefillBudget(budget, self._prefill_chunk)) for _ in range(num_lanes)
-        ]
+        limits = budget, self._prefill_chunk, self._max_guest_rows, self._ledger.part_tokens
+        self._lanes = [_Lane(self._make_admission(num_lanes), PrefillBudget(*limits)) for _ in range(num_lanes)]
 
     def _move(self, lane: _Lane, run: _Run) -> None:
         """A running sequence goes on in a new lane, whose first step is still to come."""
         length = len(run.sequence.token_ids) - max(0, len(run.prefill) - 1)
         run.projected = MicroBatch(1, max(run.projected.target_length, length), 0, length)
-        lane.budget.book_ahead(tuple(run.prefill))
+        is_split = run.sequence.parts is not None
+        lane.budget.book_ahead(tuple(run.prefill), run.sequence.num_cached, is_split=is_split)
         self._enter(lane, run)
 
     def _enter(self, lane: _Lane, run: _Run) -> None:
@@ -280,12 +297,13 @@ class ContinuousScheduler:
         length, most = len(sequence.token_ids), sequence.max_cached_tokens
         sizes = self._ledger.part_sizes(most)
         part_tokens = self._ledger.part_tokens if len(sizes) > 1 else None
+        is_split = part_tokens is not None
         num_uncached = length - num_shared
-        prefill = lane.budget.chunks(num_uncached, num_shared, part_tokens) if num_uncached > 1 else ()
-        if num_uncached > 1 and not prefill:
+        prefill = lane.budget.chunks(num_uncached, num_shared, is_split=is_split) if num_uncached > 1 else ()
+        if (num_uncached > 1 and not prefill) or self._num_guest_rows + len(sizes) - 1 > self._max_guest_rows:
             return None
         reserve = most
-        if part_tokens is None and not recompute:
+        if not is_split and not recompute:
             reserve = _cached_at_end(sequence, self._lengths.safe(sequence))
         # R-workers hold `length` tokens after the last prefill step, and one more after each that follows.
         expected = _cached_at_end(sequence, self._lengths.expected(sequence))
@@ -294,7 +312,8 @@ class ContinuousScheduler:
         workers = self._choose_workers(lane, self._ledger.part_sizes(reserve), sizes, projected, beside[:num_fixed])
         if workers is None:
             return None
-        lane.budget.book(prefill)
+        lane.budget.book(prefill, num_shared, is_split=is_split)
+        self._num_guest_rows += len(workers) - 1
         run = _Run(sequence, workers, reserve, projected, deque(prefill), Chunk(sequence, 1))
         for worker, num_tokens in self._reserved(run):
             self._ledger.reserve(worker, num_tokens)
@@ -349,6 +368,7 @@ class ContinuousScheduler:
     def _release(self, lane: _Lane, run: _Run, *, at: int) -> None:
         """A running sequence runs no more, from its lane's step ``at`` on."""
         del lane.running[run.sequence.sequence_id]
+        self._num_guest_rows -= len(run.workers) - 1
         (worker, load), *others = self._loads(run)
         lane.admission.end(worker, load, at)
         for worker, load in others:

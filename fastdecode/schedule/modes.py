@@ -37,6 +37,7 @@ def make_scheduler(
         max_num_sequences=options.max_num_sequences,
         prefill_chunk=options.prefill_chunk,
         max_step_tokens=options.max_step_tokens,
+        max_guest_rows=options.max_guest_rows,
     )
 
 

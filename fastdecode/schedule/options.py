@@ -54,13 +54,16 @@ class ScheduleOptions:
     split_tokens: int | None = None
     """Sequences that may get longer than this are split into parts of so many tokens, on several R-workers; a multiple
     of the KV block size."""
+    max_guest_rows: int = 1 << 20
+    """Most queries of a step that go to R-workers besides those that store their tokens: of prompts, and as many of
+    decoding sequences, over all lanes."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"schedule={self.mode!r} is not one of {', '.join(MODES)}")
         if self.cold_start not in COLD_STARTS:
             raise ConfigError(f"cold_start={self.cold_start!r} is not one of {', '.join(COLD_STARTS)}")
-        for name in ("max_num_sequences", "prefill_chunk", "max_step_tokens", "num_lanes"):
+        for name in ("max_num_sequences", "prefill_chunk", "max_step_tokens", "num_lanes", "max_guest_rows"):
             self._check_int(name, getattr(self, name))
         for name in ("load_limit", "target_length", "interval", "split_tokens"):
             if getattr(self, name) is not None:

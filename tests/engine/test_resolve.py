@@ -13,6 +13,8 @@ from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.engine.memory import FreeMemory
 from fastdecode.engine.resolve import ResolvedConfig, resolve
+from fastdecode.schedule.lanes import MAX_AUTO_LANES
+from fastdecode.wire.arrays import MAX_BODY_BYTES
 from sworker.graphs import MAX_GRAPHS
 from sworker.weights import load_spec
 
@@ -46,6 +48,14 @@ def test_every_rank_has_a_gpu_of_its_own(resolved: Resolve) -> None:
         resolved(2, 2, device="cuda", tp=3)
     with pytest.raises(ConfigError, match="GPU 0 isn't there, torch sees 0"):
         resolved(0, device="cuda")
+
+
+def test_queries_for_closed_parts_fit_into_a_message(resolved: Resolve) -> None:
+    """Even of prompts that were booked in 8 lanes, which have become one, beside all that decode."""
+    resolved_ = resolved(0, split_tokens=64)
+    spec = load_spec(resolved_.config.model).attention[0]
+    row_bytes = spec.num_q_heads * spec.head_dim * resolved_.dtype.size_bytes
+    assert 1024 * row_bytes < (MAX_AUTO_LANES + 1) * resolved_.schedule.max_guest_rows * row_bytes < MAX_BODY_BYTES
 
 
 def test_which_steps_run_as_graphs(resolved: Resolve) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,9 +58,27 @@ def test_a_prompt_fills_what_the_others_leave() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 120), st.integers(0, 60), st.integers(1, 25))
 def test_chunks_of_split_sequences_end_where_parts_do(chunk: int, num_tokens: int, first: int, part: int) -> None:
-    chunks = PrefillBudget(30, chunk).chunks(num_tokens, first, part)
+    chunks = PrefillBudget(30, chunk, part_tokens=part).chunks(num_tokens, first, is_split=True)
     assert sum(chunks) == num_tokens
     for tokens in chunks:
         assert 1 <= tokens <= min(chunk, 30)
         assert first // part == (first + tokens - 1) // part
         first += tokens
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 12), st.lists(st.tuples(st.integers(1, 120), st.integers(0, 60)), min_size=1, max_size=8))
+def test_chunks_shrink_as_parts_get_more(part: int, prompts: list[tuple[int, int]]) -> None:
+    """In no step do prompts send more queries to closed parts than there is room for in a message."""
+    most = max(num_tokens + first for num_tokens, first in prompts) // part + 5
+    budget = PrefillBudget(40, 20, most, part)
+    num_rows: Counter[int] = Counter()
+    for num_tokens, first in prompts:
+        chunks = budget.chunks(num_tokens, first, is_split=True)
+        assert chunks or num_rows, "whoever is alone gets on"
+        budget.book(chunks, first, is_split=True)
+        assert sum(chunks) == (num_tokens if chunks else 0)
+        for step, chunk in enumerate(chunks):
+            num_rows[step] += chunk * (first // part)
+            first += chunk
+    assert max(num_rows.values()) <= most

@@ -90,3 +90,18 @@ def test_a_split_sequence_ends_once() -> None:
     harness.run_out()
     assert headroom._reached_end == 1 - 1 / 32
     assert headroom._peak == 8, "limits are an R-worker's"
+
+
+def test_queries_of_all_parts_fit_into_a_message() -> None:
+    """24 tokens in parts of 4: with 6 queries for closed parts, one such sequence runs at a time."""
+    scheduler = make_scheduler(options("greedy", 1, split_tokens=4, max_guest_rows=6), (20, 20), BLOCK_SIZE)
+    harness = Harness(scheduler, [Store(20), Store(20)], 1)
+    assert harness.arrive(20, (5,), 5) and harness.arrive(20, (5,), 5)
+    while harness.live:
+        assert scheduler.num_running <= 1
+        plan = scheduler.plan(0)
+        assert sum(chunk.num_tokens * (chunk.sequence.num_cached // 4) for chunk in plan.chunks) <= 6
+        harness._begin(0, plan)
+        harness._complete(plan)
+    with pytest.raises(CapacityError, match=r"29 cached tokens, 8 parts of 4.*can go to 7 parts.*--split-tokens"):
+        scheduler.add([Sequence.of(9, Request("r", (1,) * 20, SamplingParams(), 10, seed=0), 0)])
