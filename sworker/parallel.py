@@ -51,6 +51,8 @@ _FOREVER = datetime.timedelta(days=365)
 """Between two steps nobody knows how long it takes."""
 _LAST_WORDS_S = 2.0
 """A connection may break some time before its process has ended."""
+_OWN_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+"""A collective's, but not of who is waited for: what a GPU computed before may fail only now."""
 _STUCK_S = 30.0
 """How long collectives on a GPU may take to notice that they were aborted."""
 
@@ -65,7 +67,8 @@ class Ranks:
     control: dist.ProcessGroup
     patience_s: float = PATIENCE_S
     _watch: PeerWatch | None = None
-    _someone_hangs: bool = False
+    _out_of_step: bool = False
+    """A step broke off in the middle: some rank waits for what will never come, or hangs itself."""
     _stuck: threading.Timer | None = None
     """Ends this process if it doesn't ``close`` in time."""
 
@@ -144,7 +147,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Within, ranks exchange something.
+        """Within, ranks compute together. What goes wrong here stays what it is, unless a rank has ended: then nothing
+        that is left of it can be relied on.
 
         Raises:
             WorkerError: a rank has ended, or keeps this one waiting for too long.
@@ -152,12 +156,26 @@ class Ranks:
         self.check()
         try:
             yield
-        except torch.OutOfMemoryError:
+        except BaseException as error:
+            ended = self._ended(_LAST_WORDS_S if isinstance(error, RuntimeError) else 0)
+            self._out_of_step = not ended
+            if ended and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                raise self._lost(ended, error) from error
+            raise
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Within is nothing but a collective: if it fails, it is another rank's doing; but not while a CUDA graph is
+        captured, when nothing runs."""
+        captures = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        try:
+            yield
+        except _OWN_ERRORS:
             raise
         except RuntimeError as error:
-            ended = self._ended(_LAST_WORDS_S)
-            self._someone_hangs = not ended
-            raise self._lost(ended, error) from error
+            if captures:
+                raise
+            raise self._lost(self._ended(_LAST_WORDS_S), error) from error
 
     def _ended(self, wait_s: float = 0.0) -> list[int]:
         return self._watch.ended(wait_s) if self._watch is not None else []
@@ -181,16 +199,18 @@ class Ranks:
     def hear(self) -> list[int]:
         """The others: operation, lane, and how many rows. Waits as long as it takes."""
         numbers = torch.empty(3, dtype=torch.int64)
-        dist.broadcast(numbers, 0, group=self.control)
+        with self._waiting():
+            dist.broadcast(numbers, 0, group=self.control)
         heard: list[int] = numbers.tolist()
         return heard
 
     def share(self, rows: Tensor) -> Tensor:
         """Rank 0's int64 rows, on the host; the others give room for them."""
         if rows.numel():
-            sharing = dist.broadcast(rows, 0, group=self.control, async_op=True)
-            assert sharing is not None
-            sharing.wait(datetime.timedelta(seconds=self.patience_s))
+            with self._waiting():
+                sharing = dist.broadcast(rows, 0, group=self.control, async_op=True)
+                assert sharing is not None
+                sharing.wait(datetime.timedelta(seconds=self.patience_s))
         return rows
 
     def gather(self, x: Tensor) -> list[Tensor]:
@@ -198,28 +218,35 @@ class Ranks:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.shard.size)] if self.shard.rank == 0 else None
         if x.numel():
-            dist.gather(x, parts, dst=0, group=self.data)
+            with self._waiting():
+                dist.gather(x, parts, dst=0, group=self.data)
         return parts or []
 
     def scatter_heads(self, o: Tensor | None, like: Tensor) -> Tensor:
         """Rank 0's o [T, Hq, D] → each rank's heads, of the shape of ``like`` [T, Hq / ranks, D]."""
         part = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         parts = None if o is None else [x.contiguous() for x in o.chunk(self.shard.size, dim=1)]
-        dist.scatter(part, parts, src=0, group=self.data)
+        with self._waiting():
+            dist.scatter(part, parts, src=0, group=self.data)
         return part
+
+    def add_up(self, x: Tensor) -> None:
+        """All ranks' x, of one shape, are summed in place."""
+        with self._waiting():
+            dist.all_reduce(x, group=self.data)
 
     def close(self) -> None:
         """Rank 0: let the others go, if they are still there; everyone: leave."""
-        is_whole = not self._someone_hangs and not self._ended()
+        is_whole = not self._out_of_step and not self._ended()
         if self._watch is not None:
             self._watch.close()
             self._watch = None
         if self._stuck is not None:
             self._stuck.cancel()
         if is_whole:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, WorkerError):
                 self._part()
-        if not self._someone_hangs:  # else this would wait for it, without end
+        if not self._out_of_step:  # else this would wait for it, without end
             dist.destroy_process_group()
 
     def _part(self) -> None:

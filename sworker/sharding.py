@@ -8,10 +8,10 @@ al., arXiv 1909.08053) and the token embedding. Everything else works on whole h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,6 +19,8 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.model_spec import ModelSpec
 from sworker.model.linear import Embedding, Linear
 from sworker.model.skeleton import Model
+
+AddUp = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -60,39 +62,43 @@ def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
 class RowParallelLinear(Linear):
     """A projection whose input dims are spread over ranks: partial products, summed; the bias is added once."""
 
-    def __init__(self, linear: Linear, group: dist.ProcessGroup) -> None:
+    def __init__(self, linear: Linear, add_up: AddUp) -> None:
         super().__init__(1, linear.splits[:0], bias=False)
         self.splits, self.weight, self.bias = linear.splits, linear.weight, linear.bias
-        self._group = group
+        self._add_up = add_up
 
     def forward(self, x: Tensor) -> Tensor:  # [T, in_size / ranks] → [T, out_size]
         y = F.linear(x, self.weight)
-        dist.all_reduce(y, group=self._group)
+        self._add_up(y)
         return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(Embedding):
     """Row lookup in a table whose rows are spread over ranks."""
 
-    def __init__(self, embedding: Embedding, shard: Shard, group: dist.ProcessGroup) -> None:
+    def __init__(self, embedding: Embedding, shard: Shard, add_up: AddUp) -> None:
         super().__init__(0, 1)
         self.weight = embedding.weight
         self._first = shard.rank * embedding.weight.shape[0]
-        self._group = group
+        self._add_up = add_up
 
     def forward(self, rows: Tensor) -> Tensor:  # [T] → [T, size]
         own = rows - self._first
         elsewhere = (own < 0) | (own >= self.weight.shape[0])
         x = F.embedding(own.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[:, None], 0)
-        dist.all_reduce(x, group=self._group)
+        self._add_up(x)
         return x
 
 
-def parallelize(model: Model, shard: Shard, group: dist.ProcessGroup) -> None:
-    """Exchange the modules of a rank's model whose results are partial sums."""
+def parallelize(model: Model, shard: Shard, add_up: AddUp) -> None:
+    """Exchange the modules of a rank's model whose results are partial sums.
+
+    Args:
+        add_up: sums all ranks' tensors in place (``Ranks.add_up``).
+    """
     if shard.size == 1:
         return
-    model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, shard, group)
+    model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, shard, add_up)
     for layer in model.layers:
-        layer.o = RowParallelLinear(layer.o, group)
-        layer.mlp.down = RowParallelLinear(layer.mlp.down, group)
+        layer.o = RowParallelLinear(layer.o, add_up)
+        layer.mlp.down = RowParallelLinear(layer.mlp.down, add_up)

@@ -131,7 +131,7 @@ def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks
     """The S-worker as it was configured."""
     fuse(model, resolved.device)
     if ranks is not None:
-        parallelize(model, ranks.shard, ranks.data)
+        parallelize(model, ranks.shard, ranks.add_up)
         return ParallelSWorker(spec, model, ranks, step_graphs(model, resolved))
     if resolved.device.type == "cpu":
         pack(model)

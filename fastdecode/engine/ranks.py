@@ -66,7 +66,7 @@ def mirror_rank_0(config: EngineConfig) -> None:
     ranks = meet_ranks(config.tp, resolved.device, config.worker_timeout_s)
     dtype = torch_dtype(resolved.dtype)
     spec, model = load_model(config.model, device=ranks.device, dtype=dtype, shard=ranks.shard)
-    parallelize(model, ranks.shard, ranks.data)
+    parallelize(model, ranks.shard, ranks.add_up)
     fuse(model, ranks.device)
     mirror(spec, model, ranks, step_graphs(model, resolved))
     ranks.close()

@@ -23,7 +23,7 @@ if __name__ == "__main__":
     for index, path in enumerate(sys.argv[2:]):
         ranks = Ranks.meet(Path(sys.argv[1], str(index)), Shard(1, 2), torch.device("cpu"))
         spec, model = load_model(path, device="cpu", dtype=torch.float32, shard=ranks.shard)
-        parallelize(model, ranks.shard, ranks.data)
+        parallelize(model, ranks.shard, ranks.add_up)
         graphs = StepGraphs(model, ranks.device, capture=False) if index % 2 else None
         mirror(spec, model, ranks, graphs)
         ranks.close()

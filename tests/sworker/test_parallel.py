@@ -88,7 +88,7 @@ def test_two_ranks_say_what_one_says(index: int, paths: list[Path], place: Path)
         _, half = load_model(paths[index], device="cpu", dtype=torch.float32, shard=ranks.shard)
         assert half.embed_tokens.weight.shape[0] == -(-spec.vocab_size // 2)
         assert half.layers[0].mlp.up.weight.shape[0] * 2 == whole.layers[0].mlp.up.weight.shape[0]
-        parallelize(half, ranks.shard, ranks.data)
+        parallelize(half, ranks.shard, ranks.add_up)
         graphs = StepGraphs(half, CPU, capture=False) if index % 2 else None  # as the other does
         worker = ParallelSWorker(spec, half, ranks, graphs)
         worker.set_num_lanes(2)
@@ -107,7 +107,7 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_step(is_killed: bool, paths: lis
         ranks = Ranks.meet(tmp_path / "0", Shard(0, 2), CPU, patience_s=patience_s)
         try:
             spec, half = load_model(paths[0], device="cpu", dtype=torch.float32, shard=ranks.shard)
-            parallelize(half, ranks.shard, ranks.data)
+            parallelize(half, ranks.shard, ranks.add_up)
             worker = ParallelSWorker(spec, half, ranks)
             run_passes(worker, passes=1)
             process.send_signal(signal.SIGSTOP)
@@ -126,6 +126,26 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_step(is_killed: bool, paths: lis
                     worker.begin(np.arange(3), np.arange(3))
         finally:
             ranks.close()  # doesn't wait for who hangs
+            process.kill()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def test_an_error_of_its_own_is_not_blamed_on_another_rank(paths: list[Path], tmp_path: Path) -> None:
+    """It is told as it is; leaving doesn't wait for the other rank, which waits for this one's part of the step."""
+    with mirroring(tmp_path, paths[:1]) as process:
+        ranks = Ranks.meet(tmp_path / "0", Shard(0, 2), CPU)
+        try:
+            spec, half = load_model(paths[0], device="cpu", dtype=torch.float32, shard=ranks.shard)
+            parallelize(half, ranks.shard, ranks.add_up)
+            worker = ParallelSWorker(spec, half, ranks)
+            with (
+                mock.patch.object(half, "logits", side_effect=RuntimeError("shapes differ")),
+                pytest.raises(RuntimeError, match=r"^shapes differ$"),
+            ):
+                run_passes(worker, passes=1)
+        finally:
+            ranks.close()
             process.kill()
             if dist.is_initialized():
                 dist.destroy_process_group()
