@@ -122,7 +122,7 @@ class KVStore:
         assert num_reserved_tokens >= 1
         self._check_new(sequence_id)
         num_blocks = self._blocks_for(num_reserved_tokens)
-        self._check_room(sequence_id, num_reserved_tokens, num_blocks, num_blocks)
+        self._check_room(num_reserved_tokens, num_blocks, num_blocks)
         self._add_row(sequence_id, num_reserved_tokens, num_blocks)
         self._num_promised += num_blocks
 
@@ -140,7 +140,7 @@ class KVStore:
             )
         num_blocks = self._blocks_for(num_reserved_tokens)
         num_needed = num_blocks - self._blocks_for(int(self._reserved[row]))
-        self._check_room(sequence_id, num_reserved_tokens, num_blocks, num_needed)
+        self._check_room(num_reserved_tokens, num_blocks, num_needed)
         self._widen(num_blocks)
         self._num_promised += num_needed
         self._reserved[row] = num_reserved_tokens
@@ -170,7 +170,7 @@ class KVStore:
         num_blocks, num_shared = self._blocks_for(num_reserved_tokens), self._blocks_for(num_shared_tokens)
         has_tail = num_shared_tokens % self.block_size != 0
         num_needed = num_blocks - num_shared + has_tail
-        self._check_room(sequence_id, num_reserved_tokens, num_blocks, num_needed)
+        self._check_room(num_reserved_tokens, num_blocks, num_needed)
         row = self._add_row(sequence_id, num_reserved_tokens, num_blocks)
         self._num_promised += num_needed
         shared = self._tables[parent, :num_shared]
@@ -314,13 +314,10 @@ class KVStore:
         if sequence_id in self._row_of:
             raise ProtocolError(f"sequence {sequence_id} is open already")
         if len(self._row_of) == self.max_sequences:
-            raise CapacityError(
-                f"sequence {sequence_id} can't be opened: {self.max_sequences} sequences are open, the most "
-                "that this R-worker takes"
-            )
+            raise CapacityError(f"{self.max_sequences} sequences are open, the most that this R-worker takes")
 
-    def _check_room(self, sequence_id: int, num_tokens: int, num_blocks: int, num_needed: int) -> None:
-        asked = f"sequence {sequence_id} asks for room for {num_tokens} tokens ({num_blocks} KV blocks)"
+    def _check_room(self, num_tokens: int, num_blocks: int, num_needed: int) -> None:
+        asked = f"room for {num_tokens} tokens ({num_blocks} KV blocks) was asked"
         if num_blocks > self.num_blocks:
             raise CapacityError(
                 f"{asked}, but all of the KV cache is {self.num_blocks} blocks of {self.block_size} tokens: "

@@ -314,7 +314,8 @@ def _check_counts(begin: BeginStep, cached: NDArray[np.int64]) -> None:
     for wrong, rule in (
         (past != cached, "num_past must equal the {cached} tokens cached here"),
         ((new < 0) | ((new == 0) & (queries == 0)), "num_new must be at least 1, or 0 where something is attended"),
-        ((beyond < 0) | (cached + beyond > MAX_SEQUENCE_TOKENS), _BEYOND),
+        # Where nothing is beyond, the reservation is the limit.
+        ((beyond < 0) | ((beyond > 0) & (cached + new + beyond > MAX_SEQUENCE_TOKENS)), _BEYOND),
         ((queries < 0) | (queries > new + beyond), "num_queries must be within 0 … num_new + num_beyond"),
         ((visible != past) & (visible != cached + new), "num_visible must be num_past or num_past + num_new"),
     ):

@@ -128,7 +128,7 @@ class EngineConfig:
         self._check_int("max_model_len", 1, 1 << 30)
         self._check_int("max_num_sequences", 1, 1 << 20)
         self._check_int("prefill_chunk", 1, 1 << 24)
-        self._check_int("max_step_tokens", 2, 1 << 26)
+        self._check_int("max_step_tokens", 2, 1 << 23)
         self._check_int("lanes", 1, 64)
         self._check_float("gpu_memory_fraction", 0.01, 1.0, "all memory")
         self._check_float("kv_memory_gb", 1e-6, 1e6, "GB")

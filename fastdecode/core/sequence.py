@@ -225,6 +225,11 @@ def part_id(sequence_id: int, part: int) -> int:
     return sequence_id + part * _PART_STRIDE
 
 
+def part_of(part: int) -> int:
+    """Which part of its sequence a part of this id is, counted from 0."""
+    return part // _PART_STRIDE
+
+
 @dataclass(frozen=True)
 class Parts:
     """Where the parts of a split sequence are: part i holds its tokens from i · ``num_tokens`` on, so many at most."""

@@ -233,13 +233,16 @@ class Engine:
         run, sequence, answer = refusal.run, refusal.run.sequence, refusal.answer
         if sequence.sequence_id not in self._runs:
             return None  # a sibling was refused for good
+        part = "" if sequence.parts is None else f"part {refusal.part + 1} of "
+        asked = f"{part}request {sequence.request.request_id}"
+        message = f"{self._fleet.peer(refusal.worker)} refused {asked}: {answer.message}"
         if answer.code == CapacityError.default_code and refusal.has_neighbours:
-            logger.warning("sequence %d waits: %s", sequence.sequence_id, answer.message)
+            logger.warning("%s: it waits", message)
             close(run, self._fleet)
             self._scheduler.requeue(sequence)
             return None
         group = self._groups[sequence.request.request_id]
-        return self._fail(group, CapacityError(answer.message, code=answer.code))
+        return self._fail(group, CapacityError(message, code=answer.code))
 
     def _complete(self, step: LaneStep) -> list[RequestOutput]:
         """A lane's step is over: note what is cached now, draw the next tokens, finish what they end."""

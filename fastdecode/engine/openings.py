@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fastdecode.core.sequence import part_id
+from fastdecode.core.sequence import part_id, part_of
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.live import Run
 from fastdecode.engine.pipeline import Pipeline
@@ -18,6 +18,9 @@ class Refusal:
     """An R-worker has no room for a sequence, or for a part of it."""
 
     run: Run
+    worker: int
+    part: int
+    """Which of the sequence, counted from 0."""
     answer: Refused
     has_neighbours: bool
     """Others of ours take room there, so that there will be some when they end."""
@@ -45,17 +48,17 @@ def make_room(plan: StepPlan, runs: Mapping[int, Run], fleet: Fleet, pipeline: P
             fleet.send(worker, opening)
             asked.append((runs[start.sequence.sequence_id], worker, opening.sequence_id))
     answers = pipeline.await_openings({part: worker for _, worker, part in asked})
-    refused: dict[int, tuple[Run, int, Refused]] = {}
+    refused: dict[int, tuple[Run, int, int, Refused]] = {}
     for run, worker, part in asked:
         answer = answers.get(part)
         if isinstance(answer, Refused):
-            refused.setdefault(run.sequence.sequence_id, (run, worker, answer))
+            refused.setdefault(run.sequence.sequence_id, (run, worker, part_of(part), answer))
         elif (worker, part) not in run.held:
             # Accepted, or the R-worker was lost: then its rows go nowhere, and it is requeued after the step.
             run.held += ((worker, part),)
     return [
-        Refusal(run, answer, any(other is not run and other.is_on(worker) for other in runs.values()))
-        for run, worker, answer in refused.values()
+        Refusal(run, worker, part, answer, any(other is not run and other.is_on(worker) for other in runs.values()))
+        for run, worker, part, answer in refused.values()
     ]
 
 

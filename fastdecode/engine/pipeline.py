@@ -71,7 +71,10 @@ class LaneStep:
             num_decoding += decoding
             num_prompt_tokens += prompt_tokens
             if span.worker not in lost:
-                load = int(span.begin.num_visible[num_queries == 1].sum())
+                # What is attended of what was there before; a prompt's own tokens count as such. One that decodes also
+                # attends to its token.
+                attended = np.where(num_queries > 1, span.begin.num_past, span.begin.num_visible)
+                load = int(attended[num_queries > 0].sum())
                 # Closed parts of split sequences attend prompt tokens that others store.
                 prompt_tokens += int(num_queries[(num_new == 0) & (num_queries > 1)].sum())
                 r_parts[span.worker] = RPartTime(load, prompt_tokens, self.remote.r_compute_s[span.worker])

@@ -16,6 +16,7 @@ from fastdecode.engine.memory import GRAPH_BYTES, FreeMemory, KVDemand, MemoryPl
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.arrays import MAX_BODY_BYTES
+from fastdecode.wire.messages import MAX_SEQUENCE_TOKENS
 from fastdecode.wire.mpi_job import launched_size
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets
 from sworker.weights import load_spec
@@ -85,10 +86,14 @@ def resolve(
     """
     dtype = spec.dtype if config.dtype == "auto" else DType.parse(config.dtype)
     kv_dtype = dtype if config.kv_dtype == "auto" else DType.parse(config.kv_dtype, option="kv_dtype", of_kv=True)
-    max_model_len = config.max_model_len or spec.max_model_len
+    max_model_len = config.max_model_len or min(spec.max_model_len, MAX_SEQUENCE_TOKENS)
     if max_model_len > spec.max_model_len:
         raise ConfigError(
             f"max_model_len={max_model_len} exceeds the {spec.max_model_len} tokens that {config.model} was made for"
+        )
+    if max_model_len > MAX_SEQUENCE_TOKENS:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the {MAX_SEQUENCE_TOKENS} tokens that kernels can count: lower it"
         )
     is_local = config.kv_placement == "gpu"
     if is_local and not kv_dtype.is_float:

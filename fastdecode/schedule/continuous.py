@@ -87,7 +87,7 @@ class ContinuousScheduler:
         max_num_sequences: int,
         prefill_chunk: int,
         max_step_tokens: int,
-        max_guest_rows: int = 1 << 20,
+        max_guest_rows: int = 1 << 19,
     ) -> None:
         assert max_step_tokens > max_num_sequences >= 1 <= num_lanes
         self._ledger = ledger

@@ -54,7 +54,7 @@ class ScheduleOptions:
     split_tokens: int | None = None
     """Sequences that may get longer than this are split into parts of so many tokens, on several R-workers; a multiple
     of the KV block size."""
-    max_guest_rows: int = 1 << 20
+    max_guest_rows: int = 1 << 19
     """Most queries of a step that go to R-workers besides those that store their tokens: of prompts, and as many of
     decoding sequences, over all lanes."""
 

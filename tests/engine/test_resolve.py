@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +16,7 @@ from fastdecode.engine.memory import FreeMemory
 from fastdecode.engine.resolve import ResolvedConfig, resolve
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.wire.arrays import MAX_BODY_BYTES
+from fastdecode.wire.messages import MAX_SEQUENCE_TOKENS
 from sworker.graphs import MAX_GRAPHS
 from sworker.weights import load_spec
 
@@ -56,6 +58,14 @@ def test_queries_for_closed_parts_fit_into_a_message(resolved: Resolve) -> None:
     spec = load_spec(resolved_.config.model).attention[0]
     row_bytes = spec.num_q_heads * spec.head_dim * resolved_.dtype.size_bytes
     assert 1024 * row_bytes < (MAX_AUTO_LANES + 1) * resolved_.schedule.max_guest_rows * row_bytes < MAX_BODY_BYTES
+
+
+def test_contexts_end_where_kernels_stop_counting(tiny_checkpoint: Callable[..., Path]) -> None:
+    path = str(tiny_checkpoint("llama"))
+    spec = replace(load_spec(path), max_model_len=1 << 25)
+    assert resolve(EngineConfig(path), spec, num_cores=1, free=FREE).max_model_len == MAX_SEQUENCE_TOKENS == 1 << 23
+    with pytest.raises(ConfigError, match=r"max_model_len=8388609 exceeds the 8388608 tokens"):
+        resolve(EngineConfig(path, max_model_len=(1 << 23) + 1), spec, num_cores=1, free=FREE)
 
 
 def test_which_steps_run_as_graphs(resolved: Resolve) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from checkpoints import oracle, prompts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
-from fastdecode.core.sequence import Parts, Request, Sequence
+from fastdecode.core.sequence import Parts, Request, Sequence, part_of
 from fastdecode.engine import workers
 from fastdecode.engine.guests import GuestMerge
 from fastdecode.engine.layout import StepBatch
@@ -198,6 +199,22 @@ def test_a_part_that_is_refused_makes_its_sequence_wait(
     monkeypatch.setattr(KVStore, "open", open_one)
     assert run(path, r_workers=3, split_tokens=64, lanes=lanes)[0] == expected
     assert refused
+
+
+def test_a_refusal_names_the_request_its_part_and_the_r_worker(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    really_open = KVStore.open
+
+    def open_first(store: KVStore, sequence_id: int, num_reserved: int) -> None:
+        really_open(store, sequence_id, num_reserved if part_of(sequence_id) == 0 else 1 << 20)
+
+    monkeypatch.setattr(KVStore, "open", open_first)
+    with LLM(str(tiny_checkpoint("llama")), **OPTIONS, r_workers=2, split_tokens=64) as llm:
+        (output,) = llm.generate([asked()[1]], GREEDY)
+    assert isinstance(output.error, CapacityError) and output.error.code == "exceeds_capacity"
+    named = rf"R-worker r1 refused part 2 of request {output.request_id}: room for {1 << 20} tokens"
+    assert re.match(named, str(output.error))
 
 
 def test_parts_leave_little_trace_in_an_int8_cache(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -209,7 +209,7 @@ def test_open_takes_nothing_but_promises_everything() -> None:
     assert (store.num_free_blocks, store.num_available_blocks) == (4, 1)
     error = refuses_unchanged(store, CapacityError, lambda: store.open(2, 5))
     assert error.code == "out_of_capacity"  # type: ignore[attr-defined]
-    assert "sequence 2" in str(error)
+    assert "room for 5 tokens" in str(error)
     error = refuses_unchanged(store, CapacityError, lambda: store.open(2, 17))
     assert error.code == "exceeds_capacity"  # type: ignore[attr-defined]
     store.open(2, 4)

@@ -300,6 +300,7 @@ def test_blocks_are_copied_when_a_step_begins(worker: Worker) -> None:
         (step_of((1, 5, 0), queries=[2], num_beyond=np.array([1], np.int32)), "num_queries"),
         (step_of((1, 5, 1), num_beyond=np.array([-1], np.int32)), "num_beyond must be at least 0"),
         (step_of((1, 5, 0), queries=[1], num_beyond=np.array([1 << 30], np.int32)), "no sequence is longer"),
+        (step_of((1, 5, 1), num_beyond=np.array([(1 << 23) - 5], np.int32)), "no sequence is longer than 8388608"),
         (step_of((1, 5, 1), num_beyond=np.array([1])), "num_beyond must be an array of int32"),
         (step_of((1, 5, 1), queries=[2]), "num_queries"),
         (step_of((1, 5, 1), queries=[-1]), "num_queries"),
