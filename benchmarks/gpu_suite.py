@@ -11,7 +11,10 @@ matmul rate.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,14 +52,32 @@ def run_section(section: str, *, smoke: bool, limit_s: float) -> tuple[list[dict
         command = [sys.executable, str(Path(__file__).with_name("gpu_sections.py")), section, "--rows", str(rows)]
         # It is told of a nearer end than it has, so that it can still say what it left out.
         command += ["--limit-s", str(0.9 * limit_s), *(["--smoke"] if smoke else [])]
-        failure = None
+        failure = _run(command, limit_s)
+        return list(_whole_rows(rows.read_text())), failure
+
+
+def _run(command: list[str], limit_s: float) -> str | None:
+    """What went wrong, if something did. Nothing that the command started outlives it."""
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True) as process,
+    ):
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-            if done.returncode:
-                failure = f"exit code {done.returncode}: {done.stderr.strip()[-2000:]}"
+            exit_code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            failure = f"took more than {limit_s:.0f} s"
-        return [json.loads(line) for line in rows.read_text().splitlines()], failure
+            return f"took more than {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # none is left
+                os.killpg(process.pid, signal.SIGKILL)
+        errors.seek(0)
+        return f"exit code {exit_code}: {errors.read().decode(errors='replace').strip()[-2000:]}" if exit_code else None
+
+
+def _whole_rows(text: str) -> Iterator[dict[str, Any]]:
+    """Who was killed while writing leaves half a line."""
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,31 @@ def test_a_section_that_fails_is_told(tmp_path: Path) -> None:
     exit_code, report, output = suite(tmp_path / "suite.json", "--sections", "ceilings", "--limit-s", "0.5")
     assert exit_code == 1
     assert report["failed"] == {"ceilings": ["no time was left"]} and "FAILED: ceilings" in output
+
+
+def test_a_section_that_is_killed_while_writing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its whole rows stay, and the processes that it started go with it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_suite
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "engine.py").write_text(
+        "import sys, time\npipe = open(sys.argv[1], 'w')\npipe.write('x')\npipe.flush()\ntime.sleep(600)\n"
+    )
+    (tmp_path / "gpu_sections.py").write_text(
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, {str(tmp_path / 'engine.py')!r}, {str(pipe)!r}])\n"
+        "rows = open(sys.argv[sys.argv.index('--rows') + 1], 'w')\n"
+        "rows.write('[1]\\n[1, ')\nrows.flush()\ntime.sleep(600)\n"
+    )
+    monkeypatch.setattr(gpu_suite, "__file__", str(tmp_path / "gpu_suite.py"))
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as engine:
+        assert gpu_suite.run_section("layers", smoke=True, limit_s=5) == ([[1]], "took more than 5 s")
+        assert engine.read(1) == b"x"
+        hangs_up = select.poll()
+        hangs_up.register(engine, 0)
+        assert hangs_up.poll(10_000), "the engine lives on"
 
 
 def test_goals_are_judged_by_the_worst_that_an_engine_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
