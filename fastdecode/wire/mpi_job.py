@@ -233,7 +233,9 @@ def _look_for_text(job: MpiJob, rank: int) -> str | None:
             has_left = True
     if has_left:
         raise WorkerError(
-            f"rank {rank} has ended before it met the other S-workers: its own output says why", code="tp_rank_lost"
+            f"rank {rank} has ended before it met the other S-workers, as its own output then says, or was started as "
+            "an R-worker: the first tp ranks are S-workers",
+            code="tp_rank_lost",
         )
     return None
 

@@ -94,6 +94,14 @@ def test_a_lost_s_worker_ends_the_job(rank: int, job: Callable[..., tuple[list[s
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
 
 
+def test_an_r_worker_in_an_s_workers_place(job: Callable[..., tuple[list[str], Path, str]]) -> None:
+    options, _, _ = job(1)
+    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, "--tp", "2", ":"]
+    outcome = run([*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=60)
+    assert "or was started as an R-worker" in outcome.output and "Traceback" not in outcome.output
+    assert outcome.exit_code not in (0, None) and outcome.orphans == []
+
+
 def test_ranks_with_nothing_to_do(job: Callable[..., tuple[list[str], Path, str]]) -> None:
     options, _, _ = job(1)
     command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--kv-placement", "gpu"]
