@@ -4,7 +4,7 @@ oneDNN's kernels read weights in tiles. Given rows, they put them in order at ev
 as long as the product; in float32, torch doesn't even call them. So on a CPU every weight is put in order once, and
 kept so instead of as rows.
 
-Products of packed weights don't depend on how many rows are multiplied at once, to the bit.
+In float32, products of packed weights were not seen to depend on how many rows are multiplied at once, to the bit.
 """
 
 from __future__ import annotations
