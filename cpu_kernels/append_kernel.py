@@ -19,6 +19,7 @@ from cpu_kernels.memory import (
     load_f32,
     load_i64,
     load_u32,
+    prefetch,
     store_f32,
     store_u16,
     store_u32,
@@ -39,6 +40,9 @@ APPEND_JOB = np.dtype(
 """What all units of one call share."""
 
 FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 = range(5)  # the order of layout.DTYPES
+LINE_BYTES = 64
+TOKENS_AHEAD = 2
+"""Whose memory is asked for while a token is written."""
 
 
 @part
@@ -120,6 +124,32 @@ def _write_tile_row(job, codes, count, cells, element):
         store_u32(cells + 4 * d, np.uint32(kept | np.uint32((load_u32(codes + 4 * d) ^ signs) << shift)))
 
 
+@part
+def _cells_of(job, slot, head):
+    """Address of a head's cells in the slot's block, and the token's place in the block."""
+    return job.pool + slot // job.block_size * job.block_bytes + head * job.head_bytes, slot % job.block_size
+
+
+@part
+def _ask_for(job, token, head):
+    """Ask for the memory of a token's cells: while a sequence decodes, each of its K's cells is in a cache line of its
+    own, and none of them was touched since the token before."""
+    slot = load_i64(job.slots + 8 * token)
+    base, offset = _cells_of(job, slot, head)
+    cell_bytes = 2 if job.dtype == FLOAT16 else 4
+    if token > 0 and load_i64(job.slots + 8 * token - 8) == slot - 1 and offset * cell_bytes % LINE_BYTES != 0:
+        return  # asked for with the token before
+    num_rows = job.head_dim if job.dtype == FLOAT16 else job.dim_words
+    for w in range(num_rows):
+        prefetch(base + offset * cell_bytes + w * job.padded_tokens * cell_bytes)
+    row_bytes = job.tile_dims * cell_bytes
+    cells = base + job.v_offset + offset // job.pack * row_bytes
+    for first in range(0, job.head_dim, job.tile_dims):
+        for byte in range(0, row_bytes, LINE_BYTES):
+            prefetch(cells + byte)
+        cells += job.tile_bytes
+
+
 @entry
 def append_unit(variant, job_address, head, scratch):
     """Write all tokens' K and V of one head. ``variant`` is not used."""
@@ -129,10 +159,12 @@ def append_unit(variant, job_address, head, scratch):
         store_u32(codes + 4 * d, np.uint32(0))  # what fills up the last cell
     element_bytes = 4 if job.source == 0 else 2
     cell_bytes = 2 if job.dtype == FLOAT16 else 4
+    for t in range(min(TOKENS_AHEAD, job.num_tokens)):
+        _ask_for(job, t, head)
     for t in range(job.num_tokens):
-        slot = load_i64(job.slots + 8 * t)
-        block, offset = slot // job.block_size, slot % job.block_size
-        base = job.pool + block * job.block_bytes + head * job.head_bytes
+        if t + TOKENS_AHEAD < job.num_tokens:
+            _ask_for(job, t + TOKENS_AHEAD, head)
+        base, offset = _cells_of(job, load_i64(job.slots + 8 * t), head)
         source = (t * job.num_kv_heads + head) * job.head_dim * element_bytes
         read_row(job.source, job.k + source, job.head_dim, row)
         k_scale = _encode_row(job.dtype, row, job.head_dim, codes)
