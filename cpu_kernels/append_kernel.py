@@ -144,7 +144,7 @@ def _ask_for(job, token, head):
         prefetch(base + offset * cell_bytes + w * job.padded_tokens * cell_bytes)
     row_bytes = job.tile_dims * cell_bytes
     cells = base + job.v_offset + offset // job.pack * row_bytes
-    for first in range(0, job.head_dim, job.tile_dims):
+    for _ in range(0, job.head_dim, job.tile_dims):
         for byte in range(0, row_bytes, LINE_BYTES):
             prefetch(cells + byte)
         cells += job.tile_bytes
