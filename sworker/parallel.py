@@ -213,6 +213,14 @@ class Ranks:
                 sharing.wait(datetime.timedelta(seconds=self.patience_s))
         return rows
 
+    def agree(self, *numbers: int) -> list[int]:
+        """The least of what all ranks say, number by number; every rank calls it."""
+        least = torch.tensor(numbers, dtype=torch.int64)
+        with self._waiting():
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.control)
+        agreed: list[int] = least.tolist()
+        return agreed
+
     def gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's x, all of one shape, on rank 0; elsewhere nothing."""
         x = x.contiguous()

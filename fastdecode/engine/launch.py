@@ -132,7 +132,7 @@ def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks
     fuse(model, resolved.device)
     if ranks is not None:
         parallelize(model, ranks.shard, ranks.add_up)
-        return ParallelSWorker(spec, model, ranks, step_graphs(model, resolved))
+        return ParallelSWorker(spec, model, ranks, step_graphs(model, resolved, ranks))
     if resolved.device.type == "cpu":
         pack(model)
     return SWorker(spec, model, resolved.device, step_graphs(model, resolved))
@@ -144,12 +144,15 @@ def _lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl
     return LaneControl(times, resolved.schedule.num_lanes, most=resolved.most_lanes)
 
 
-def step_graphs(model: Model, resolved: ResolvedConfig) -> StepGraphs | None:
-    """What runs the model's small S-steps as CUDA graphs, if that was chosen."""
-    if not resolved.max_graphs:
+def step_graphs(model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> StepGraphs | None:
+    """What runs the model's small S-steps as CUDA graphs, if that was chosen. Several S-workers pad to the same
+    buckets, whatever each one's GPU has room for: they add up rows of one shape."""
+    num_lanes, max_graphs = resolved.schedule.num_lanes, resolved.max_graphs
+    if ranks is not None:
+        num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
+    if not max_graphs:
         return None
-    num_lanes = resolved.schedule.num_lanes
-    return StepGraphs(model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=resolved.max_graphs)
+    return StepGraphs(model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs)
 
 
 def _attention(

@@ -68,7 +68,7 @@ def mirror_rank_0(config: EngineConfig) -> None:
     spec, model = load_model(config.model, device=ranks.device, dtype=dtype, shard=ranks.shard)
     parallelize(model, ranks.shard, ranks.add_up)
     fuse(model, ranks.device)
-    mirror(spec, model, ranks, step_graphs(model, resolved))
+    mirror(spec, model, ranks, step_graphs(model, resolved, ranks))
     ranks.close()
 
 

@@ -103,3 +103,14 @@ def test_equal_tokens(lanes: int, kv_placement: str, tiny_checkpoint: Callable[.
         mock.patch.object(launch, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
     ):
         assert run() == expected
+
+
+def test_several_s_workers_pad_alike_whatever_their_gpus_have_room_for() -> None:
+    resolved = mock.Mock(device=CPU, max_graphs=4096)
+    resolved.schedule.num_lanes = 4
+    with mock.patch.object(launch, "StepGraphs") as made:
+        launch.step_graphs(mock.Mock(), resolved)
+        launch.step_graphs(mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [min(n, 2) for n in numbers]))
+        no_room = launch.step_graphs(mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [2, 0]))
+    chosen = [(call.kwargs["num_lanes"], call.kwargs["max_graphs"]) for call in made.call_args_list]
+    assert chosen == [(4, 4096), (2, 2)] and no_room is None
