@@ -77,7 +77,7 @@ class EngineConfig:
     take where S-part and R-part have hardware of their own, else 1."""
     schedule: str = "auto"
     """stabilized, fixed-f, greedy or synchronized (see ``fastdecode.schedule.modes``); auto: stabilized with two or
-    more lanes, where S-part and R-part overlap, else greedy."""
+    more lanes, where S-part and R-part overlap, or if there is a ``load_limit``; else greedy."""
     load_limit: int | None = None
     """Most cached tokens over all running sequences, W_lim; None: what measured step times say."""
     target_length: int | None = None
@@ -156,6 +156,13 @@ class EngineConfig:
             raise ConfigError(
                 f"transport={self.transport!r} has no use for addresses: leave --r-worker out, or use zmq"
             )
+        for name in ("kv_memory_gb", "r_threads"):
+            if addresses and getattr(self, name) is not None:
+                option = "--" + {"r_threads": "threads"}.get(name, name).replace("_", "-")
+                raise ConfigError(
+                    f"{name} is for R-workers that this process starts; those at addresses have their own: give "
+                    f"{option} to each fastdecode r-worker instead"
+                )
         if self.key is not None and not addresses:
             raise ConfigError("a key is for R-workers at addresses: give --r-worker tcp://HOST:PORT too")
 

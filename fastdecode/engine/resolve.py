@@ -237,7 +237,9 @@ def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
 
 
 def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
-    mode = ("stabilized" if num_lanes > 1 else "greedy") if config.schedule == "auto" else config.schedule
+    mode = config.schedule
+    if mode == "auto":
+        mode = "stabilized" if num_lanes > 1 or config.load_limit is not None else "greedy"
     return ScheduleOptions(
         mode=mode,  # type: ignore[arg-type]  # checked there, as is cold_start
         max_num_sequences=config.max_num_sequences,

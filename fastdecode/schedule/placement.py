@@ -65,13 +65,15 @@ class BlockLedger:
         if not self.is_possible(num_tokens):
             most = self._most_blocks
             if self.part_tokens is None:
-                who, more = "the largest R-worker has", ", or share it out among R-workers (--split-tokens)"
+                who = "the largest R-worker has"
+                more = "or let several hold parts of it (--split-tokens; not with --r-partition heads)"
             else:
-                who, more = f"in parts of {self.part_tokens} tokens all R-workers together hold", ""
+                who = f"in parts of {self.part_tokens} tokens R-workers together have room for"
+                more = "or take smaller parts (--split-tokens)"
             raise CapacityError(
-                f"the sequence may grow to {num_tokens} cached tokens ({self.blocks_for(num_tokens)} KV blocks), but "
-                f"{who} {most} blocks ({most * self.block_size} tokens): lower max_tokens, or give "
-                f"R-workers more memory (--kv-memory-gb){more}"
+                f"the prompt and max_tokens may fill {num_tokens} cached tokens ({self.blocks_for(num_tokens)} KV "
+                f"blocks), but {who} {most} blocks ({most * self.block_size} tokens): shorten one of the two, give "
+                f"R-workers more memory (--kv-memory-gb), {more}"
             )
 
     @property

@@ -162,6 +162,8 @@ def test_when_all_are_lost_the_exit_code_says_so(asked: Callable[[int], tuple[li
         (["--r-worker", "tcp://10.0.0.1:1"], "needs a key"),
         (["--r-worker", "tcp://127.0.0.1:1", "--key", "/nonexistent"], "/nonexistent"),
         (["--key", "/nonexistent"], "for R-workers at addresses"),
+        (["--r-worker", "tcp://127.0.0.1:1", "--kv-memory-gb", "1"], "give --kv-memory-gb to each fastdecode r-worker"),
+        (["--r-worker", "tcp://127.0.0.1:1", "--r-threads", "2"], "give --threads to each fastdecode r-worker"),
         (["--worker-silence-s", "nan"], "worker_silence_s=nan"),
     ],
 )

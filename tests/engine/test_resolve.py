@@ -86,3 +86,8 @@ def test_lanes_and_threads_beside_a_gpu(resolved: Resolve) -> None:
     assert (alone.schedule.num_lanes, alone.adapts_lanes, alone.r_threads) == (1, False, 8)
     on_gpu = resolved(1, device="cuda", kv_placement="gpu")
     assert (on_gpu.schedule.num_lanes, on_gpu.transport) == (1, "local") and on_gpu.kv_bytes > 60 * GB
+
+
+def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:
+    assert [resolved(0, lanes=lanes).schedule.mode for lanes in (1, 2)] == ["greedy", "stabilized"]
+    assert resolved(0, lanes=1, load_limit=100).schedule.mode == "stabilized"

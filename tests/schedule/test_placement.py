@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastdecode.core.errors import CapacityError
 from fastdecode.schedule.placement import BlockLedger
 
 
@@ -106,3 +108,12 @@ def test_where_a_policy_says_no_the_next_best_is_asked() -> None:
     assert ledger.place_parts((2, 2, 2), (2, 2, 2), choose) == (0, 1, 0)
     assert offers == [(0, [0, 1, 2]), (1, [1, 2]), (2, [2]), (2, [0, 1])]
     assert ledger.place_parts((2, 2), (2, 2), lambda placed, fitting: None) is None
+
+
+def test_what_never_fits_is_told_what_would() -> None:
+    with pytest.raises(CapacityError, match=r"the largest R-worker has 6 blocks \(24 tokens\).*--split-tokens"):
+        BlockLedger((6, 6), block_size=4).check_possible(25)
+    in_parts = BlockLedger((6, 6), block_size=4, part_tokens=32)
+    with pytest.raises(CapacityError, match=r"in parts of 32 tokens.* 6 blocks \(24 tokens\).*take smaller parts"):
+        in_parts.check_possible(25)
+    BlockLedger((6, 6), block_size=4, part_tokens=8).check_possible(48)
