@@ -92,7 +92,7 @@ def test_a_context_that_no_r_worker_could_hold_alone(tiny_checkpoint: Callable[.
     assert tokens == expected
     with LLM(str(path), **{**OPTIONS, **small}, split_tokens=32) as llm:
         (output,) = llm.generate(prompts([300], seed=1), GREEDY)
-        assert isinstance(output.error, CapacityError) and "all R-workers together" in str(output.error)
+        assert isinstance(output.error, CapacityError) and "R-workers together have room for" in str(output.error)
 
 
 class Trouble(AttentionExecutor):
