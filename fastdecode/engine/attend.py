@@ -168,7 +168,7 @@ class RemoteStep:
         due = None if span is None else (span.begin.step, self._answered[worker] + 1)
         if span is None or (result.step, result.layer) != due or result.layer > self._layer:
             raise ProtocolError(
-                f"R-worker {self._plan.fleet.peer(worker)} answered for step {result.step}, layer {result.layer}, "
+                f"{self._plan.fleet.peer(worker)} answered for step {result.step}, layer {result.layer}, "
                 f"where (step, layer) {due} was due: are both ends of the same version?"
             )
         self._answered[worker] += 1
@@ -182,12 +182,12 @@ class RemoteStep:
         due_shape = (num_queries, *self._o.shape[1:])
         if result.o.shape != due_shape:
             raise ProtocolError(
-                f"R-worker {self._plan.fleet.peer(worker)} answered o of shape {result.o.shape}, not {due_shape}"
+                f"{self._plan.fleet.peer(worker)} answered o of shape {result.o.shape}, not {due_shape}"
             )
         found = None if result.lse is None else result.lse.shape
         if found != (due_shape[:2] if span.begin.want_lse else None):
             raise ProtocolError(
-                f"R-worker {self._plan.fleet.peer(worker)} answered lse of shape {found}, where "
+                f"{self._plan.fleet.peer(worker)} answered lse of shape {found}, where "
                 + (f"{due_shape[:2]} was asked" if span.begin.want_lse else "none was asked")
             )
         if self._guests is not None:

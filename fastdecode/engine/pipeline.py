@@ -217,7 +217,7 @@ class Pipeline:
             step = self._lanes[message.lane] if 0 <= message.lane < len(self._lanes) else None
             if step is None:
                 raise ProtocolError(
-                    f"R-worker {self._attention.fleet.peer(worker)} answered for lane {message.lane}, which is idle"
+                    f"{self._attention.fleet.peer(worker)} answered for lane {message.lane}, which is idle"
                 )
             step.remote.deliver(worker, message)
             sent, now = step.remote.sent_s[message.layer], time.perf_counter()
@@ -227,7 +227,7 @@ class Pipeline:
             self._openings[message.sequence_id] = message
         else:
             raise ProtocolError(
-                f"R-worker {self._attention.fleet.peer(worker)} sent {type(message).__name__}, which nobody asked for"
+                f"{self._attention.fleet.peer(worker)} sent {type(message).__name__}, which nobody asked for"
             )
 
     def _is_awaited(self, worker: int, sequence_id: int) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import prompts
+from full_stores import keep_one_sequence_each
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, WorkerError
@@ -66,16 +67,7 @@ def test_an_r_worker_with_less_room_than_it_said_makes_sequences_wait(
 ) -> None:
     path = tiny_checkpoint("llama")
     expected, _ = run(path, lanes)
-    refused = []
-    really_open = KVStore.open
-
-    def open_one(store: KVStore, sequence_id: int, num_reserved: int) -> None:
-        if store.num_sequences:
-            refused.append(sequence_id)
-            raise CapacityError("no room for a second sequence")
-        really_open(store, sequence_id, num_reserved)
-
-    monkeypatch.setattr(KVStore, "open", open_one)
+    refused = keep_one_sequence_each(monkeypatch)
     assert run(path, lanes)[0] == expected
     assert refused
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import oracle, prompts
+from full_stores import keep_one_sequence_each
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
@@ -187,16 +188,7 @@ def test_a_part_that_is_refused_makes_its_sequence_wait(
     """And gives back what the other R-workers had accepted."""
     path = tiny_checkpoint("llama")
     expected, _ = run(path)
-    refused = []
-    really_open = KVStore.open
-
-    def open_one(store: KVStore, sequence_id: int, num_reserved: int) -> None:
-        if store.num_sequences:
-            refused.append(sequence_id)
-            raise CapacityError("no room for a second sequence")
-        really_open(store, sequence_id, num_reserved)
-
-    monkeypatch.setattr(KVStore, "open", open_one)
+    refused = keep_one_sequence_each(monkeypatch)
     assert run(path, r_workers=3, split_tokens=64, lanes=lanes)[0] == expected
     assert refused
 

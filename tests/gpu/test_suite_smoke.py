@@ -49,13 +49,13 @@ def test_a_section_that_is_killed_while_writing(monkeypatch: pytest.MonkeyPatch,
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     (tmp_path / "engine.py").write_text(
-        "import sys, time\npipe = open(sys.argv[1], 'w')\npipe.write('x')\npipe.flush()\ntime.sleep(600)\n"
+        "import signal, sys\npipe = open(sys.argv[1], 'w')\npipe.write('x')\npipe.flush()\nsignal.pause()\n"
     )
     (tmp_path / "gpu_sections.py").write_text(
-        "import subprocess, sys, time\n"
+        "import signal, subprocess, sys\n"
         f"subprocess.Popen([sys.executable, {str(tmp_path / 'engine.py')!r}, {str(pipe)!r}])\n"
         "rows = open(sys.argv[sys.argv.index('--rows') + 1], 'w')\n"
-        "rows.write('[1]\\n[1, ')\nrows.flush()\ntime.sleep(600)\n"
+        "rows.write('[1]\\n[1, ')\nrows.flush()\nsignal.pause()\n"
     )
     monkeypatch.setattr(gpu_suite, "__file__", str(tmp_path / "gpu_suite.py"))
     with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as engine:

@@ -354,10 +354,8 @@ def test_an_idle_s_worker_is_not_lost(stage: Stage, hub: ZmqHub) -> None:
 def test_an_r_worker_notices_that_its_s_worker_is_gone(stage: Stage, how: int) -> None:
     """The S-worker is a puppet's process this time: a hub over there, a listener here."""
     listener = ZmqListener(ANY_PORT, "here", silence_s=0.5)
-    script = (
-        "import sys; from fastdecode.wire.zmq import ZmqHub; from messages_for_tests import to_r_worker; import time; "
-    )
-    script += "ZmqHub().add(sys.argv[1]).send(to_r_worker()[0]); time.sleep(600)"
+    script = "import signal, sys; from fastdecode.wire.zmq import ZmqHub; from messages_for_tests import to_r_worker; "
+    script += "ZmqHub().add(sys.argv[1]).send(to_r_worker()[0]); signal.pause()"
     paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
     try:
         with running([sys.executable, "-c", script, listener.address], PYTHONPATH=paths) as job:
