@@ -7,7 +7,6 @@ comes back as it is, errors as (type name, code, text).
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -121,8 +120,9 @@ class InThread:
 
 
 def obey(path: str, number: int, pid: int, open_connection: Callable[..., Any]) -> None:
-    """The puppet's loop, until the test's side hangs up. ``open_connection(*args)`` is what "open" calls."""
-    channel = _dial(path)
+    """The puppet's loop, until the test's side hangs up; it listens by now. ``open_connection(*args)`` is what "open"
+    calls."""
+    channel = Client(path, "AF_UNIX")
     channel.send((number, pid))
     connection: Any = None
     while True:
@@ -143,17 +143,6 @@ def obey(path: str, number: int, pid: int, open_connection: Callable[..., Any]) 
             channel.send(outcome)
         except OSError:
             return
-
-
-def _dial(path: str) -> Connection:
-    end = time.monotonic() + WAIT_S
-    while True:
-        try:
-            return Client(path, "AF_UNIX")
-        except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.01)
 
 
 def perform(connection: Any, name: str, args: tuple[Any, ...]) -> Any:

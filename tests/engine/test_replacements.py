@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -14,13 +13,14 @@ from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.replacements import Replacements
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from fastdecode.wire.zmq import ZmqHub
+from fastdecode.wire.zmq_line import wait_for
 from fastdecode.wire.zmq_listener import ZmqListener
 from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
 from rworker.worker import serve
 
 
-def test_one_that_was_given_up_though_it_lives_may_come_back() -> None:
+def test_one_that_was_given_up_though_it_lives_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = ZmqListener("tcp://127.0.0.1:*", "r")
 
     def serve_two() -> None:
@@ -37,10 +37,16 @@ def test_one_that_was_given_up_though_it_lives_may_come_back() -> None:
     try:
         hub.add(listener.address).send(hello)
         assert isinstance(hub.receive_any(60.0)[1], Welcome)
+        knocked = []
+        knock = hub.knock
+        monkeypatch.setattr(hub, "knock", lambda index: knocked.append(knock(index)) or knocked[-1])
         replacements = Replacements(hub, hello)  # nobody has closed the connection to the lost one
-        deadline = time.monotonic() + 30
-        while not replacements.look([0]) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        assert wait_for(
+            lambda: replacements.look([0]) or None,
+            lambda: knocked[-1].sockets if knocked[-1].is_open else (),
+            threading.RLock(),
+            30.0,
+        )
         replacements.admit(0)
     finally:
         hub.close()

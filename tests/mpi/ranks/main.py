@@ -37,6 +37,7 @@ def main(file: str, socket: str, *options: str) -> tuple[int, bool]:
     job = mpi_job.join()
     if job.rank == 0:
         puppets = Puppets(Path(socket), list(job.r_ranks))
+        job.comm.Barrier()
         args = [file, "-q", "--color=no", "-p", "no:cacheprovider", "--import-mode=importlib", *options]
         plugin = Job(job, puppets)
         code = int(pytest.main(args, plugins=[plugin]))
@@ -48,6 +49,7 @@ def main(file: str, socket: str, *options: str) -> tuple[int, bool]:
 
         return connect_to_s_worker(job, tag=tag).connections[0], None
 
+    job.comm.Barrier()  # rank 0 listens
     obey(socket, job.rank, os.getpid(), open_connection)
     return 0, False
 
