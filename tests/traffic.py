@@ -61,6 +61,8 @@ class Harness:
     num_arrived: int = 0
     num_suspended: int = 0
     finished: dict[int, list[int]] = field(default_factory=dict)
+    together: set[tuple[int, ...]] = field(default_factory=set)
+    """Sequences that stepped together."""
 
     def arrive(self, num_prompt_tokens: int, lengths: tuple[int, ...], max_tokens: int) -> bool:
         """A request of one sequence a length. Returns whether it was taken."""
@@ -174,6 +176,7 @@ class Harness:
     def _check_chunks(self, lane: int, plan: StepPlan) -> None:
         chunks = {chunk.sequence.sequence_id: chunk for chunk in plan.chunks}
         assert len(chunks) == len(plan.chunks)
+        self.together.add(tuple(sorted(chunks)))
         assert set(chunks) == {i for i, at in self.lane_of.items() if at == lane}, "everyone gets on in every step"
         assert sum(chunk.num_tokens for chunk in plan.chunks) <= MAX_STEP_TOKENS
         assert len(self.lane_of) == self.scheduler.num_running <= MAX_SEQUENCES

@@ -86,9 +86,10 @@ class Stabilized:
         batch_size: most sequences of the lane: B.
         limits: W_lim of each R-worker for this lane, in tokens; sequences above the highest of them are refused.
         balance: gives instead the load at which each R-worker is as busy as the S-worker, anew now and then; None while
-            that is unknown. Until then it is the mean load of a full batch whose starts are spread evenly, the paper's
-            B·S/2. Balance is sought at the mean load, so the limit is half a sequence more: B·(S + F)/2 when one starts
-            every F = S/B steps.
+            that is unknown. The limits never come to less than the mean load of a full batch whose starts are spread
+            evenly, the paper's B·S/2: where R-workers are what everything waits for, fewer sequences would make the
+            S-worker read its weights more often, and R-workers no faster. Balance is sought at the mean load, so the
+            limit is half a sequence more: B·(S + F)/2 when one starts every F = S/B steps.
         cold_start: how an empty lane fills; None: at once.
         headroom: leave room for the sequences that start later, always. An empty lane then fills evenly by itself, and
             stays even; without it, equal lengths drift into convoys.
@@ -109,7 +110,7 @@ class Stabilized:
         self._controls = [LoadControl(max(1, limit)) for limit in limits or capacity]
         self._are_given = limits is not None
         self._balance = balance
-        self._is_balanced = False
+        self._balanced: Seq[int] | None = None
         self._cold_start = cold_start
         self._headroom = Headroom() if headroom else None
         # Of the sequences that have started: how many, the steps that they take, and their lengths summed over those.
@@ -133,7 +134,8 @@ class Stabilized:
     def begin_step(self, step: int, num_running: int, num_startable: int) -> None:
         for control in self._controls:
             control.forget_before(step)
-        if not self._is_balanced or step % RECALIBRATE_EVERY == 0:
+        if not self._are_given and (self._balanced is None or step % RECALIBRATE_EVERY == 0):
+            self._balanced = self._balance()
             self._set_limits()
         if self._cold_start is not None:
             self._cold_start.begin_step(step, num_running, num_startable)
@@ -154,8 +156,9 @@ class Stabilized:
         self.prolong(worker, batch)
         self._num_started += 1
         self._num_steps += batch.num_steps
-        self._token_steps += batch.num_steps * (batch.first_length + batch.target_length) // 2
-        if not self._is_balanced:
+        # Half a token less than at the ends of steps: S/2 on the way from nothing to S.
+        self._token_steps += batch.num_steps * (batch.first_length + batch.target_length - 1) // 2
+        if not self._are_given:
             self._set_limits()
         if self._headroom is not None:
             self._headroom.started(batch)
@@ -174,17 +177,19 @@ class Stabilized:
         self._controls[worker].end(batch, at)
 
     def _set_limits(self) -> None:
-        if self._are_given:
-            return
-        loads = self._balance()
-        self._is_balanced = loads is not None
-        if loads is None:
-            mean_length = self._token_steps / max(1, self._num_steps) or max(self._capacity)
-            share = min(1.0, self._batch_size * mean_length / max(1, sum(self._capacity)))
-            loads = [int(share * tokens) for tokens in self._capacity]
+        loads = full_batch = self._full_batch()
+        if self._balanced is not None:
+            raised = max(1.0, sum(full_batch) / sum(self._balanced)) if self._num_started else 1.0
+            loads = [int(raised * load) for load in self._balanced]
         half = self._num_steps // max(1, 2 * self._num_started)
         for control, load, most in zip(self._controls, loads, self._capacity, strict=True):
             control.limit = max(1, min(load + half, most))
+
+    def _full_batch(self) -> list[int]:
+        """The mean load of a full batch whose starts are spread evenly, dealt out by memory."""
+        mean_length = self._token_steps / max(1, self._num_steps) or max(self._capacity)
+        share = min(1.0, self._batch_size * mean_length / max(1, sum(self._capacity)))
+        return [int(share * tokens) for tokens in self._capacity]
 
     def _fits(self, batch: MicroBatch, control: LoadControl, own: Seq[MicroBatch], *, alone: bool) -> bool:
         """``own``: earlier parts of the same sequence, on the same R-worker."""

@@ -132,6 +132,18 @@ def test_stabilizing_flattens_the_load_and_gains_what_the_paper_says() -> None:
     assert summarise(stabilized)["tpot_s"]["p99"] < 0.85 * summarise(synchronized)["tpot_s"]["p99"]
 
 
+@pytest.mark.parametrize("r_parts", [((0, 0.0), (1, 2e-6)), ((0, 0.020), (1, 0.020001))], ids=["load", "prompts"])
+def test_a_batch_that_waits_for_r_workers_is_not_made_smaller(r_parts: tuple[tuple[int, float], ...]) -> None:
+    """Their part takes longer than the S-part, by the load or by prompts beside it: starting fewer sequences would
+    make more steps of them, and none shorter."""
+    requests = [TracedRequest(512, 64, 64)] * 32
+    times = TabledTimes(Table(((0, 0.010),)), (Table(r_parts),))
+    chosen = {"lanes": 2, "max_num_sequences": 256, "max_step_tokens": 256 + 2048}
+    stabilized, greedy = (simulate(requests, times, mode=mode, **chosen) for mode in ("stabilized", "greedy"))
+    assert len(stabilized.steps) <= 1.2 * len(greedy.steps)
+    assert stabilized.total_s <= 1.1 * greedy.total_s
+
+
 def test_fixed_f_peaks_at_the_closed_form() -> None:
     outcome = papers_workload("fixed-f", lanes=1)
     interval = FixedInterval.of(32, 128, 8)
@@ -151,6 +163,7 @@ def test_learnt_lengths_make_up_for_high_max_tokens() -> None:
             mode="stabilized",
             max_num_sequences=64,
             max_step_tokens=64 + 512,
+            load_limit=1000,
             learn_lengths=i < 2,
         )
         for i in range(3)
@@ -168,8 +181,8 @@ def test_load_goes_where_it_is_fast() -> None:
         [TracedRequest(1, length, length) for length in lengths],
         constant(0.010, slow, fast),
         mode="stabilized",
-        max_num_sequences=64,
-        max_step_tokens=64 + 512,
+        max_num_sequences=20,  # spread evenly, just below the load that is in balance: 1500 tokens
+        max_step_tokens=20 + 512,
     )
     settled = outcome.steps[100:-200]
     # Both R-workers are near their limit of 10 ms at the same time: the fast one holds twice the load.

@@ -89,5 +89,6 @@ def test_lanes_and_threads_beside_a_gpu(resolved: Resolve) -> None:
 
 
 def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:
-    assert [resolved(0, lanes=lanes).schedule.mode for lanes in (1, 2)] == ["greedy", "stabilized"]
-    assert resolved(0, lanes=1, load_limit=100).schedule.mode == "stabilized"
+    for lanes in (1, 2):
+        assert resolved(0, lanes=lanes).schedule.mode == "greedy"
+        assert resolved(0, lanes=lanes, load_limit=100).schedule.mode == "stabilized"

@@ -3,7 +3,7 @@ requests and lost R-workers. Plans are carried out on the R-workers' real KV sto
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -122,12 +122,13 @@ def test_a_sequence_above_a_measured_limit_runs_alone() -> None:
         def r_part_s(self, worker: int, load_tokens: int) -> float:
             return load_tokens / 10
 
-    scheduler = make_scheduler(options("stabilized", 1), (20,), BLOCK_SIZE, Slow())
-    harness = Harness(scheduler, [Store(20)], 1, [10])
-    for _ in range(3):
-        harness.arrive(8, (8,), 8)
+    two_at_once = replace(options("stabilized", 1), max_num_sequences=2)
+    scheduler = make_scheduler(two_at_once, (20,), BLOCK_SIZE, Slow())
+    harness = Harness(scheduler, [Store(20)], 1)
+    for length in (1, 1, 1, 1, 30):
+        harness.arrive(length, (2,), 2)
     harness.run_out()
-    assert len(harness.finished) == 3
+    assert harness.together == {(0, 1), (2, 3), (4,)}
 
 
 def test_what_ends_early_makes_room_at_once() -> None:

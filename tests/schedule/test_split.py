@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,12 +74,13 @@ def test_a_split_sequence_above_measured_limits_runs_alone() -> None:
         def r_part_s(self, worker: int, load_tokens: int) -> float:
             return load_tokens / 10
 
-    scheduler = make_scheduler(options("stabilized", 1, split_tokens=8), (10, 10), BLOCK_SIZE, Slow())
-    harness = Harness(scheduler, [Store(10), Store(10)], 1, [10, 10])
-    for _ in range(3):
-        harness.arrive(24, (8,), 8)
+    two_at_once = replace(options("stabilized", 1, split_tokens=8), max_num_sequences=2)
+    scheduler = make_scheduler(two_at_once, (10, 10), BLOCK_SIZE, Slow())
+    harness = Harness(scheduler, [Store(10), Store(10)], 1)
+    for length in (1, 1, 60):
+        harness.arrive(length, (2,), 2)
     harness.run_out()
-    assert len(harness.finished) == 3
+    assert harness.together == {(0, 1), (2,)}
 
 
 def test_a_split_sequence_ends_once() -> None:
