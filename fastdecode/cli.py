@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,12 @@ from fastdecode.wire import mpi_job
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit code; in an MPI job, leaves the job with it and doesn't return."""
     args = _parser().parse_args(argv)
+    exit_code_file: Path | None = getattr(args, "exit_code_file", None)
+    if exit_code_file is not None:
+        mpi_job.before_leaving_stuck(partial(_note, path=exit_code_file))
     code = _run(args, argv)
-    if getattr(args, "exit_code_file", None) is not None:
-        _note(code, args.exit_code_file)
+    if exit_code_file is not None:
+        _note(code, exit_code_file)
     if "mpi4py.MPI" in sys.modules and mpi_job.launched_size() is not None:
         # Ranks that hang would keep the launcher waiting for ever: have it end them.
         mpi_job.leave(code, end_job=code == EXIT_WORKERS_LOST or getattr(args, "has_hung_workers", False))

@@ -33,6 +33,7 @@ from fastdecode.cli_options import (
 from fastdecode.cli_r_worker import serve_if_r_rank
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import MissingExtraError
+from fastdecode.wire import mpi_job
 
 if TYPE_CHECKING:
     from fastdecode.engine.batch_job import BatchJob, JobOptions, JobResult
@@ -134,6 +135,7 @@ def _run(job: BatchJob, config: EngineConfig, args: argparse.Namespace) -> tuple
     from fastdecode.engine.trace import open_trace
 
     stopping = Stopping(args.grace_s)
+    mpi_job.before_leaving_stuck(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
     with (
         open_trace(args.trace) as trace,
         LLM(args.model, progress=tell, trace=trace, **engine_options(args)) as llm,

@@ -173,7 +173,7 @@ def _reach_workers(resolved: ResolvedConfig) -> Workers:
 def _reach_r_workers(resolved: ResolvedConfig) -> Workers:
     config = resolved.config
     if resolved.transport == "mpi":
-        return MpiWorkers(config.tp)
+        return MpiWorkers(config.tp, silence_s=config.worker_silence_s)
     if resolved.transport == "zmq":
         return ZmqWorkers(config.r_worker_addresses, key_file=config.key, silence_s=config.worker_silence_s)
     return ThreadWorkers(config.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)

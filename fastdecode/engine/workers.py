@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 REACH_TIMEOUT_S = 20.0
 """For R-workers that are being started at the same time."""
+LEAST_STUCK_S = 2.0
+"""However short the silence is that R-workers are allowed: a large message may keep MPI busy for a while."""
 
 
 class Newcomers(Protocol):
@@ -83,17 +85,19 @@ class MpiWorkers:
 
     Args:
         num_s_ranks: the first ranks, which are S-workers.
+        silence_s: a rank that keeps MPI from returning for so long hangs; nothing but the job's end helps then.
 
     Raises:
         ConfigError: not started by a launcher, by the wrong one, as another rank, or with no R-worker.
         MissingExtraError: mpi4py or an MPI library is missing.
     """
 
-    def __init__(self, num_s_ranks: int = 1) -> None:
+    def __init__(self, num_s_ranks: int = 1, *, silence_s: float) -> None:
         from fastdecode.wire import mpi, mpi_job
 
-        job = mpi_job.join()
-        self.hub: mpi.MpiHub[ToRWorker, FromRWorker] = mpi.connect_workers(job, num_s_ranks=num_s_ranks)
+        self.hub: mpi.MpiHub[ToRWorker, FromRWorker] = mpi.connect_workers(
+            mpi_job.join(), num_s_ranks=num_s_ranks, stuck_after_s=max(LEAST_STUCK_S, silence_s)
+        )
 
     def replacements(self, hello: Hello) -> None:
         return None

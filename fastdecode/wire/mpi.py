@@ -37,6 +37,10 @@ _PUMP_RESTS_AFTER_S: Final = 1.0
 _PUMP_GIVES_UP_AFTER_S: Final = 30.0
 _PUMP_RESTS_IN_WAIT_AFTER_S: Final = 0.01
 _LINGER_S: Final = 2.0
+STUCK_AFTER_S: Final = 15.0
+"""A call of MPI's that takes longer never returns."""
+_STUCK_TICKS: Final = 20
+"""In which the watchdog counts that."""
 
 
 class MpiHub(Generic[SendT, ReceiveT]):
@@ -49,6 +53,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         tag: this and the next one are used; two hubs of a rank need tags of their own.
         pump_interval_s: how often the pump looks while the caller computes; 0: there is no pump.
         pulse_s: how often to give the peers a sign of life; 0: never.
+        stuck_after_s: end the process when a call of MPI's takes longer. Calls that move large messages take a second.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         tag: int = DEFAULT_TAG,
         pump_interval_s: float = PUMP_INTERVAL_S,
         pulse_s: float = 0.0,
+        stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
         self.job = job
         self.tag = tag
@@ -70,7 +76,12 @@ class MpiHub(Generic[SendT, ReceiveT]):
         self._waits_since: float | None = None
         self._num_looks = 0
         self._is_in_mpi = False
-        self._watchdog = Watchdog(self._looks, leave_stuck)
+        self._watchdog = Watchdog(
+            self._looks,
+            lambda: leave_stuck(stuck_after_s),
+            tick_s=stuck_after_s / _STUCK_TICKS,
+            num_ticks=_STUCK_TICKS,
+        )
         self._watchdog.start()
         self._stirred = 0.0
         self._pump: Pump | None = None
@@ -189,11 +200,14 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return now - self._stirred < patience_s
 
 
-def connect_workers(job: MpiJob, *, tag: int = DEFAULT_TAG, num_s_ranks: int = 1) -> MpiHub[ToRWorker, FromRWorker]:
+def connect_workers(
+    job: MpiJob, *, tag: int = DEFAULT_TAG, num_s_ranks: int = 1, stuck_after_s: float = STUCK_AFTER_S
+) -> MpiHub[ToRWorker, FromRWorker]:
     """The S-worker's side: a connection to each R-worker of the job, in the order of their ranks. Never waits.
 
     Args:
         num_s_ranks: the first ranks, which are S-workers; this is rank 0, which speaks for all.
+        stuck_after_s: see ``MpiHub``.
 
     Raises:
         ConfigError: this isn't the S-worker's rank, or no rank is left to be an R-worker.
@@ -208,7 +222,7 @@ def connect_workers(job: MpiJob, *, tag: int = DEFAULT_TAG, num_s_ranks: int = 1
             code="too_few_ranks",
         )
     peers = [(rank, f"R-worker rank {rank}") for rank in job.r_ranks[num_s_ranks - 1 :]]
-    return MpiHub(job, peers, frozenset(get_args(FromRWorker)), tag=tag)
+    return MpiHub(job, peers, frozenset(get_args(FromRWorker)), tag=tag, stuck_after_s=stuck_after_s)
 
 
 def connect_to_s_worker(job: MpiJob, *, tag: int = DEFAULT_TAG) -> MpiHub[FromRWorker, ToRWorker]:

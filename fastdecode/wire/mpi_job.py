@@ -14,12 +14,13 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from fastdecode.core.errors import ConfigError, MissingExtraError, WorkerError
+from fastdecode.wire.mpi_siblings import stopped_siblings
 from fastdecode.wire.patience import look_until_found
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class MpiJob:
 
 # A process is in one MPI job, from joining it to its end: MPI says so, and this is where we remember it.
 _joined: Final[list[MpiJob]] = []
+_last_acts: Final[list[Callable[[int], None]]] = []
 
 
 def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -240,10 +242,25 @@ def _look_for_text(job: MpiJob, rank: int) -> str | None:
     return None
 
 
-def leave_stuck() -> None:
+def before_leaving_stuck(act: Callable[[int], None]) -> None:
+    """Have ``act(exit_code)`` called before ``leave_stuck`` ends this process; in a thread of its own, while what the
+    process was at hangs."""
+    _last_acts.append(act)
+
+
+def leave_stuck(waited_s: float) -> None:
     """End this process, and have the launcher end the others: MPI has kept one of its threads for far too long."""
-    logger.critical("MPI doesn't return: some rank on this host hangs in the middle of a message; the job ends")
-    _abort(WorkerError.exit_code, LEAVING_TIMEOUT_S)
+    stopped = stopped_siblings()
+    whom = f"{' and '.join(stopped)} has been stopped" if stopped else "some rank on this host hangs"
+    exit_code = WorkerError.exit_code
+    logger.critical(
+        "MPI hasn't returned for %.3g s: %s, in the middle of a message; the job ends, with exit code %d",
+        waited_s, whom, exit_code,
+    )  # fmt: skip
+    for act in _last_acts:
+        with contextlib.suppress(Exception):
+            act(exit_code)
+    _abort(exit_code, LEAVING_TIMEOUT_S)
 
 
 def _part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:

@@ -49,7 +49,7 @@ class Watchdog(threading.Thread):
     """
 
     def __init__(
-        self, looks: Callable[[], int | None], bark: Callable[[], None], *, tick_s: float = 1.0, num_ticks: int = 15
+        self, looks: Callable[[], int | None], bark: Callable[[], None], *, tick_s: float, num_ticks: int
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._looks = looks

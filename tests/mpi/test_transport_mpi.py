@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -41,6 +42,15 @@ def test_a_call_of_mpi_that_does_not_return_is_noticed() -> None:
     for call in ("send", "poll", "close"):
         outcome = run_ranks("failures.py", 2, "self,sm", "-k", f"kept_by_mpi and {call}")
         assert "1 passed" in outcome.output and not outcome.orphans, outcome.output
+
+
+def test_a_job_that_mpi_keeps_ends_and_says_whom_it_waited_for() -> None:
+    outcome = run_ranks("failures.py", 4, "self,sm", "-k", "kept_until_the_end", "-s", "-p", "no:logging")
+    assert outcome.exit_code == 4 and not outcome.orphans, outcome
+    stopped = re.search(r"process (\d+) was stopped", outcome.output)
+    assert stopped is not None, outcome.output
+    assert f"MPI hasn't returned for 0.2 s: rank 2 (process {stopped[1]}) has been stopped" in outcome.output
+    assert "the last act, before exit code 4" in outcome.output
 
 
 def test_an_r_worker_that_hangs_is_killed_in_the_end() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +15,10 @@ from transport_suite import WAIT_S, code_of
 
 from fastdecode.wire import mpi as mpi_transport
 from fastdecode.wire.mpi import connect_workers
-from fastdecode.wire.patience import Watchdog
+from fastdecode.wire.mpi_job import before_leaving_stuck
 from fastdecode.wire.transport import CLOSED, TIMEOUT
+
+STUCK_AFTER_S = 0.2
 
 
 @pytest.fixture
@@ -76,23 +78,40 @@ def test_left_stopped(mpi: Any, hub: Any) -> None:
     hub.close()
 
 
-@pytest.mark.parametrize("call", ["send", "poll", "close"])
-def test_kept_by_mpi(call: str, mpi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of MPI's that doesn't return, be it the pump's, keeps whoever calls MPI next: the watchdog notices."""
-    barked = threading.Event()
-    monkeypatch.setattr(mpi_transport, "Watchdog", functools.partial(Watchdog, tick_s=0.01))
-    monkeypatch.setattr(mpi_transport, "leave_stuck", barked.set)
+@pytest.fixture
+def kept(mpi: Any) -> Iterator[Any]:
+    """Holds the lock as a thread has it that MPI keeps, so that whoever calls MPI next is kept too."""
     for puppet in mpi.puppets:
         puppet.call("open", 64)
-    hub = connect_workers(mpi.job)
-    connection = hub.connections[0]
+    hub = connect_workers(mpi.job, stuck_after_s=STUCK_AFTER_S)
+    with mpi.job.lock:
+        yield hub.connections[0]
+
+
+@pytest.mark.parametrize("call", ["send", "poll", "close"])
+def test_kept_by_mpi(call: str, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of MPI's that doesn't return, be it the pump's, is noticed after the time that was asked for."""
+    barked = threading.Event()
+    waited: list[float] = []
+    monkeypatch.setattr(mpi_transport, "leave_stuck", lambda seconds: (waited.append(seconds), barked.set()))
+    call_in_thread(kept, call)
+    assert barked.wait(WAIT_S)
+    assert waited == [STUCK_AFTER_S]
+
+
+def test_kept_until_the_end(mpi: Any, kept: Any) -> None:
+    """The job ends, and says whom it waited for."""
+    before_leaving_stuck(lambda exit_code: print(f"the last act, before exit code {exit_code}", flush=True))
+    os.kill(mpi.puppets[1].pid, signal.SIGSTOP)
+    print(f"process {mpi.puppets[1].pid} was stopped", flush=True)
+    call_in_thread(kept, "poll").join()
+
+
+def call_in_thread(connection: Any, call: str) -> threading.Thread:
     calls = {"send": lambda: connection.send(attend(1)), "poll": connection.poll, "close": connection.close}
-    with mpi.job.lock:  # as a thread has it that is in MPI
-        caller = threading.Thread(target=calls[call], daemon=True)
-        caller.start()
-        assert barked.wait(WAIT_S)
-    caller.join(WAIT_S)
-    assert not caller.is_alive()
+    caller = threading.Thread(target=calls[call], daemon=True)
+    caller.start()
+    return caller
 
 
 def test_s_worker_dies(mpi: Any, hub: Any) -> None:
