@@ -101,7 +101,7 @@ def _examine_all(args: argparse.Namespace) -> list[WorkerFacts]:
     from fastdecode.engine.doctor import examine
     from fastdecode.engine.workers import MpiWorkers
 
-    workers = MpiWorkers()
+    workers = MpiWorkers(silence_s=EngineConfig.worker_silence_s)
     found = [examine(connection) for connection in workers.hub.connections]
     workers.close([i for i, facts in enumerate(found) if facts.error], timeout_s=5.0)
     return found
@@ -115,7 +115,9 @@ def _examine_addresses(args: argparse.Namespace) -> list[WorkerFacts]:
     found = []
     for address in args.r_worker_addresses:
         try:
-            workers = ZmqWorkers([address], key_file=args.key, silence_s=5.0, reach_timeout_s=5.0)
+            workers = ZmqWorkers(
+                [address], key_file=args.key, silence_s=EngineConfig.worker_silence_s, reach_timeout_s=5.0
+            )
         except ConfigError:
             raise
         except FastDecodeError as error:
