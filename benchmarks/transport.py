@@ -5,7 +5,7 @@
 An S-worker sends q, k and v (equal thirds of the size) to each of 1 to 3 R-workers, which answer o (a third) from a
 null kernel. The raw ping-pong moves as many bytes over the same transport, between the same processes, with one plain
 buffer each way and the same polite waiting. Both are measured in turns within one run, so that what else the machine
-does falls on both. "laid out": q, k and v lie as in a message's body and travel without a copy; "apart": they don't.
+does falls on both.
 
 Goals: at most 15 us added at 16 KB, at most 1.3 times the raw time at 256 KB and above.
 """
@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +27,6 @@ from typing import Any, Protocol
 import numpy as np
 from provenance import provenance
 
-from fastdecode.wire.arrays import lay_out
 from fastdecode.wire.messages import Attend, AttendResult, Shutdown
 from fastdecode.wire.patience import look_until_found
 
@@ -36,10 +34,9 @@ SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 SIZES_R = (1, 2, 3)
 ROUNDS = 12
 TRIPS = 25
-"""A round: so many raw trips, then so many of each layout."""
+"""A round: so many raw trips, then so many of ours."""
 HEAD_DIM = 64
 TIMEOUT_S = 60.0
-LAYOUTS = ("laid out", "apart")
 ROOT = Path(__file__).parents[1]
 
 MPIRUN = "--with-ft ulfm --oversubscribe --bind-to none --mca pml ob1 --mca btl"
@@ -52,7 +49,6 @@ class Row:
     r_workers: int
     bytes_out: int
     """To each R-worker; a third of it comes back."""
-    layout: str
     raw_s: float
     ours_s: float
 
@@ -110,40 +106,36 @@ class RawZmq:
         self._sockets[0].send_multipart([identity.bytes, back], copy=False)
 
 
-def shapes(size: int) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
-    rows = size // 3 // (2 * HEAD_DIM * 8)
-    return [(np.dtype(np.uint16), (max(1, rows), 8, HEAD_DIM))] * 3
+def shape(size: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Of each of q, k, v and o."""
+    return np.dtype(np.uint16), (size // 3 // (2 * HEAD_DIM * 8), 8, HEAD_DIM)
 
 
 def measure(transport: str, hub: Any, raw: Raw) -> list[Row]:
     """The S-worker's side."""
     rows, num_r = [], len(hub.connections)
     for size in SIZES:
-        arrays = {
-            "laid out": lay_out(shapes(size), lambda n: np.ones(n, np.uint8)),
-            "apart": [np.ones(dims, dtype) for dtype, dims in shapes(size)],
-        }
-        one_bytes = arrays["apart"][0].nbytes
-        out, back = np.ones(3 * one_bytes, np.uint8), np.ones(one_bytes, np.uint8)
-        acts: dict[str, Callable[[], None]] = {"raw": lambda o=out, b=back: raw.trip(o, b)}  # type: ignore[misc]
-        for name in LAYOUTS:
-            acts[name] = lambda a=arrays[name]: ours(hub, a)  # type: ignore[misc]
-        times: dict[str, list[float]] = {name: [] for name in acts}
+        dtype, dims = shape(size)
+        message = Attend(1, 0, 0, *[np.ones(dims, dtype) for _ in range(3)])
+        out, back = np.ones(3 * message.q.nbytes, np.uint8), np.ones(message.q.nbytes, np.uint8)
+        times: dict[str, list[float]] = {"raw": [], "ours": []}
         for _ in range(ROUNDS):
-            for name, act in acts.items():
-                for _ in range(TRIPS):
-                    started = time.perf_counter()
-                    act()
-                    times[name].append(time.perf_counter() - started)
+            for _ in range(TRIPS):
+                started = time.perf_counter()
+                raw.trip(out, back)
+                times["raw"].append(time.perf_counter() - started)
+            for _ in range(TRIPS):
+                started = time.perf_counter()
+                trip(hub, message)
+                times["ours"].append(time.perf_counter() - started)
         middle = {name: statistics.median(values) for name, values in times.items()}
-        rows += [Row(transport, num_r, 3 * one_bytes, name, middle["raw"], middle[name]) for name in LAYOUTS]
+        rows.append(Row(transport, num_r, out.nbytes, middle["raw"], middle["ours"]))
     for connection in hub.connections:
         connection.send(Shutdown())
     return rows
 
 
-def ours(hub: Any, arrays: list[np.ndarray]) -> None:
-    message = Attend(1, 0, 0, *arrays)
+def trip(hub: Any, message: Attend) -> None:
     for connection in hub.connections:
         connection.send(message)
     for _ in hub.connections:
@@ -153,13 +145,13 @@ def ours(hub: Any, arrays: list[np.ndarray]) -> None:
 def serve(connection: Any, raw: Raw) -> None:
     """An R-worker's side: the same turns, a null kernel."""
     for size in SIZES:
-        dtype, dims = shapes(size)[0]
+        dtype, dims = shape(size)
         o = np.ones(dims, dtype)
         out, back = np.ones(3 * o.nbytes, np.uint8), np.ones(o.nbytes, np.uint8)
         for _ in range(ROUNDS):
             for _ in range(TRIPS):
                 raw.answer(out, back)
-            for _ in range(TRIPS * len(LAYOUTS)):
+            for _ in range(TRIPS):
                 message = connection.receive(TIMEOUT_S)
                 connection.send(AttendResult(message.step, message.lane, message.layer, o, None, 0.0))
     assert isinstance(connection.receive(TIMEOUT_S), Shutdown)
@@ -257,9 +249,9 @@ def run(transport: str, num_r: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["transport  R     bytes out  layout         raw        ours      added   ratio"]
+    lines = ["transport  R     bytes out        raw        ours      added   ratio"]
     lines += [
-        f"{r.transport:<9}  {r.r_workers}  {r.bytes_out:>12,}  {r.layout:<8}  {1e6 * r.raw_s:>7.1f} us "
+        f"{r.transport:<9}  {r.r_workers}  {r.bytes_out:>12,} {1e6 * r.raw_s:>8.1f} us "
         f"{1e6 * r.ours_s:>8.1f} us {1e6 * r.added_s:>7.1f} us   {r.ratio:.2f}"
         for r in rows
     ]

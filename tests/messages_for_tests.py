@@ -73,8 +73,8 @@ def to_r_worker() -> list[ToRWorker]:
         BeginStep(3, 1, np.arange(5), *counts, True),
         attend(1),
         attend(20, step=1, dtype=np.float32),
-        attend(40, step=2),  # in one piece, and the first sizes that aren't
-        attend(60, step=3),
+        attend(127, step=2),  # in one piece over MPI, and the first size that isn't
+        attend(128, step=3),
         attend(500, step=4),
         attend(30, step=5, num_queries=0),
         attend(300, step=6, num_queries=0),

@@ -6,7 +6,7 @@ In the head an array is a few uint32 **words**: its dtype and its dims. In the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -33,15 +33,15 @@ _DTYPES: Final[dict[int, np.dtype[Any]]] = {
 _CODES: Final = {dtype: code for code, dtype in _DTYPES.items()}
 
 # Layers of a step have the same shapes, and so have most steps: what was worked out once is looked up.
-_CACHED_SHAPES: Final = 64
+CACHED_SHAPES: Final = 64
 
 
 class Body(NamedTuple):
     """What a message's arrays make of its body."""
 
     words: tuple[int, ...]
-    views: tuple[tuple[tuple[int, ...], np.dtype[Any], int] | None, ...]
-    """Of each array: dims, dtype, offset; None: it is absent."""
+    views: tuple[tuple[tuple[int, ...], np.dtype[Any], int, int] | None, ...]
+    """Of each array: dims, dtype, and where it starts and ends; None: it is absent."""
     num_bytes: int
 
 
@@ -82,8 +82,8 @@ class ArrayLayout:
     def __init__(self, fields: Sequence[ArrayField]) -> None:
         self.fields = fields
         self.num_words = sum(field.num_words for field in fields)
-        self.of_words = lru_cache(_CACHED_SHAPES)(self._of_words)
-        self.of_arrays = lru_cache(_CACHED_SHAPES)(self._of_arrays)
+        self.of_words = lru_cache(CACHED_SHAPES)(self._of_words)
+        self.of_arrays = lru_cache(CACHED_SHAPES)(self._of_arrays)
 
     def _of_arrays(self, *arrays: tuple[np.dtype[Any], tuple[int, ...]] | None) -> Body:
         """From dtype and dims of each array. Raises ProtocolError if they aren't what the fields declare."""
@@ -100,7 +100,7 @@ class ArrayLayout:
 
     def _of_words(self, words: tuple[int, ...]) -> Body:
         """From what a peer says. Raises ProtocolError if that isn't what the fields declare, or too much."""
-        views: list[tuple[tuple[int, ...], np.dtype[Any], int] | None] = []
+        views: list[tuple[tuple[int, ...], np.dtype[Any], int, int] | None] = []
         sizes: dict[str, int] = {}
         at = end = 0
         for field in self.fields:
@@ -115,8 +115,9 @@ class ArrayLayout:
             for name, size in zip(field.dims, dims, strict=True):
                 if sizes.setdefault(name, size) != size:
                     raise ProtocolError(f"dim {name} of {field.name} is {size}, but {sizes[name]} elsewhere")
-            views.append((dims, dtype, aligned(end)))
-            end = aligned(end) + prod(dims, start=dtype.itemsize)
+            start = aligned(end)
+            end = start + prod(dims, start=dtype.itemsize)
+            views.append((dims, dtype, start, end))
         if end > MAX_BODY_BYTES:
             raise ProtocolError(f"arrays of {end} bytes exceed the {MAX_BODY_BYTES} of a message")
         return Body(words, tuple(views), end)
@@ -125,14 +126,3 @@ class ArrayLayout:
 def aligned(num_bytes: int) -> int:
     """The next multiple of ``ALIGNMENT``."""
     return (num_bytes + ALIGNMENT - 1) & -ALIGNMENT
-
-
-def lay_out(arrays: Sequence[tuple[np.dtype[Any], tuple[int, ...]]], take: Callable[[int], Array]) -> list[Array]:
-    """Uninitialised arrays (dtype, dims) that lie as they would in a body, so that a message made of just these can
-    travel without being copied. ``take(num_bytes)`` gives the uint8 memory."""
-    offsets, end = [], 0
-    for dtype, dims in arrays:
-        offsets.append(aligned(end))
-        end = offsets[-1] + prod(dims, start=dtype.itemsize)
-    buffer = take(end)
-    return [np.ndarray(dims, dtype, buffer, at) for (dtype, dims), at in zip(arrays, offsets, strict=True)]

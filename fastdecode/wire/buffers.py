@@ -1,16 +1,20 @@
-"""Memory that messages are received into and sent from, used again and again."""
+"""Memory that messages are received into and sent from, used again and again.
+
+It lies in huge pages where the system grants them: an MPI rank that copies a message out of another's memory has the
+kernel look up every page of it, which takes longer than copying does.
+"""
 
 from __future__ import annotations
 
+import mmap
 from sys import getrefcount
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.wire.arrays import ALIGNMENT
-
 _SMALLEST_BYTES: Final = 1 << 12
+_HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 class BufferPool:
@@ -23,8 +27,9 @@ class BufferPool:
 
     def __init__(self, idle_bytes: int = 1 << 28) -> None:
         self._idle_bytes = idle_bytes
-        self._slabs: dict[int, list[tuple[NDArray[np.uint8], int]]] = {}  # by size: memory, its first aligned byte
-        for slab, _ in [(np.empty(0, np.uint8), 0)]:
+        self._slabs: dict[int, list[NDArray[np.uint8]]] = {}  # by size
+        self._fresh = memoryview(b"")  # mapped, and not part of any slab yet
+        for slab in [np.empty(0, np.uint8)]:
             self._free_count = getrefcount(slab)
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
@@ -33,28 +38,45 @@ class BufferPool:
         slabs = self._slabs.get(size)
         if slabs is None:
             slabs = self._slabs[size] = []
-        for slab, start in slabs:
+        for slab in slabs:
             if getrefcount(slab) == self._free_count:
-                return slab[start : start + num_bytes]
+                return slab[:num_bytes]
         self._let_go(size)
-        slab = np.empty(size + ALIGNMENT, np.uint8)
-        start = -slab.ctypes.data % ALIGNMENT
-        slabs.append((slab, start))
-        return slab[start : start + num_bytes]
+        slab = self._new_slab(size)
+        slabs.append(slab)
+        return slab[:num_bytes]
 
     @property
     def num_bytes(self) -> int:
         """Memory that the pool holds, lent or free."""
-        return sum(slab.nbytes for slabs in self._slabs.values() for slab, _ in slabs)
+        return sum(slab.nbytes for slabs in self._slabs.values() for slab in slabs)
 
     def _let_go(self, needed_bytes: int) -> None:
         """Drop free buffers, largest first, until the pool holds at most ``idle_bytes`` with the one to come."""
         surplus = self.num_bytes + needed_bytes - self._idle_bytes
         for size in sorted(self._slabs, reverse=True):
             kept = []
-            for slab, start in self._slabs[size]:
+            for slab in self._slabs[size]:
                 if surplus > 0 and getrefcount(slab) == self._free_count:
                     surplus -= slab.nbytes
                 else:
-                    kept.append((slab, start))
+                    kept.append(slab)
             self._slabs[size][:] = kept
+
+    def _new_slab(self, size: int) -> NDArray[np.uint8]:
+        """From memory of its own if it is large; small ones share a huge page."""
+        if size > len(self._fresh):
+            self._fresh = _map(max(size, _HUGE_PAGE_BYTES))
+        # An array over a buffer that is no array: views of it refer to it, and not to what it lies in.
+        slab = np.frombuffer(self._fresh[:size], np.uint8)
+        self._fresh = self._fresh[size:]
+        return slab
+
+
+def _map(num_bytes: int) -> memoryview:
+    """Fresh memory that begins at a huge page's boundary, and is given back when nobody refers to it any more."""
+    mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    start = -np.frombuffer(mapping, np.uint8).ctypes.data % _HUGE_PAGE_BYTES
+    return memoryview(mapping)[start : start + num_bytes]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import lru_cache
 from operator import attrgetter, itemgetter
 from struct import Struct
 from struct import error as StructError
@@ -31,7 +32,16 @@ from zlib import crc32
 import numpy as np
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.wire.arrays import ALIGNMENT, MAX_BODY_BYTES, Array, ArrayField, ArrayLayout, Body, aligned, is_array
+from fastdecode.wire.arrays import (
+    CACHED_SHAPES,
+    MAX_BODY_BYTES,
+    Array,
+    ArrayField,
+    ArrayLayout,
+    Body,
+    aligned,
+    is_array,
+)
 from fastdecode.wire.fields import Cursor, Kind, kind_of
 from fastdecode.wire.messages import OPCODES, PROTOCOL_VERSION, Message
 
@@ -43,94 +53,70 @@ _HEADER_FORMAT = "<4sHBBIIQ"
 _HEADER = Struct(_HEADER_FORMAT)
 _CRC = Struct("<I")
 _NUM_HEADER_FIELDS = 7
-_PADDING = bytes(ALIGNMENT)
+_OPCODE_AT = 6
 
 assert sys.byteorder == "little", "arrays travel as they lie in memory, little-endian"
 
 
+class _Start(NamedTuple):
+    """What heads of one kind have in common if their arrays have the same shapes: all in front of their numbers."""
+
+    data: bytes
+    """Header and words."""
+    epoch: int
+    head_bytes: int
+    body: Body
+    body_at: int
+    """Where the body starts in one piece."""
+    num_bytes: int
+    """Of head and body in one piece."""
+
+    @classmethod
+    def of(cls, data: bytes, epoch: int, head_bytes: int, body: Body) -> _Start:
+        body_at = aligned(head_bytes) if body.num_bytes else head_bytes
+        return cls(data, epoch, head_bytes, body, body_at, body_at + body.num_bytes)
+
+
 class Frame(NamedTuple):
-    """An encoded message: its head, and its arrays where they lie, C-contiguous; absent ones are None."""
+    """An encoded message: its head, and its arrays where they lie; absent ones are None."""
 
     head: bytes
     arrays: tuple[Array | None, ...]
-    body: Body
+    start: _Start
 
     @property
     def body_bytes(self) -> int:
-        return self.body.num_bytes
+        return self.start.body.num_bytes
 
     @property
     def num_bytes(self) -> int:
         """Of head and body in one piece."""
-        body_bytes = self.body.num_bytes
-        return aligned(len(self.head)) + body_bytes if body_bytes else len(self.head)
+        return self.start.num_bytes
 
     def write(self, out: memoryview) -> None:
         """Write head and body in one piece into bytes [num_bytes]. Padding is left as it was."""
-        head = self.head
-        out[: len(head)] = head
-        self.write_body(out[aligned(len(head)) :])
+        out[: self.start.head_bytes] = self.head
+        self.write_body(out, self.start.body_at)
 
-    def whole(self) -> bytes:
-        """Head and body in one piece, padding zero: the fastest way for small messages."""
-        if not self.body.num_bytes:
-            return self.head
-        pieces: list[Any] = [self.head]
-        end, start = len(self.head), aligned(len(self.head))
-        for array, view in zip(self.arrays, self.body.views, strict=True):
+    def write_body(self, out: memoryview, at: int = 0) -> None:
+        """Copy the arrays into bytes [at + body_bytes]."""
+        for array, view in zip(self.arrays, self.start.body.views):  # noqa: B905  (equal lengths; checking takes time)
             if array is not None and view is not None and array.size:
-                offset = start + view[2]
-                if offset > end:
-                    pieces.append(_PADDING[: offset - end])
-                pieces.append(array)
-                end = offset + array.nbytes
-        pieces.append(_PADDING[: self.num_bytes - end])  # where empty arrays end the body
-        return b"".join(pieces)
-
-    def write_body(self, out: memoryview) -> None:
-        """Copy the arrays into bytes [body_bytes]."""
-        for array, view in zip(self.arrays, self.body.views, strict=True):
-            if array is not None and view is not None and array.size:
-                offset = view[2]
-                out[offset : offset + array.nbytes] = array.data.cast("B")
-
-    def whole_body(self) -> Array | None:
-        """The body where it lies, uint8 [body_bytes], if its arrays lie in one buffer just as they do in a body (see
-        ``arrays.lay_out``); else None."""
-        filled = [
-            (a, v[2]) for a, v in zip(self.arrays, self.body.views, strict=True) if a is not None and v and a.size
-        ]
-        if not filled:
-            return None
-        first = filled[0][0]
-        if len(filled) == 1:
-            return first.reshape(-1).view(np.uint8)
-        base = first.base
-        if not isinstance(base, np.ndarray) or not base.flags.c_contiguous:
-            return None
-        start = _address(first)
-        for array, offset in filled[1:]:
-            if array.base is not base or _address(array) != start + offset:
-                return None
-        return np.ndarray((self.body.num_bytes,), np.uint8, base, start - _address(base))
-
-
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]  # array.ctypes takes twice as long
-    return address
+                _, _, start, end = view
+                try:
+                    out[at + start : at + end] = array.data.cast("B")
+                except TypeError:  # it isn't contiguous; asking beforehand takes time
+                    out[at + start : at + end] = np.ascontiguousarray(array).data.cast("B")
 
 
 class Head:
     """A head that was found to be in order. ``message`` completes it once its body has arrived."""
 
-    __slots__ = ("_body", "_layout", "_others", "body_bytes", "epoch", "head_bytes")
+    __slots__ = ("_layout", "_others", "_start")
 
-    def __init__(self, layout: _Layout, epoch: int, head_bytes: int, body: Body, others: tuple[Any, ...]) -> None:
-        self.epoch = epoch
-        self.head_bytes = head_bytes
-        self.body_bytes = body.num_bytes
+    def __init__(self, layout: _Layout, start: _Start, others: tuple[Any, ...]) -> None:
         self._layout = layout
-        self._body = body
+        self._start = start
         self._others = others
         """All fields but the arrays."""
 
@@ -138,15 +124,38 @@ class Head:
     def kind(self) -> type[Message]:
         return self._layout.kind
 
+    @property
+    def epoch(self) -> int:
+        return self._start.epoch
+
+    @property
+    def head_bytes(self) -> int:
+        return self._start.head_bytes
+
+    @property
+    def body_bytes(self) -> int:
+        return self._start.body.num_bytes
+
+    @property
+    def body_at(self) -> int:
+        """Where the body starts in one piece."""
+        return self._start.body_at
+
+    @property
+    def num_bytes(self) -> int:
+        """Of head and body in one piece."""
+        return self._start.num_bytes
+
     def message(self, body: Array) -> Message:
         """The message. Its arrays are views of ``body``, uint8 [body_bytes], and keep it alive.
 
         Raises:
             ProtocolError: the body hasn't the announced size.
         """
-        if len(body) != self.body_bytes:
-            raise self._layout.refuse(f"a body of {len(body)} bytes came where {self.body_bytes} were announced")
-        arrays = [None if view is None else np.ndarray(view[0], view[1], body, view[2]) for view in self._body.views]
+        expected = self._start.body
+        if len(body) != expected.num_bytes:
+            raise self._layout.refuse(f"a body of {len(body)} bytes came where {expected.num_bytes} were announced")
+        arrays = [None if view is None else np.ndarray(view[0], view[1], body, view[2]) for view in expected.views]
         return self._layout.make(*self._others, *arrays)
 
 
@@ -167,40 +176,34 @@ class _Layout:
         self.get_numbers = _getter(numbers)
         self.make = _maker(kind, names, [*numbers, *others, *arrays])
         letters = "".join("q" if hints[name] is int else "d" for name in numbers)
-        self.fixed = Struct(f"{_HEADER_FORMAT}{self.arrays.num_words}I{letters}")
-        self.fixed_bytes = self.fixed.size + _CRC.size
+        self.start = Struct(f"{_HEADER_FORMAT}{self.arrays.num_words}I")
+        self.numbers = Struct(f"<{letters}")
+        self.fixed_bytes = self.start.size + self.numbers.size + _CRC.size
+        self.start_of = lru_cache(CACHED_SHAPES)(self._start_of)
+        self.known: dict[bytes, _Start] = {}
+        """What the last heads that came began with."""
 
     def refuse(self, reason: str) -> ProtocolError:
         return ProtocolError(f"{self.kind.__name__}: {reason}")
 
     def encode(self, message: Message, epoch: int) -> Frame:
         arrays = self.get_arrays(message)
+        tail = self._write_others(message) if self.others else b""
         try:
-            body = self.arrays.of_arrays(*[None if x is None else (x.dtype, x.shape) for x in arrays])
+            start = self.start_of(epoch, len(tail), *[None if x is None else (x.dtype, x.shape) for x in arrays])
+            head = start.data + self.numbers.pack(*self.get_numbers(message)) + tail
         except ProtocolError as error:
             raise self.refuse(str(error)) from None
-        if not all([x is None or x.flags.c_contiguous for x in arrays]):  # noqa: C419  (a list is faster)
-            arrays = tuple(None if x is None else np.ascontiguousarray(x) for x in arrays)
-        tail = b""
-        if self.others:
-            tail = self._write_others(message)
-        head_bytes = self.fixed_bytes + len(tail)
-        try:
-            head = self.fixed.pack(
-                MAGIC,
-                PROTOCOL_VERSION,
-                self.opcode,
-                0,
-                epoch,
-                head_bytes,
-                body.num_bytes,
-                *body.words,
-                *self.get_numbers(message),
-            )
         except StructError as error:
             raise self.refuse(f"a number that can't be sent: {error}") from None
-        head += tail
-        return Frame(head + _CRC.pack(crc32(head)), arrays, body)
+        return Frame(head + _CRC.pack(crc32(head)), arrays, start)
+
+    def _start_of(self, epoch: int, tail_bytes: int, *arrays: tuple[np.dtype[Any], tuple[int, ...]] | None) -> _Start:
+        """From dtype and dims of each array. Raises ProtocolError if they aren't what the fields declare."""
+        body = self.arrays.of_arrays(*arrays)
+        head_bytes = self.fixed_bytes + tail_bytes
+        header = MAGIC, PROTOCOL_VERSION, self.opcode, 0, epoch, head_bytes, body.num_bytes
+        return _Start.of(self.start.pack(*header, *body.words), epoch, head_bytes, body)
 
     def _write_others(self, message: Message) -> bytes:
         tail = bytearray()
@@ -210,22 +213,32 @@ class _Layout:
             raise self.refuse(f"{len(tail)} bytes of fields exceed the {MAX_HEAD_BYTES} of a head")
         return bytes(tail)
 
-    def read(self, head: bytes, epoch: int, body_bytes: int) -> Head:
+    def read_start(self, head: bytes, epoch: int, body_bytes: int) -> _Start:
+        """Check what is in front of the numbers, and the head's length; its header has been checked."""
         spare = len(head) - self.fixed_bytes
         if spare < 0 or (spare and not self.others):
             raise self.refuse(f"a head of {len(head)} bytes, where {self.fixed_bytes} are needed")
-        fixed = self.fixed.unpack_from(head)
-        first_number = _NUM_HEADER_FIELDS + self.arrays.num_words
         try:
-            body = self.arrays.of_words(fixed[_NUM_HEADER_FIELDS:first_number])
+            body = self.arrays.of_words(self.start.unpack_from(head)[_NUM_HEADER_FIELDS:])
         except ProtocolError as error:
             raise self.refuse(str(error)) from None
         if body.num_bytes != body_bytes:
             raise self.refuse(f"arrays of {body.num_bytes} bytes are not its body of {body_bytes}")
-        others = fixed[first_number:]
+        return _Start.of(head[: self.start.size], epoch, len(head), body)
+
+    def read(self, start: _Start, data: bytes | memoryview) -> Head:
+        """The rest of a head, at the start of ``data``."""
+        others = self.numbers.unpack_from(data, self.start.size)
         if self.others:
-            others += self._read_others(Cursor(head[self.fixed.size : -_CRC.size]))
-        return Head(self, epoch, len(head), body, others)
+            others += self._read_others(
+                Cursor(bytes(data[self.fixed_bytes - _CRC.size : start.head_bytes - _CRC.size]))
+            )
+        return Head(self, start, others)
+
+    def remember(self, start: _Start) -> None:
+        if len(self.known) >= CACHED_SHAPES:
+            self.known.clear()
+        self.known[start.data] = start
 
     def _read_others(self, cursor: Cursor) -> tuple[Any, ...]:
         values = []
@@ -267,7 +280,7 @@ def encode(message: Message, *, epoch: int = 0) -> Frame:
     return _BY_KIND[type(message)].encode(message, epoch)
 
 
-def read_head(data: Array | bytes | memoryview, *, max_body_bytes: int = MAX_BODY_BYTES) -> Head:
+def read_head(data: bytes | memoryview, *, max_body_bytes: int = MAX_BODY_BYTES) -> Head:
     """Check and read the head at the start of ``data``, which may go on behind it.
 
     Raises:
@@ -275,6 +288,16 @@ def read_head(data: Array | bytes | memoryview, *, max_body_bytes: int = MAX_BOD
     """
     if len(data) < _HEADER.size:
         raise ProtocolError(f"{len(data)} bytes are too few for a message: is another program using this port?")
+    # Layers of a step begin alike: what begins like one that was found to be in order is, as far as that goes.
+    layout = _BY_OPCODE.get(data[_OPCODE_AT])
+    start = None if layout is None else layout.known.get(bytes(data[: layout.start.size]))
+    if layout is None or start is None or start.head_bytes > len(data) or start.body.num_bytes > max_body_bytes:
+        return _read_new_head(data, max_body_bytes)
+    _check_crc(layout, data, start.head_bytes)
+    return layout.read(start, data)
+
+
+def _read_new_head(data: bytes | memoryview, max_body_bytes: int) -> Head:
     magic, version, opcode, zero, epoch, head_bytes, body_bytes = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise ProtocolError(f"a message starts with {magic!r}, not {MAGIC!r}: is another program using this port?")
@@ -291,10 +314,16 @@ def read_head(data: Array | bytes | memoryview, *, max_body_bytes: int = MAX_BOD
         raise layout.refuse(f"a head of {head_bytes} bytes; {len(data)} came, {MAX_HEAD_BYTES} are allowed")
     if body_bytes > max_body_bytes:
         raise layout.refuse(f"a body of {body_bytes} bytes exceeds the {max_body_bytes} that are allowed")
-    head = bytes(data[:head_bytes])
-    if crc32(head[: -_CRC.size]) != _CRC.unpack_from(head, head_bytes - _CRC.size)[0]:
+    _check_crc(layout, data, head_bytes)
+    start = layout.read_start(bytes(data[:head_bytes]), epoch, body_bytes)
+    layout.remember(start)
+    return layout.read(start, data)
+
+
+def _check_crc(layout: _Layout, data: bytes | memoryview, head_bytes: int) -> None:
+    end = head_bytes - _CRC.size
+    if crc32(data[:end]) != _CRC.unpack_from(data, end)[0]:
         raise layout.refuse("its head is damaged (checksum)")
-    return layout.read(head, epoch, body_bytes)
 
 
 def decode(data: Array, *, max_body_bytes: int = MAX_BODY_BYTES) -> tuple[Message, int]:
@@ -303,6 +332,5 @@ def decode(data: Array, *, max_body_bytes: int = MAX_BODY_BYTES) -> tuple[Messag
     Raises:
         ProtocolError: as ``read_head``; or the piece is shorter or longer than its head says.
     """
-    head = read_head(data, max_body_bytes=max_body_bytes)
-    start = aligned(head.head_bytes) if head.body_bytes else head.head_bytes
-    return head.message(data[start:]), head.epoch
+    head = read_head(data.data, max_body_bytes=max_body_bytes)
+    return head.message(data[head.body_at :]), head.epoch

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Final, Generic, TypeVar, get_args
+from typing import Final, Generic, TypeVar, cast, get_args
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
-from fastdecode.wire.mpi_connection import MpiConnection
+from fastdecode.wire.mpi_connection import Arrived, MpiConnection
 from fastdecode.wire.mpi_job import DEFAULT_TAG, S_RANK, MpiJob, leave_stuck
 from fastdecode.wire.patience import Pump, Watchdog, look_until_found
 from fastdecode.wire.transport import closed_error, timeout_error
@@ -69,7 +68,6 @@ class MpiHub(Generic[SendT, ReceiveT]):
     ) -> None:
         self.job = job
         self.tag = tag
-        self.pool = BufferPool()
         with job.lock:
             self._connections = tuple(MpiConnection(self, rank, peer, receives) for rank, peer in peers)
         self._first = 0
@@ -99,7 +97,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return self._connections
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
-        return self.wait(self._poll_any, timeout_s, lambda: " or ".join(x.peer for x in self._connections if x.is_open))
+        return self.wait(self._look_at_all, timeout_s, self._open_peers)
 
     def close(self) -> None:
         """Close every connection, and see off what was sent over them, for a few seconds at most."""
@@ -136,15 +134,10 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return True if not any(connection.is_sending for connection in self._connections) else None
 
     def wait(self, look: Callable[[], T | None], timeout_s: float | None, whom: Callable[[], str]) -> T:
-        """What ``look`` gives, as soon as it gives anything."""
-
-        def look_once() -> T | None:
-            self._num_looks += 1
-            return look()
-
+        """What ``look`` gives, as soon as it gives anything. It enters MPI."""
         self._waits_since = time.monotonic()
         try:
-            found = look_until_found(look_once, timeout_s)
+            found = look_until_found(look, timeout_s)
         finally:
             self._waits_since = None
             self.stir()
@@ -159,18 +152,30 @@ class MpiHub(Generic[SendT, ReceiveT]):
             self._stirred = time.monotonic()
             self._pump.wake()
 
-    def _poll_any(self) -> tuple[int, ReceiveT] | None:
-        """Asks every open connection, each call starting behind the one that answered last."""
+    def _open_peers(self) -> str:
+        return " or ".join(x.peer for x in self._connections if x.is_open)
+
+    def _look_at_all(self) -> tuple[int, ReceiveT] | None:
+        self.enter_mpi()
+        try:
+            with self.job.lock:
+                found = self._find()
+        finally:
+            self.leave_mpi()
+        return None if found is None else (found[0], cast(ReceiveT, found[1].message()))
+
+    def _find(self) -> tuple[int, Arrived] | None:
+        """Asks every open connection, each call starting behind the one that answered last; lock held."""
         connections = self._connections
         any_open = False
         for i in range(len(connections)):
             index = (self._first + i) % len(connections)
             if connections[index].is_open:
                 any_open = True
-                message = connections[index].poll()
-                if message is not None:
+                arrived = connections[index].look()
+                if arrived is not None:
                     self._first = index + 1
-                    return index, message
+                    return index, arrived
         if not any_open:
             raise closed_error(", ".join(x.peer for x in connections) or "every peer", by_peer=True)
         return None

@@ -1,8 +1,7 @@
 """One rank's connection to another: messages cut to MPI's measure, and what becomes of them.
 
-A small message is one MPI message: head and body in one piece, copied into a buffer. A large one is two: its head, and
-its body, sent from where it lies if it lies in one piece (``Frame.whole_body``), else from a copy. Closing is an empty
-message::
+A small message is one MPI message: head and body in one piece. A large one is two, its head and its body. Both leave
+from a copy in buffers that MPI reads quickly (``fastdecode.wire.buffers``). Closing is an empty message::
 
     tag | head, body                        small
     tag | head          tag + 1 | body      large
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.wire import codec
-from fastdecode.wire.arrays import aligned
+from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import Message
 from fastdecode.wire.transport import CLOSED, closed_error
 
@@ -33,16 +32,14 @@ if TYPE_CHECKING:
 SendT = TypeVar("SendT", bound=Message)
 ReceiveT = TypeVar("ReceiveT", bound=Message)
 
-INLINE_BYTES: Final = 1 << 16
-"""Messages of up to so many bytes travel in one piece: copying them costs less than a second MPI message."""
-_SLOT_BYTES: Final = max(INLINE_BYTES, codec.MAX_HEAD_BYTES)
-_NUM_SLOTS: Final = 4
+INLINE_BYTES: Final = codec.MAX_HEAD_BYTES
+"""Messages of up to so many bytes travel in one piece: receives for heads, which are always posted, have that room."""
+_NUM_POSTED: Final = 4
 _SIGN_OF_LIFE: Final = b"\0"
-_NOTHING: Final = np.empty(0, np.uint8)
 _PROCESS_FAILED: Final[int] = getattr(MPI, "ERR_PROC_FAILED", -1)
 
 
-class _Arriving(NamedTuple):
+class Arrived(NamedTuple):
     """A message whose head is here."""
 
     head: codec.Head
@@ -50,12 +47,16 @@ class _Arriving(NamedTuple):
     request: MPI.Request | None
     """The body's; None: it is here."""
 
+    def message(self) -> Message:
+        """Once the body is here."""
+        return self.head.message(self.body)
 
-class _Slot(NamedTuple):
-    """A posted receive."""
 
-    buffer: memoryview
-    request: MPI.Prequest
+class _Posted(NamedTuple):
+    """A receive."""
+
+    buffer: NDArray[np.uint8]
+    request: MPI.Request
 
 
 class MpiConnection(Generic[SendT, ReceiveT]):
@@ -69,8 +70,9 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self._peer = peer
         self._receives = receives
         self._status = MPI.Status()
-        self._slots = deque(self._post_slot() for _ in range(_NUM_SLOTS))  # in the order in which they are filled
-        self._arriving: deque[_Arriving] = deque()
+        self._pool = BufferPool()
+        self._posted: deque[_Posted] = deque()  # in the order in which they are filled
+        self._arrived: deque[Arrived] = deque()
         # What MPI isn't done with, and the memory that it needs for that.
         self._leaving: deque[tuple[MPI.Request, object]] = deque()
         self._closed = False
@@ -80,6 +82,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.heard_s: float | None = None
         self.told = False
         """Whether the caller has been told the end."""
+        self._post_receives()
 
     @property
     def peer(self) -> str:
@@ -105,7 +108,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                 except MPI.Exception as error:
                     self._lose(error)
                     raise closed_error(self._peer, by_peer=True) from None
-                self.advance()
+                self._tidy()
         finally:
             self._hub.leave_mpi()
         self._hub.stir()
@@ -119,14 +122,19 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self._hub.enter_mpi()
         try:
             with self._job.lock:
-                arrived = self._take()
-                if arrived is None:
-                    if not self._take_in():  # else the caller wants to go on at once
-                        self._let_leave()
-                    arrived = self._take()
+                arrived = self.look()
         finally:
             self._hub.leave_mpi()
-        return None if arrived is None else cast(ReceiveT, arrived.head.message(arrived.body))
+        return None if arrived is None else cast(ReceiveT, arrived.message())
+
+    def look(self) -> Arrived | None:
+        """The next message if it is here. Raises WorkerError: nothing more will come. The job's lock is held."""
+        arrived = self._take()
+        if arrived is not None:
+            return arrived
+        if not self._take_in():  # else the caller wants to go on at once
+            self._tidy()
+        return self._take()
 
     def close(self) -> None:
         """See ``Connection``. What was sent before still leaves; the hub's ``close`` waits for that."""
@@ -140,7 +148,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                 with contextlib.suppress(MPI.Exception):
                     self._leaving.append((self._isend(b"", self._tag), None))
             self._take_back_receives()
-            self._let_leave()
+            self._tidy()
         self._hub.leave_mpi()
         self._hub.stir()
 
@@ -162,20 +170,20 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         """Take in what has arrived, and let go of what has left. Never raises; the job's lock is held."""
         while self._take_in():
             pass
-        self._let_leave()
+        self._tidy()
 
     def abandon(self) -> None:
         """Give up what hasn't left. Its memory is kept until the process ends; lock held."""
         self._job.abandoned.extend(self._leaving)
         self._leaving.clear()
 
-    def _take(self) -> _Arriving | None:
-        """The next message if it is here; lock held."""
-        if self._arriving:
-            arriving = self._arriving[0]
+    def _take(self) -> Arrived | None:
+        """The next message if it has been taken in; lock held."""
+        if self._arrived:
+            request = self._arrived[0].request
             try:
-                if arriving.request is None or arriving.request.Test():
-                    return self._arriving.popleft()
+                if request is None or request.Test():
+                    return self._arrived.popleft()
                 return None
             except MPI.Exception as error:
                 self._lose(error)
@@ -184,28 +192,21 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             raise self._end
         return None
 
-    def _post_slot(self) -> _Slot:
-        buffer = np.empty(_SLOT_BYTES, np.uint8)
-        slot = _Slot(buffer.data, self._job.comm.Recv_init([buffer, MPI.BYTE], self._rank, self._tag))
-        slot.request.Start()
-        return slot
-
     def _take_in(self) -> bool:
-        """Note what came next, if anything did, and post its slot again; lock held. Never raises."""
+        """Note what came next, if anything did; lock held. Never raises."""
         if self._closed or self._end is not None:
             return False
-        slot = self._slots[0]
         try:
-            if not slot.request.Test(self._status):
+            if not self._posted:
+                self._post_receives()
+            if not self._posted[0].request.Test(self._status):
                 return False
+            buffer, _ = self._posted.popleft()
             num_bytes = self._status.Get_count(MPI.BYTE)
-            if num_bytes:
-                if num_bytes == len(_SIGN_OF_LIFE):
-                    self.heard_s = time.monotonic()
-                else:
-                    self._arriving.append(self._read(slot.buffer, num_bytes))
-                self._slots.rotate(-1)
-                slot.request.Start()
+            if num_bytes > len(_SIGN_OF_LIFE):
+                self._arrived.append(self._read(buffer[:num_bytes]))
+            elif num_bytes:
+                self.heard_s = time.monotonic()
             else:
                 self._gone = True
                 self._end = closed_error(self._peer, by_peer=True)
@@ -215,46 +216,48 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self._end = WorkerError(f"{self._peer} broke the protocol: {error}", code=error.code)
         return True
 
-    def _read(self, buffer: memoryview, num_bytes: int) -> _Arriving:
-        """What came into a slot."""
-        head = codec.read_head(buffer[:num_bytes])
+    def _read(self, data: NDArray[np.uint8]) -> Arrived:
+        """What came first of a message: all of it, or its head."""
+        head = codec.read_head(data.data)
         if head.kind not in self._receives:
             raise ProtocolError(f"{head.kind.__name__} is not for this side")
-        if not head.body_bytes:
-            return _Arriving(head, _NOTHING, None)
-        body = self._hub.pool.take(head.body_bytes)
-        start = aligned(head.head_bytes)
-        if head.head_bytes == num_bytes:
-            return _Arriving(head, body, self._job.comm.Irecv([body, MPI.BYTE], self._rank, self._tag + 1))
-        if start + head.body_bytes != num_bytes:
-            raise ProtocolError(f"{head.kind.__name__}: {num_bytes} bytes came, not {start} + {head.body_bytes}")
-        body.data[:] = buffer[start:num_bytes]
-        return _Arriving(head, body, None)
+        if len(data) == head.num_bytes:
+            return Arrived(head, data[head.body_at :], None)
+        if len(data) == head.head_bytes:
+            body = self._pool.take(head.body_bytes)
+            return Arrived(head, body, self._job.comm.Irecv([body, MPI.BYTE], self._rank, self._tag + 1))
+        raise ProtocolError(f"{head.kind.__name__}: {len(data)} bytes came, not {head.num_bytes}")
 
     def _post(self, frame: codec.Frame) -> None:
-        if frame.num_bytes <= INLINE_BYTES:
-            whole = frame.whole()
+        num_bytes = frame.num_bytes
+        if num_bytes <= INLINE_BYTES:
+            whole = self._pool.take(num_bytes)
+            frame.write(whole.data)
             self._leaving.append((self._isend(whole, self._tag), whole))
             return
         self._leaving.append((self._isend(frame.head, self._tag), frame.head))
-        if frame.body_bytes:
-            body = frame.whole_body()
-            if body is None:
-                body = self._hub.pool.take(frame.body_bytes)
-                frame.write_body(body.data)
-            self._leaving.append((self._isend(body, self._tag + 1), body))
+        body = self._pool.take(frame.body_bytes)
+        frame.write_body(body.data)
+        self._leaving.append((self._isend(body, self._tag + 1), body))
 
     def _isend(self, data: Any, tag: int) -> MPI.Request:
         return self._job.comm.Isend([data, MPI.BYTE], self._rank, tag)
 
-    def _let_leave(self) -> None:
+    def _tidy(self) -> None:
+        """Let go of what has left, and see to it that receives are posted; lock held. Never raises."""
         try:
             while self._leaving and self._leaving[0][0].Test():
-                request, _ = self._leaving.popleft()
-                if isinstance(request, MPI.Prequest):
-                    request.Free()  # others are free once they are complete
+                self._leaving.popleft()
+            if len(self._posted) < _NUM_POSTED:
+                self._post_receives()
         except MPI.Exception as error:
             self._lose(error)
+
+    def _post_receives(self) -> None:
+        """For the next few messages, unless nothing more is wanted."""
+        while len(self._posted) < _NUM_POSTED and not self._closed and self._end is None:
+            buffer = self._pool.take(INLINE_BYTES)
+            self._posted.append(_Posted(buffer, self._job.comm.Irecv([buffer, MPI.BYTE], self._rank, self._tag)))
 
     def _lose(self, error: MPI.Exception) -> None:
         """MPI says that the peer is no longer there."""
@@ -266,10 +269,10 @@ class MpiConnection(Generic[SendT, ReceiveT]):
 
     def _take_back_receives(self) -> None:
         """Nothing more is wanted: cancel what is posted, and see it off like what is being sent."""
-        for slot in self._slots:
+        for posted in self._posted:
             with contextlib.suppress(MPI.Exception):
-                slot.request.Cancel()
-            self._leaving.append((slot.request, slot.buffer))
-        self._slots.clear()
-        self._leaving.extend((x.request, x.body) for x in self._arriving if x.request is not None)
-        self._arriving.clear()
+                posted.request.Cancel()
+            self._leaving.append((posted.request, posted.buffer))
+        self._posted.clear()
+        self._leaving.extend((x.request, x.body) for x in self._arrived if x.request is not None)
+        self._arrived.clear()

@@ -63,7 +63,7 @@ class TestMpi(TransportSuite):
         while connection.is_sending and time.monotonic() < end:
             assert connection.poll() is None
         assert not connection.is_sending
-        assert same(s.peers[0].poll(), attend(4000, step=1))
+        assert same(s.peers[0].receive(WAIT_S), attend(4000, step=1))
 
     def test_messages_for_the_other_side_are_refused(self, star: MakeStar) -> None:
         s = star(1)
