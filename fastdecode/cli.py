@@ -19,6 +19,7 @@ from fastdecode import __version__
 from fastdecode.cli_bench import add_bench
 from fastdecode.cli_calibrate import add_calibrate
 from fastdecode.cli_doctor import add_doctor
+from fastdecode.cli_errors import as_typed
 from fastdecode.cli_launch import add_launch
 from fastdecode.cli_options import (
     EXIT_INTERRUPTED,
@@ -72,7 +73,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     try:
         return run(args)
     except FastDecodeError as error:
-        print(f"fastdecode {args.command}: {error}", file=sys.stderr)
+        print(f"fastdecode {args.command}: {as_typed(str(error), vars(args))}", file=sys.stderr)
         return 2 if isinstance(error, RequestError) else error.exit_code
     except KeyboardInterrupt:
         print(f"fastdecode {args.command}: interrupted; what was done is in the output", file=sys.stderr)

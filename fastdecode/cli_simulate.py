@@ -74,7 +74,14 @@ def _add_hardware(group: Any) -> None:
     group.add_argument(
         "--block-size", type=int, default=64, metavar="N", help="tokens in a KV block (default: %(default)s)"
     )
-    group.add_argument("--lanes", type=int, default=2, metavar="N", help="1: S-part and R-part take turns (default: 2)")
+    group.add_argument(
+        "--lanes",
+        dest="num_lanes",
+        type=int,
+        default=2,
+        metavar="N",
+        help="1: S-part and R-part take turns (default: 2)",
+    )
 
 
 def _add_schedule(group: Any) -> None:
@@ -186,7 +193,7 @@ def _options(args: argparse.Namespace, mode: Mode, mean_length: int) -> Schedule
         max_num_sequences=args.max_num_sequences,
         prefill_chunk=args.prefill_chunk,
         max_step_tokens=max_step_tokens,
-        num_lanes=args.lanes,
+        num_lanes=args.num_lanes,
         load_limit=args.load_limit,
         target_length=mean_length if args.target_length is None else args.target_length,
         interval=args.interval,

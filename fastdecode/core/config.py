@@ -14,6 +14,9 @@ TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu")
 PROMPT_ATTENTION = ("auto", "s", "r")
 CUDA_GRAPHS = ("auto", "on", "off")
+_OF_R_WORKERS = (
+    "tp", "r_workers", "r_partition", "r_worker_addresses", "transport", "prompt_attention", "split_tokens"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,18 +116,15 @@ class EngineConfig:
             raise ConfigError(f"kv_placement={self.kv_placement!r} is not one of {', '.join(KV_PLACEMENTS)}")
         if self.prompt_attention not in PROMPT_ATTENTION:
             raise ConfigError(f"prompt_attention={self.prompt_attention!r} is not one of {', '.join(PROMPT_ATTENTION)}")
-        if self.prompt_attention == "r" and self.kv_placement == "gpu":
-            raise ConfigError("prompt_attention='r' needs R-workers: leave out kv_placement='gpu'")
         self._check_addresses()
         self._check_int("tp", 1, MAX_TP)
-        if self.tp > 1 and self.kv_placement == "gpu":
-            raise ConfigError(f"tp={self.tp} works with the KV cache on R-workers only: leave out kv_placement='gpu'")
         self._check_int("r_workers", 1, MAX_R_WORKERS)
         self._check_int("r_threads", 1, 4096)
         self._check_int("block_size", 16, 256)
         if self.block_size % 16:
             raise ConfigError(f"block_size={self.block_size} is not a multiple of 16, by which kernels read")
         self._check_split()
+        self._check_placement()
         self._check_int("max_model_len", 1, 1 << 30)
         self._check_int("max_num_sequences", 1, 1 << 20)
         self._check_int("prefill_chunk", 1, 1 << 24)
@@ -149,12 +149,10 @@ class EngineConfig:
         if len(set(addresses)) < len(addresses) or len(addresses) > MAX_R_WORKERS:
             raise ConfigError(f"r_worker_addresses: give each address once, and {MAX_R_WORKERS} at most")
         if self.transport == "zmq" and not addresses:
-            raise ConfigError(
-                "transport='zmq' needs the R-workers' addresses: --r-worker tcp://HOST:PORT, once for each"
-            )
+            raise ConfigError("transport='zmq' needs r_worker_addresses: tcp://HOST:PORT of each R-worker")
         if self.transport in ("inproc", "mpi") and addresses:
             raise ConfigError(
-                f"transport={self.transport!r} has no use for addresses: leave --r-worker out, or use zmq"
+                f"transport={self.transport!r} has no use for r_worker_addresses: leave them out, or use zmq"
             )
         for name in ("kv_memory_gb", "r_threads"):
             if addresses and getattr(self, name) is not None:
@@ -164,7 +162,7 @@ class EngineConfig:
                     f"{option} to each fastdecode r-worker instead"
                 )
         if self.key is not None and not addresses:
-            raise ConfigError("a key is for R-workers at addresses: give --r-worker tcp://HOST:PORT too")
+            raise ConfigError(f"key={self.key!r} is for R-workers at addresses: give r_worker_addresses too")
 
     def _check_split(self) -> None:
         self._check_int("split_tokens", 1, 1 << 30)
@@ -178,10 +176,19 @@ class EngineConfig:
         if self.r_partition == "heads":
             raise ConfigError(
                 "split_tokens is for R-workers that each have sequences; with r_partition='heads' each has a part of "
-                "every sequence already: leave one of the two out (--split-tokens, --r-partition)"
+                "every sequence already: leave one of the two out"
             )
-        if self.kv_placement == "gpu":
-            raise ConfigError("split_tokens is for R-workers, and kv_placement='gpu' has none: leave out split_tokens")
+
+    def _check_placement(self) -> None:
+        """With the KV cache on the device there are no R-workers; whoever asks for some expects others."""
+        if self.kv_placement != "gpu":
+            return
+        for name in _OF_R_WORKERS:
+            value = getattr(self, name)
+            if value != _default(name) and (name, value) != ("prompt_attention", "s"):
+                raise ConfigError(
+                    f"{name}={value!r} is for R-workers, and kv_placement='gpu' has none: leave one of the two out"
+                )
 
     def _check_int(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
@@ -205,5 +212,9 @@ class EngineConfig:
         return self.max_num_sequences + max(2048, self.prefill_chunk)
 
 
+def _default(name: str) -> object:
+    return next(f.default for f in fields(EngineConfig) if f.name == name)
+
+
 def _may_be_none(name: str) -> bool:
-    return next(f.default for f in fields(EngineConfig) if f.name == name) is None
+    return _default(name) is None

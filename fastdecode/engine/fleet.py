@@ -21,7 +21,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.transport import TIMEOUT, Hub
+from fastdecode.wire.transport import TIMEOUT, Hub, loss
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class Fleet:
         if worker not in self._lost:
             self._lost[worker] = error if isinstance(error, WorkerError) else WorkerError(str(error), code=error.code)
             self._due[worker].clear()
-            logger.error("%s is lost: %s", self.peer(worker), error)
+            logger.error("%s", loss(self.peer(worker), error))
 
     def revive(self, worker: int) -> None:
         """The hub has another connection in the place of a lost worker's: whoever is there has said ``Welcome``."""

@@ -38,7 +38,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.transport import TIMEOUT
+from fastdecode.wire.transport import TIMEOUT, loss
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class HeadsHub:
 
     @property
     def peer(self) -> str:
-        return ", ".join(self.parts.connections[worker].peer for worker in self._answers)
+        return f"the group of {', '.join(self.parts.connections[worker].peer for worker in self._answers)}"
 
     @property
     def heard_s(self) -> float | None:
@@ -273,8 +273,7 @@ class HeadsHub:
     def _lose(self, worker: int, error: WorkerError) -> None:
         if worker not in self.dead:
             self.dead[worker] = error
-            peer = self.parts.connections[worker].peer
-            logger.error("%s is lost, and with it its heads of every sequence: %s", peer, error)
+            logger.error("%s: its heads of every sequence with it", loss(self.parts.connections[worker].peer, error))
         self._broken = self._broken or error
 
 

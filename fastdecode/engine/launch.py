@@ -12,7 +12,7 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.core.trace import Trace
 from fastdecode.engine.attend import Attention, AttentionPlan
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.fleet import Fleet
+from fastdecode.engine.fleet import Fleet, RHub
 from fastdecode.engine.heads import HeadsWorkers
 from fastdecode.engine.local import LocalAttention, LocalWorkers
 from fastdecode.engine.pipeline import Pipeline
@@ -62,52 +62,59 @@ class RunningEngine:
         tell = progress or logger.info
         started = time.perf_counter()
         self.spec = load_spec(config.model)
-        resolved = self.resolved = resolve_for_this_host(config, self.spec)
+        self.resolved = resolve_for_this_host(config, self.spec)
         self.codec = TextCodec.load(config.model)
         # R-workers first: that one of them can't be reached is better known before than after a large model is loaded.
         self._ranks: Ranks | None = None
-        workers = _reach_workers(resolved)
+        workers = _reach_workers(self.resolved)
         self._workers: Workers | None = workers
         self._fleet = Fleet(workers.hub, config.worker_timeout_s, config.worker_silence_s)
+        self.num_r_workers = workers.num_r_workers if isinstance(workers, HeadsWorkers) else len(self._fleet)
         # The R-workers that are lost, and why.
         self._lost = workers.hub.dead if isinstance(workers, HeadsWorkers) else self._fleet.lost
-        self.num_r_workers = workers.num_r_workers if isinstance(workers, HeadsWorkers) else len(self._fleet)
         try:
-            tell(
-                f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype}): "
-                f"{resolved.memory}"
-            )
-            if config.tp > 1:
-                self._ranks = meet_ranks(config.tp, resolved.device, config.worker_timeout_s)
-            device, shard = (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
-            _, model = load_model(config.model, device=device, dtype=torch_dtype(resolved.dtype), shard=shard)
-            tell(
-                f"greeting {len(self._fleet)} R-worker(s): {', '.join(map(self._fleet.peer, range(len(self._fleet))))}"
-            )
-            hello = _hello(self.spec, resolved)
+            model = self._load_model(tell)
+            tell(_greeting(workers))
+            hello = _hello(self.spec, self.resolved)
             self.welcomes = self._fleet.greet(hello)
-            times = MeasuredTimes() if times is None else times
-            blocks = tuple(welcome.num_blocks for welcome in self.welcomes)
-            scheduler = make_scheduler(resolved.schedule, blocks, config.block_size, times)
-            s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
-            attention = _attention(workers, self._fleet, self.spec, resolved, s_worker)
-            pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
-            self.engine = Engine(
-                s_worker,
-                pipeline,
-                self._fleet,
-                scheduler,
-                self.codec,
-                self.spec.eos_token_ids,
-                trace,
-                times,
-                _lane_control(resolved, times),
-                workers.replacements(hello),
-            )
+            self.engine = self._make_engine(model, workers, hello, trace, MeasuredTimes() if times is None else times)
         except BaseException:
             self.close()
             raise
         self.load_s = time.perf_counter() - started
+
+    def _load_model(self, tell: Callable[[str], None]) -> Model:
+        """The model, or this rank's part of it once the others have been met."""
+        config, resolved = self.resolved.config, self.resolved
+        tell(
+            f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype}): "
+            f"{resolved.memory}"
+        )
+        if config.tp > 1:
+            self._ranks = meet_ranks(config.tp, resolved.device, config.worker_timeout_s)
+        device, shard = (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
+        return load_model(config.model, device=device, dtype=torch_dtype(resolved.dtype), shard=shard)[1]
+
+    def _make_engine(
+        self, model: Model, workers: Workers, hello: Hello, trace: Trace | None, times: MeasuredTimes
+    ) -> Engine:
+        """The engine, once R-workers have said what room they have."""
+        resolved = self.resolved
+        blocks = tuple(welcome.num_blocks for welcome in self.welcomes)
+        s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
+        attention = _attention(workers, self._fleet, self.spec, resolved, s_worker)
+        return Engine(
+            s_worker,
+            Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace),
+            self._fleet,
+            make_scheduler(resolved.schedule, blocks, resolved.config.block_size, times),
+            self.codec,
+            self.spec.eos_token_ids,
+            trace,
+            times,
+            _lane_control(resolved, times),
+            workers.replacements(hello),
+        )
 
     @property
     def has_hung_r_workers(self) -> bool:
@@ -161,6 +168,15 @@ def _attention(
     if isinstance(workers, LocalWorkers):
         return LocalAttention(workers, fleet)
     return AttentionPlan(spec.attention, resolved.kv_dtype, fleet, s_worker.device, resolved.prompts_on_r)
+
+
+def _greeting(workers: Workers) -> str:
+    """What is being done before the first step, for people."""
+    if isinstance(workers, LocalWorkers):
+        return f"no R-workers: {workers.hub.connections[0].peer}"
+    hub: RHub = workers.hub.parts if isinstance(workers, HeadsWorkers) else workers.hub
+    peers = [connection.peer for connection in hub.connections]
+    return f"greeting {len(peers)} R-worker(s): {', '.join(peers)}"
 
 
 def _reach_workers(resolved: ResolvedConfig) -> Workers:

@@ -97,7 +97,9 @@ def resolve(
         )
     is_local = config.kv_placement == "gpu"
     if is_local and not kv_dtype.is_float:
-        raise ConfigError(f"kv_dtype={kv_dtype.value!r} needs R-workers: with kv_placement='gpu' choose a 16-bit type")
+        raise ConfigError(
+            f"kv_dtype={kv_dtype.value!r} needs R-workers: with kv_placement='gpu' choose float32, bfloat16 or float16"
+        )
     device = _device(config.device, rank)
     transport = "local" if is_local else config.transport
     if transport == "auto":
@@ -272,8 +274,8 @@ def _device(name: str, rank: int) -> torch.device:
     if index >= count:
         of_rank = f" of S-worker {rank}" if rank else ""
         raise ConfigError(
-            f"device={name!r}: GPU {index}{of_rank} isn't there, torch sees {count} CUDA devices here; use --device "
-            "cpu, or check the driver and that torch was built for CUDA"
+            f"device={name!r}: GPU {index}{of_rank} isn't there, torch sees {count} CUDA devices here; use "
+            "device='cpu', or check the driver and that torch was built for CUDA"
         )
     return torch.device("cuda", index)
 

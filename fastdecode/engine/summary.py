@@ -49,7 +49,7 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "dtype": llm.dtype.value,
         "kv_dtype": llm.kv_dtype.value,
         "kv_placement": llm.config.kv_placement,
-        "r_workers": llm.num_r_workers,
+        "r_workers": 0 if llm.config.kv_placement == "gpu" else llm.num_r_workers,
         "r_workers_lost": llm.num_r_workers - llm.num_live_r_workers,
         "r_workers_rejoined": stats.num_rejoined,
         "recomputed": stats.num_recomputed,
@@ -65,6 +65,17 @@ def peak_rss_bytes() -> int:
     """Most memory this process has had resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _shares(s: dict[str, Any]) -> str:
+    """Of the time that steps took."""
+    if not s["r_workers"]:
+        return "no R-workers: the S-worker's device attended, too"
+    return (
+        f"of each step on average: S-part {s['s_share']:.0%}, waiting for R-workers {s['wait_share']:.0%} "
+        f"(the busiest of {s['r_workers']} R-workers computed {s['r_share']:.0%} of the time; "
+        f"on average they idled {s['r_idle']:.0%})"
+    )
 
 
 def render(summary: dict[str, Any]) -> str:
@@ -83,9 +94,7 @@ def render(summary: dict[str, Any]) -> str:
             f"{s['output_tokens_per_s']:.0f} output tokens/s; "
             f"load {s['load_s']:.2f} s, prefill {s['prefill_s']:.2f} s, decode {s['decode_s']:.2f} s; "
             f"peak memory {s['peak_rss_bytes'] / 1e9:.2f} GB",
-            f"of each step on average: S-part {s['s_share']:.0%}, waiting for R-workers {s['wait_share']:.0%} "
-            f"(the busiest of {s['r_workers']} R-workers computed {s['r_share']:.0%} of the time; "
-            f"on average they idled {s['r_idle']:.0%})",
+            _shares(s),
             f"load W {s['load_mean_tokens']:.0f} cached tokens on average, {s['load_peak_tokens']} at its peak; "
             f"TTFT {_shown(s['ttft_s'])}, TPOT {_shown(s['tpot_s'])}",
             *trouble,

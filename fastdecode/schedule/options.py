@@ -79,9 +79,7 @@ class ScheduleOptions:
             raise ConfigError(f"length_quantile={self.length_quantile} needs learn_lengths")
         needs_length = self.mode == "fixed-f" or (self.mode == "stabilized" and self.cold_start == "fixed-f")
         if needs_length and self.target_length is None:
-            raise ConfigError(
-                "fixed intervals need target_length (--target-length): tokens that a sequence typically generates"
-            )
+            raise ConfigError("fixed intervals need target_length: tokens that a sequence typically generates")
 
     @staticmethod
     def _check_int(name: str, value: object) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from fastdecode.core.errors import WorkerError
+from fastdecode.core.errors import FastDecodeError, WorkerError
 
 SendT_contra = TypeVar("SendT_contra", contravariant=True)
 ReceiveT_co = TypeVar("ReceiveT_co", covariant=True)
@@ -89,6 +89,14 @@ def closed_error(peer: str, *, by_peer: bool) -> WorkerError:
     if by_peer:
         return WorkerError(f"{peer} has closed the connection: it ended or crashed; see its log", code=CLOSED)
     return WorkerError(f"the connection to {peer} was closed on this side", code=CLOSED)
+
+
+def loss(peer: str, error: FastDecodeError) -> str:
+    """That a peer is lost, and why; the error may name it itself, or say that it is lost."""
+    if not error.message.startswith(f"{peer} "):
+        return f"{peer} is lost: {error.message}"
+    reason = error.message.removeprefix(f"{peer} ")
+    return f"{peer} is lost: {reason.removeprefix('is lost: ') if reason.startswith('is lost: ') else f'it {reason}'}"
 
 
 def timeout_error(peer: str, timeout_s: float) -> WorkerError:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fastdecode.core.errors import WorkerError
 from fastdecode.engine.fleet import Fleet
 from fastdecode.wire.messages import Accepted, OpenSequence
 from fastdecode.wire.transport import TIMEOUT, timeout_error
@@ -53,6 +54,21 @@ def everything(hub: Hub, fleet: Fleet, num_answers: int) -> list[int]:
         if received is not None:
             answered.append(received[0])
     return answered
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("R-worker 1 has closed the connection", "R-worker 1 is lost: it has closed the connection"),
+        ("R-worker 1 is lost: its process has died", "R-worker 1 is lost: its process has died"),
+        ("out of memory", "R-worker 1 is lost: out of memory"),
+        ("R-worker 12 failed", "R-worker 1 is lost: R-worker 12 failed"),
+    ],
+)
+def test_a_loss_is_told_with_one_name(said: str, shown: str, caplog: pytest.LogCaptureFixture) -> None:
+    _, made = fleet([], [])
+    made.lose(1, WorkerError(said))
+    assert caplog.messages == [shown]
 
 
 def test_a_slow_worker_that_gives_signs_of_life_is_not_given_up() -> None:

@@ -51,6 +51,20 @@ def tokens(path: Path, **options: Any) -> tuple[list[list[tuple[int, ...]]], LLM
 
 
 @pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"r_workers": 2}, "greeting 2 R-worker(s): R-worker r0, R-worker r1"),
+        ({"r_workers": 2, "r_partition": "heads"}, "greeting 2 R-worker(s): R-worker r0, R-worker r1"),
+        ({"kv_placement": "gpu"}, "no R-workers: the KV cache on cpu"),
+    ],
+)
+def test_who_is_greeted(options: dict[str, Any], line: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    told: list[str] = []
+    LLM(str(tiny_checkpoint("llama")), kv_memory_gb=0.01, progress=told.append, **options).close()
+    assert told[1:] == [line]
+
+
+@pytest.mark.parametrize(
     ("family", "num_workers"), [("qwen3", 1), ("qwen3", 2), ("qwen3", 3), ("bloom", 3), ("gemma2", 2)]
 )
 def test_tokens_are_those_of_whole_sequences(

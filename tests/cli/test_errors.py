@@ -1,0 +1,76 @@
+"""Whoever types options reads of options; whoever calls Python, of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fastdecode.cli import main
+from fastdecode.cli_errors import as_typed
+from fastdecode.core.config import EngineConfig
+from fastdecode.core.errors import ConfigError
+
+PARAMETERS = {"kv_memory_gb", "device", "lanes", "learn_lengths", "length_quantile", "r_worker_addresses", "model"}
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("kv_memory_gb=1e-05 is not enough", "--kv-memory-gb 1e-05 is not enough"),
+        ("length_quantile=0.5 needs learn_lengths", "--length-quantile 0.5 needs --learn-lengths"),
+        ("give more (kv_memory_gb)", "give more (--kv-memory-gb)"),
+        ("device='' is none; use device='cpu', or", "--device '' is none; use --device cpu, or"),
+        ("r_worker_addresses=['a', 'b']: too many", "--r-worker ['a', 'b']: too many"),
+        # Words that aren't parameters, or aren't ours.
+        ("the model has no lanes on this device", "the model has no lanes on this device"),
+        ("/data/device=3/kv_memory_gb is no model", "/data/device=3/kv_memory_gb is no model"),
+        ("block_size=16 and --kv-memory-gb stay", "block_size=16 and --kv-memory-gb stay"),
+    ],
+)
+def test_parameters_become_options(message: str, typed: str) -> None:
+    assert as_typed(message, PARAMETERS) == typed
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--kv-memory-gb", "0.00001"],
+            "hold one KV block of 43008 bytes (3 layers, 64 tokens): give it more (--kv-memory-gb)",
+        ),
+        (["--kv-memory-gb", "0.0000001"], "--kv-memory-gb 1e-07 is not a number of GB"),
+        (["--lanes", "0"], "--lanes 0 is not a whole number from 1 to 64"),
+        (["--transport", "zmq"], "--transport zmq needs --r-worker"),
+        (["--schedule", "fixed-f"], "fixed intervals need --target-length"),
+        (["--kv-placement", "gpu", "--kv-dtype", "int4"], "--kv-placement gpu choose float32, bfloat16 or float16"),
+        (
+            ["--kv-placement", "gpu", "--r-workers", "2"],
+            "--r-workers 2 is for R-workers, and --kv-placement gpu has none",
+        ),
+        (["--temperature", "-1"], "--temperature -1.0: must be"),
+    ],
+)
+def test_generate_names_the_option(
+    options: list[str],
+    says: str,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt_token_ids": [5]}\n')
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert main(["generate", "--model", str(tiny_checkpoint("llama")), *files, *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_simulate_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trace.jsonl").write_text('{"num_prompt_tokens": 1, "num_output_tokens": 1}\n')
+    assert main(["simulate", "--trace", str(tmp_path / "trace.jsonl"), "--lanes", "0"]) == 2
+    assert "--lanes 0 is not a whole number" in capsys.readouterr().err
+
+
+def test_python_names_the_parameter() -> None:
+    with pytest.raises(ConfigError, match=r"^kv_memory_gb=1e-07 is not a number of GB"):
+        EngineConfig("model", kv_memory_gb=1e-7)
