@@ -111,7 +111,7 @@ def test_broken_plans(
         (["r", "--r-workers", "0"], "--r-workers"),
         (["r", "--max-memory-gb", "0"], "--max-memory-gb"),
         (["r", "--kv-memory-gb", "-1"], "--kv-memory-gb"),
-        (["r", "--kv-dtype", "int3"], "kv_dtype"),
+        (["r", "--kv-dtype", "int3"], "--kv-dtype int3"),
         (["s", "--device", "abacus"], "device"),
     ],
 )

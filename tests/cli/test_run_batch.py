@@ -130,8 +130,8 @@ def test_failed_lines_are_told_and_can_be_retried(command: Command, capsys: pyte
         (["--run-seed", "-1"], "--run-seed"),
         (["--chat-template", "missing"], "missing"),
         (["--trace", "no/dir/t"], "no/dir/t"),
-        (["--r-workers", "0"], "r_workers"),
-        (["--max-model-len", "100000"], "max_model_len"),
+        (["--r-workers", "0"], "--r-workers"),
+        (["--max-model-len", "100000"], "--max-model-len"),
     ],
 )
 def test_usage_errors_are_exit_code_2_and_leave_nothing(

@@ -96,7 +96,7 @@ def replaced(option: str, value: str) -> list[str]:
         ([*QUESTION, "--gpus", "0"], "--gpus"),
         ([*QUESTION, "--batch", "99999999999"], "--batch"),
         ([*QUESTION, "--dram-gb", "-3"], "--dram-gb"),
-        ([*QUESTION, "--dtype", "int3"], "dtype='int3'"),
+        ([*QUESTION, "--dtype", "int3"], "--dtype int3"),
         ([*QUESTION, "--kv-dtype", "int3"], "--kv-dtype"),
         ([*QUESTION, "--output-len", "3"], "--seq-len"),
         (QUESTION[:-2], "how long"),
