@@ -155,8 +155,8 @@ def test_when_all_are_lost_the_exit_code_says_so(asked: Callable[[int], tuple[li
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (["--transport", "zmq"], "needs the R-workers' addresses"),
-        (["--transport", "inproc", "--r-worker", "tcp://127.0.0.1:1"], "no use for addresses"),
+        (["--transport", "zmq"], "zmq needs --r-worker: tcp://HOST:PORT"),
+        (["--transport", "inproc", "--r-worker", "tcp://127.0.0.1:1"], "inproc has no use for --r-worker"),
         (["--r-worker", "tcp://127.0.0.1:1", "--r-worker", "tcp://127.0.0.1:1"], "each address once"),
         (["--r-worker", "127.0.0.1:1"], "not of the form tcp://HOST:PORT"),
         (["--r-worker", "tcp://10.0.0.1:1"], "needs a key"),
@@ -164,7 +164,7 @@ def test_when_all_are_lost_the_exit_code_says_so(asked: Callable[[int], tuple[li
         (["--key", "/nonexistent"], "for R-workers at addresses"),
         (["--r-worker", "tcp://127.0.0.1:1", "--kv-memory-gb", "1"], "give --kv-memory-gb to each fastdecode r-worker"),
         (["--r-worker", "tcp://127.0.0.1:1", "--r-threads", "2"], "give --threads to each fastdecode r-worker"),
-        (["--worker-silence-s", "nan"], "worker_silence_s=nan"),
+        (["--worker-silence-s", "nan"], "--worker-silence-s nan"),
     ],
 )
 def test_options_that_are_refused(
