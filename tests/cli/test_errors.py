@@ -38,7 +38,7 @@ def test_parameters_become_options(message: str, typed: str) -> None:
     [
         (
             ["--kv-memory-gb", "0.00001"],
-            "hold one KV block of 43008 bytes (3 layers, 64 tokens): give it more (--kv-memory-gb)",
+            "hold one KV block of 43008 bytes (3 layers, 64 tokens): give it more memory (--kv-memory-gb)",
         ),
         (["--kv-memory-gb", "0.0000001"], "--kv-memory-gb 1e-07 is not a number of GB"),
         (["--lanes", "0"], "--lanes 0 is not a whole number from 1 to 64"),
