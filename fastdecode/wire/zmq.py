@@ -46,7 +46,7 @@ from fastdecode.wire.zmq_line import (
 SendT = TypeVar("SendT", bound=Message)
 ReceiveT = TypeVar("ReceiveT", bound=Message)
 DEFAULT_SILENCE_S: Final = 5.0
-_COPIED_BYTES: Final = 1 << 16
+_COPIED_BYTES: Final = 1 << 18
 """ZeroMQ copies messages up to this size: that is quicker than to tell when larger ones have left."""
 _ITEM_ALIGNMENT: Final = 8
 
@@ -162,7 +162,7 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
             return None
         if len(data) == 1:
             return None
-        if data.ctypes.data % _ITEM_ALIGNMENT:  # small messages lie where they lay in the stream
+        if data.__array_interface__["data"][0] % _ITEM_ALIGNMENT:  # small messages lie where they lay in the stream
             aligned = self._pool.take(len(data))
             aligned[:] = data
             data = aligned
