@@ -26,8 +26,8 @@ _MAX_MESSAGE_BYTES: Final = codec.MAX_HEAD_BYTES + ALIGNMENT + MAX_BODY_BYTES
 _SLICE_S: Final = 0.05
 """A wait looks up so often to see whether another thread has closed the connection."""
 _NUM_GLANCES: Final = 100
-"""At the sockets, before a wait sleeps: to be woken takes longer than a quick peer's answer. Between them others may have
-the core, ZeroMQ's own threads for example."""
+"""At the sockets, before a wait sleeps: to be woken takes longer than a quick peer's answer. Between them others may
+have the core, ZeroMQ's own threads for example."""
 _ASK_INTERVAL_S: Final = 1.0
 _RECONNECT_MS: Final = 100
 
@@ -128,7 +128,7 @@ class DealerLine:
         self._socket.close(LINGER_MS)
 
     def _read_events(self) -> None:
-        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while zmq.zmq_poll([(self._monitor, zmq.POLLIN)], 0):
             event: int = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_reached = True
