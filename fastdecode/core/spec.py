@@ -8,6 +8,7 @@ S-part and have left their mark on q and k before those travel; ALiBi, windows a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fastdecode.core.dtype import DType
@@ -65,6 +66,12 @@ class AttentionSpec:
     def group_size(self) -> int:
         """Query heads that share one KV head (G in GQA)."""
         return self.num_q_heads // self.num_kv_heads
+
+
+def longest_window(layers: Iterable[AttentionSpec]) -> int | None:
+    """The tokens that the layer which sees most of them does; None: a layer sees all."""
+    windows = [layer.sliding_window for layer in layers]
+    return None if None in windows else max(window for window in windows if window is not None)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import numpy as np
 
 from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
 from fastdecode.core.sequence import FinishReason, Request, RequestOutput, Sequence
+from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet import Fleet
 from fastdecode.engine.layout import StepBatch
@@ -75,6 +76,7 @@ class Engine:
         self._lane_control = lanes
         self._trace = trace or NoTrace()
         self._s_worker = s_worker
+        self._window = longest_window(s_worker.spec.attention)
         self._pipeline = pipeline
         self._fleet = fleet
         self._scheduler = scheduler
@@ -213,7 +215,8 @@ class Engine:
         chunks = [c for c in plan.chunks if c.sequence.sequence_id in self._runs and c.sequence.worker is not None]
         if chunks:
             prompts_on_r = self._pipeline.prompts_on_r
-            batch = StepBatch.build(chunks, step=self._num_launched, lane=lane, prompts_on_r=prompts_on_r)
+            step, window = self._num_launched, self._window
+            batch = StepBatch.build(chunks, step=step, lane=lane, prompts_on_r=prompts_on_r, window=window)
             self._num_launched += 1
             ready = np.array([chunk.num_tokens == chunk.sequence.num_uncached for chunk in batch.chunks])
             planned_s = time.perf_counter() - started - (self._pipeline.wait_s - waited)

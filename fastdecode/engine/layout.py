@@ -85,8 +85,16 @@ class StepBatch:
     last_rows: np.ndarray  # int64 [N] the row of each chunk's last token
 
     @classmethod
-    def build(cls, chunks: Seq[Chunk], *, step: int, lane: int = 0, prompts_on_r: bool = False) -> StepBatch:
-        """Lay out a plan's chunks. Every sequence has its R-workers."""
+    def build(
+        cls,
+        chunks: Seq[Chunk],
+        *,
+        step: int,
+        lane: int = 0,
+        prompts_on_r: bool = False,
+        window: int | None = None,
+    ) -> StepBatch:
+        """Lay out a plan's chunks. Every sequence has its R-workers. ``window``: tokens that any layer sees at most."""
         keys = [(_home(chunk), 0 if prompts_on_r else _kind(chunk)) for chunk in chunks]
         order = sorted(range(len(keys)), key=lambda i: (*keys[i], chunks[i].num_tokens > 1))
         ordered = tuple([chunks[i] for i in order])
@@ -102,7 +110,7 @@ class StepBatch:
         positions = np.arange(len(tokens)) - np.repeat(row_starts - past, lengths)
         ids = np.array([chunk.sequence.sequence_id for chunk in ordered], np.int64)
         split = [i for i, chunk in enumerate(ordered) if chunk.sequence.parts is not None]
-        guests = _guests(ordered, row_starts, split) if split else {}
+        guests = _guests(ordered, row_starts, split, window) if split else {}
         for i in split:
             ids[i], past[i] = _last_part(ordered[i])
         spans: list[WorkerSpan] = []
@@ -181,15 +189,18 @@ def _last_part(chunk: Chunk) -> tuple[int, int]:
     return part_id(sequence.sequence_id, part), num_tokens
 
 
-def _guests(chunks: tuple[Chunk, ...], row_starts: np.ndarray, split: list[int]) -> dict[int, list[_Guest]]:
-    """By R-worker."""
+def _guests(
+    chunks: tuple[Chunk, ...], row_starts: np.ndarray, split: list[int], window: int | None
+) -> dict[int, list[_Guest]]:
+    """By R-worker. Parts that not even a chunk's first token sees anything of have none."""
     guests: dict[int, list[_Guest]] = defaultdict(list)
     for i in split:
         sequence, num_tokens = chunks[i].sequence, chunks[i].num_tokens
         assert sequence.parts is not None
         rows = np.arange(row_starts[i], row_starts[i] + num_tokens)
-        for part in range(sequence.parts.fill(sequence.num_cached)[0]):
-            part_tokens = sequence.parts.num_tokens
+        part_tokens = sequence.parts.num_tokens
+        seen = 0 if window is None else max(0, sequence.num_cached + 1 - window)  # the first token that is
+        for part in range(seen // part_tokens, sequence.parts.fill(sequence.num_cached)[0]):
             num_beyond = sequence.num_cached + num_tokens - (part + 1) * part_tokens
             guest = _Guest(part, sequence.sequence_id, part_tokens, num_beyond, rows)
             guests[sequence.parts.workers[part]].append(guest)

@@ -18,49 +18,19 @@ What holds under every policy:
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
-from fastdecode.core.errors import CapacityError
 from fastdecode.core.sequence import Parts, Sequence
 from fastdecode.schedule.admission import Admission
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.load_control import MicroBatch
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.prefill import PrefillBudget
+from fastdecode.schedule.running import Lane, Planned, Run, arrival, cached_at_end
 from fastdecode.schedule.scheduler import Chunk, Extend, Start, StepPlan, Suspend
-
-
-@dataclass(eq=False)
-class _Run:
-    """A running sequence, and what was promised to it."""
-
-    sequence: Sequence
-    workers: tuple[int, ...]
-    """Of each part; one where it is whole."""
-    num_reserved_tokens: int
-    projected: MicroBatch
-    """Its load from its start, or from when it outlived what was projected first."""
-    prefill: deque[int]
-    """Chunks that are still booked."""
-    decode: Chunk
-
-    def next_chunk(self) -> Chunk:
-        return Chunk(self.sequence, self.prefill.popleft()) if self.prefill else self.decode
-
-
-@dataclass(eq=False)
-class _Lane:
-    admission: Admission
-    budget: PrefillBudget
-    step: int = -1
-    """The lane's own count of steps."""
-    running: dict[int, _Run] = field(default_factory=dict)
-    """By sequence_id, in order of their start."""
-    reserved_tokens: Counter[int] = field(default_factory=Counter)
-    """By R-worker."""
 
 
 class ContinuousScheduler:
@@ -73,8 +43,8 @@ class ContinuousScheduler:
         prefill_chunk: most prompt tokens of one sequence in a step.
         max_step_tokens: most tokens of a lane's step. What it exceeds the lane's share of ``max_num_sequences`` by is
             for prompts, however many sequences decode.
-        max_guest_rows: most closed parts of all running sequences, and most that the prompts of a step send queries to,
-            each counted once for each query.
+        max_guest_rows: most that the prompts of a step send to the closed parts on one R-worker, counted once for each
+            query and part. As many sequences' closed parts the ledger allows there: each sends one as it decodes.
     """
 
     def __init__(
@@ -97,7 +67,6 @@ class ContinuousScheduler:
         self._prefill_chunk = prefill_chunk
         self._max_step_tokens = max_step_tokens
         self._max_guest_rows = max_guest_rows
-        self._num_guest_rows = 0  # closed parts that the running sequences may come to have
         self._make_lanes(num_lanes)
         self._waiting: deque[Sequence] = deque()
         # Those that have run before, in order of arrival. All of them came before all that wait for their first start.
@@ -115,19 +84,8 @@ class ContinuousScheduler:
         arrived = list(sequences)
         for sequence in arrived:
             self._ledger.check_possible(sequence.max_cached_tokens)
-            sizes = self._ledger.part_sizes(sequence.max_cached_tokens)
-            self._lanes[0].admission.check_possible(sizes)
-            self._check_parts(sizes)
+            self._lanes[0].admission.check_possible(self._ledger.part_sizes(sequence.max_cached_tokens))
         self._waiting.extend(arrived)
-
-    def _check_parts(self, sizes: tuple[int, ...]) -> None:
-        if len(sizes) > 1 + self._max_guest_rows:
-            raise CapacityError(
-                f"the sequence may grow to {sum(sizes)} cached tokens, {len(sizes)} parts of {sizes[0]}, but its "
-                f"queries can go to {1 + self._max_guest_rows} parts at most: lower max_tokens, or let parts be longer "
-                "(--split-tokens)",
-                code="too_many_parts",
-            )
 
     def plan(self, lane: int) -> StepPlan:
         return self._plan(self._lanes[lane])
@@ -169,31 +127,31 @@ class ContinuousScheduler:
         self._lane_size = -(-self._max_num_sequences // num_lanes)
         budget = self._max_step_tokens - self._lane_size
         limits = budget, self._prefill_chunk, self._max_guest_rows, self._ledger.part_tokens
-        self._lanes = [_Lane(self._make_admission(num_lanes), PrefillBudget(*limits)) for _ in range(num_lanes)]
+        self._lanes = [Lane(self._make_admission(num_lanes), PrefillBudget(*limits)) for _ in range(num_lanes)]
 
-    def _move(self, lane: _Lane, run: _Run) -> None:
+    def _move(self, lane: Lane, run: Run) -> None:
         """A running sequence goes on in a new lane, whose first step is still to come."""
         length = len(run.sequence.token_ids) - max(0, len(run.prefill) - 1)
         run.projected = MicroBatch(1, max(run.projected.target_length, length), 0, length)
-        is_split = run.sequence.parts is not None
-        lane.budget.book_ahead(tuple(run.prefill), run.sequence.num_cached, is_split=is_split)
+        parts = None if run.sequence.parts is None else run.workers
+        lane.budget.book_ahead(tuple(run.prefill), run.sequence.num_cached, parts=parts)
         self._enter(lane, run)
 
-    def _enter(self, lane: _Lane, run: _Run) -> None:
+    def _enter(self, lane: Lane, run: Run) -> None:
         """A sequence runs in the lane from now on."""
         first, *others = self._loads(run)
         lane.admission.add(*first)
         for worker, load in others:
             lane.admission.prolong(worker, load)
-        for worker, num_tokens in self._reserved(run):
+        for worker, num_tokens in zip(run.workers, self._sizes(run), strict=True):
             lane.reserved_tokens[worker] += num_tokens
         lane.running[run.sequence.sequence_id] = run
 
-    def _reserved(self, run: _Run) -> zip[tuple[int, int]]:
-        """(R-worker, tokens reserved there) of each part."""
-        return zip(run.workers, self._ledger.part_sizes(run.num_reserved_tokens), strict=True)
+    def _sizes(self, run: Run) -> tuple[int, ...]:
+        """Tokens reserved for each part."""
+        return self._ledger.part_sizes(run.num_reserved_tokens)
 
-    def _loads(self, run: _Run) -> list[tuple[int, MicroBatch]]:
+    def _loads(self, run: Run) -> list[tuple[int, MicroBatch]]:
         """(R-worker, load projected there) of each part."""
         return list(zip(run.workers, self._shares(run.projected, len(run.workers)), strict=True))
 
@@ -202,7 +160,7 @@ class ContinuousScheduler:
         part_tokens = self._ledger.part_tokens
         return (projected,) if num_parts == 1 or part_tokens is None else projected.split(num_parts, part_tokens)
 
-    def _plan(self, lane: _Lane) -> StepPlan:
+    def _plan(self, lane: Lane) -> StepPlan:
         lane.step += 1
         lane.budget.next_step()
         if not lane.running:
@@ -214,7 +172,7 @@ class ContinuousScheduler:
 
     # Sequences that outlive their forecast.
 
-    def _make_room(self, lane: _Lane) -> tuple[list[Extend], list[Suspend]]:
+    def _make_room(self, lane: Lane) -> tuple[list[Extend], list[Suspend]]:
         """See to it that every sequence can cache one more token, those that arrived first first."""
         extends: dict[int, Extend] = {}
         suspends: list[Suspend] = []
@@ -223,12 +181,12 @@ class ContinuousScheduler:
             for run in lane.running.values()
             if run.sequence.num_cached >= min(run.projected.target_length, run.num_reserved_tokens) and not run.prefill
         ]
-        for run in sorted(outgrown, key=_arrival):
+        for run in sorted(outgrown, key=arrival):
             if run.sequence.sequence_id not in lane.running:
                 continue  # suspended just now
             length = run.sequence.num_cached + 1
             if length > run.projected.target_length:
-                expected = _cached_at_end(run.sequence, self._lengths.expected(run.sequence))
+                expected = cached_at_end(run.sequence, self._lengths.expected(run.sequence))
                 run.projected = MicroBatch(1, expected, lane.step, length)
                 for worker, load in self._loads(run):
                     lane.admission.prolong(worker, load)
@@ -239,13 +197,13 @@ class ContinuousScheduler:
             extends.pop(suspended.sequence.sequence_id, None)
         return list(extends.values()), suspends
 
-    def _extend(self, lane: _Lane, run: _Run) -> list[Suspend]:
+    def _extend(self, lane: Lane, run: Run) -> list[Suspend]:
         """Reserve more for a sequence: what is forecast, or just the next block. Returns those suspended for it; the
         sequence itself may be the last of them. Not for split ones, which have reserved all."""
         suspends: list[Suspend] = []
         (worker,) = run.workers
         next_block = self._ledger.block_size * self._ledger.blocks_for(run.sequence.num_cached + 1)
-        safe = _cached_at_end(run.sequence, self._lengths.safe(run.sequence))
+        safe = cached_at_end(run.sequence, self._lengths.safe(run.sequence))
         wishes = (safe, min(next_block, run.sequence.max_cached_tokens))
         while run.sequence.sequence_id in lane.running:
             for num_tokens in wishes:
@@ -254,7 +212,7 @@ class ContinuousScheduler:
                     run.num_reserved_tokens = num_tokens
                     return suspends
             # Only this lane is at rest; the others' sequences may be in the middle of a step.
-            last = max((r for r in lane.running.values() if worker in r.workers), key=_arrival)
+            last = max((r for r in lane.running.values() if worker in r.workers), key=arrival)
             suspends.append(Suspend(last.sequence, last.workers[0]))
             self._release(lane, last, at=lane.step)
             self._interrupt(last.sequence)
@@ -262,7 +220,7 @@ class ContinuousScheduler:
 
     # Sequences that start.
 
-    def _start_waiting(self, lane: _Lane) -> list[Start]:
+    def _start_waiting(self, lane: Lane) -> list[Start]:
         share = -(-(self.num_running + self.num_waiting) // len(self._lanes))
         most = min(self._lane_size, share) - len(lane.running)
         most = max(0, min(most, self.num_waiting, self._max_num_sequences - self.num_running))
@@ -277,7 +235,7 @@ class ContinuousScheduler:
             starts.append(start)
         return starts
 
-    def _start(self, lane: _Lane, sequence: Sequence, *, recompute: bool) -> Start | None:
+    def _start(self, lane: Lane, sequence: Sequence, *, recompute: bool) -> Start | None:
         """Start the sequence, by a fork if a sibling runs; None if it has to wait."""
         num_shared = sequence.num_prompt_tokens - 1
         sibling = self._running_sibling(sequence) if num_shared else None
@@ -290,41 +248,67 @@ class ContinuousScheduler:
                 return started
         return self._start_on(lane, Start(sequence, worker=-1), (), recompute=recompute)
 
-    def _start_on(self, lane: _Lane, start: Start, beside: tuple[int, ...], *, recompute: bool) -> Start | None:
+    def _start_on(self, lane: Lane, start: Start, beside: tuple[int, ...], *, recompute: bool) -> Start | None:
         """Start as asked, what is shared ``beside`` the parent's parts and the rest anywhere, if blocks, prefill budget
         and policy allow it."""
         sequence, num_shared = start.sequence, start.num_shared_tokens
-        length, most = len(sequence.token_ids), sequence.max_cached_tokens
+        most = sequence.max_cached_tokens
         sizes = self._ledger.part_sizes(most)
         part_tokens = self._ledger.part_tokens if len(sizes) > 1 else None
         is_split = part_tokens is not None
-        num_uncached = length - num_shared
-        prefill = lane.budget.chunks(num_uncached, num_shared, is_split=is_split) if num_uncached > 1 else ()
-        if (num_uncached > 1 and not prefill) or self._num_guest_rows + len(sizes) - 1 > self._max_guest_rows:
-            return None
         reserve = most
         if not is_split and not recompute:
-            reserve = _cached_at_end(sequence, self._lengths.safe(sequence))
-        # R-workers hold `length` tokens after the last prefill step, and one more after each that follows.
-        expected = _cached_at_end(sequence, self._lengths.expected(sequence))
-        projected = MicroBatch(1, expected, lane.step, length - max(0, len(prefill) - 1))
+            reserve = cached_at_end(sequence, self._lengths.safe(sequence))
         num_fixed = -(-num_shared // sizes[0])
-        workers = self._choose_workers(lane, self._ledger.part_sizes(reserve), sizes, projected, beside[:num_fixed])
-        if workers is None:
+        plan = partial(self._plan_start, lane, sequence, num_shared, reserve)
+        planned = plan(() if is_split else None, beside[:num_fixed])
+        if planned is not None and is_split:
+            # Where the parts are says how long chunks may be, and the number of chunks how much load is when.
+            planned = plan(planned[1], planned[1])
+        if planned is None:
             return None
-        lane.budget.book(prefill, num_shared, is_split=is_split)
-        self._num_guest_rows += len(workers) - 1
-        run = _Run(sequence, workers, reserve, projected, deque(prefill), Chunk(sequence, 1))
-        for worker, num_tokens in self._reserved(run):
-            self._ledger.reserve(worker, num_tokens)
+        prefill, workers, projected = planned
+        lane.budget.book(prefill, num_shared, parts=workers if is_split else None)
+        run = Run(sequence, workers, reserve, projected, deque(prefill), Chunk(sequence, 1))
+        self._ledger.reserve(workers, self._sizes(run))
         self._enter(lane, run)
         sequence.worker, sequence.num_cached = workers[0], num_shared
         sequence.parts = None if part_tokens is None else Parts(workers, part_tokens)
         return replace(start, worker=workers[0], num_reserved_tokens=reserve)
 
+    def _plan_start(
+        self,
+        lane: Lane,
+        sequence: Sequence,
+        num_shared: int,
+        reserve: int,
+        parts: tuple[int, ...] | None,
+        fixed: tuple[int, ...],
+    ) -> Planned | None:
+        """Chunks, R-workers and load of a sequence that would start now; None if it has to wait.
+
+        Args:
+            num_shared: tokens that it needn't run.
+            reserve: tokens to reserve.
+            parts: the R-workers of a split sequence's parts, as far as they are known.
+            fixed: where its first parts have to be.
+        """
+        length = len(sequence.token_ids)
+        prefill: tuple[int, ...] = ()
+        if length - num_shared > 1:
+            prefill = lane.budget.chunks(length - num_shared, num_shared, parts=parts)
+            if not prefill:
+                return None
+        # R-workers hold `length` tokens after the last prefill step, and one more after each that follows.
+        expected = cached_at_end(sequence, self._lengths.expected(sequence))
+        projected = MicroBatch(1, expected, lane.step, length - max(0, len(prefill) - 1))
+        may_grow_to = self._ledger.part_sizes(sequence.max_cached_tokens)
+        workers = self._choose_workers(lane, self._ledger.part_sizes(reserve), may_grow_to, projected, fixed)
+        return None if workers is None else (prefill, workers, projected)
+
     def _choose_workers(
         self,
-        lane: _Lane,
+        lane: Lane,
         sizes: tuple[int, ...],
         may_grow_to: tuple[int, ...],
         projected: MicroBatch,
@@ -347,7 +331,7 @@ class ContinuousScheduler:
                 return workers
         return None
 
-    def _running_sibling(self, sequence: Sequence) -> _Run | None:
+    def _running_sibling(self, sequence: Sequence) -> Run | None:
         """A running sequence of the same request, the one with most tokens cached."""
         if sequence.request.params.n == 1:
             return None
@@ -365,16 +349,15 @@ class ContinuousScheduler:
                 return True
         return False
 
-    def _release(self, lane: _Lane, run: _Run, *, at: int) -> None:
+    def _release(self, lane: Lane, run: Run, *, at: int) -> None:
         """A running sequence runs no more, from its lane's step ``at`` on."""
         del lane.running[run.sequence.sequence_id]
-        self._num_guest_rows -= len(run.workers) - 1
         (worker, load), *others = self._loads(run)
         lane.admission.end(worker, load, at)
         for worker, load in others:
             lane.admission.unload(worker, load, at)
-        for worker, num_tokens in self._reserved(run):
-            self._ledger.release(worker, num_tokens)
+        self._ledger.release(run.workers, self._sizes(run))
+        for worker, num_tokens in zip(run.workers, self._sizes(run), strict=True):
             lane.reserved_tokens[worker] -= num_tokens
         run.sequence.worker = run.sequence.parts = None
 
@@ -382,12 +365,3 @@ class ContinuousScheduler:
         """Back to its place in the queue."""
         sequence.num_cached = 0
         insort(self._interrupted, sequence, key=lambda s: s.sequence_id)
-
-
-def _arrival(run: _Run) -> int:
-    return run.sequence.sequence_id
-
-
-def _cached_at_end(sequence: Sequence, num_generated: int) -> int:
-    """Tokens that a sequence has cached when it ends with so many generated: the last one never is."""
-    return sequence.num_prompt_tokens + num_generated - 1

@@ -30,7 +30,7 @@ def make_scheduler(
     capacity = tuple(blocks * block_size for blocks in worker_blocks)
     lengths: LengthPredictor = LearntLengths(options.length_quantile) if options.learn_lengths else LongestLengths()
     return ContinuousScheduler(
-        BlockLedger(worker_blocks, block_size, options.split_tokens),
+        BlockLedger(worker_blocks, block_size, options.split_tokens, options.max_guest_rows),
         lambda num_lanes: _admission(replace(options, num_lanes=num_lanes), capacity, times),
         lengths,
         num_lanes=options.num_lanes,

@@ -55,7 +55,7 @@ class ScheduleOptions:
     """Sequences that may get longer than this are split into parts of so many tokens, on several R-workers; a multiple
     of the KV block size."""
     max_guest_rows: int = 1 << 19
-    """Most queries of a step that go to R-workers besides those that store their tokens: of prompts, and as many of
+    """Most queries of a step that go to an R-worker which doesn't store their tokens: of prompts, and as many of
     decoding sequences, over all lanes."""
 
     def __post_init__(self) -> None:

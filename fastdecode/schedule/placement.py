@@ -24,15 +24,24 @@ class BlockLedger:
         block_size: tokens in a block.
         part_tokens: a sequence that may get longer than this is split into parts of so many tokens; a multiple of
             ``block_size``. None: every sequence is whole.
+        max_closed_parts: most closed parts, all but the last of each sequence, on one R-worker.
     """
 
-    def __init__(self, worker_blocks: tuple[int, ...], block_size: int, part_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        worker_blocks: tuple[int, ...],
+        block_size: int,
+        part_tokens: int | None = None,
+        max_closed_parts: int = 1 << 40,
+    ) -> None:
         assert worker_blocks and min(worker_blocks) >= 0 and block_size > 0
         assert part_tokens is None or (part_tokens > 0 and part_tokens % block_size == 0)
         self.block_size = block_size
         self.part_tokens = part_tokens
         self._capacity = list(worker_blocks)
         self._free = list(worker_blocks)
+        self._max_closed_parts = max_closed_parts
+        self._closed_parts = [0] * len(worker_blocks)
         self._lost: set[int] = set()
 
     def lose(self, worker: int) -> None:
@@ -58,11 +67,11 @@ class BlockLedger:
 
     def is_possible(self, num_tokens: int) -> bool:
         """Whether R-workers, were they empty, could hold a sequence of ``num_tokens`` tokens."""
-        return self.blocks_for(num_tokens) <= self._most_blocks
+        return self.blocks_for(num_tokens) <= self._most_blocks and len(self.part_sizes(num_tokens)) <= self._most_parts
 
     def check_possible(self, num_tokens: int) -> None:
         """Raises CapacityError unless ``is_possible``."""
-        if not self.is_possible(num_tokens):
+        if self.blocks_for(num_tokens) > self._most_blocks:
             most = self._most_blocks
             if self.part_tokens is None:
                 who = "the largest R-worker has"
@@ -75,6 +84,14 @@ class BlockLedger:
                 f"blocks), but {who} {most} blocks ({most * self.block_size} tokens): shorten one of the two, give "
                 f"R-workers more memory (--kv-memory-gb), {more}"
             )
+        sizes = self.part_sizes(num_tokens)
+        if len(sizes) > self._most_parts:
+            raise CapacityError(
+                f"the sequence may grow to {num_tokens} cached tokens, {len(sizes)} parts of {sizes[0]}, but its "
+                f"queries can go to {self._most_parts} parts at most: lower max_tokens, or let parts be longer "
+                "(--split-tokens)",
+                code="too_many_parts",
+            )
 
     @property
     def _most_blocks(self) -> int:
@@ -85,6 +102,15 @@ class BlockLedger:
             return max(capacities, default=0)
         full = self.part_tokens // self.block_size
         return sum(c // full for c in capacities) * full + max((c % full for c in capacities), default=0)
+
+    @property
+    def _most_parts(self) -> int:
+        """Of any sequence: as many closed ones as R-workers may have, and a last one."""
+        if self.part_tokens is None:
+            return 1
+        full = self.part_tokens // self.block_size
+        live = (c for w, c in enumerate(self._capacity) if w not in self._lost)
+        return sum(min(c // full, self._max_closed_parts) for c in live) + 1
 
     def capacity_tokens(self, worker: int) -> int:
         """What the R-worker holds when it is empty."""
@@ -125,6 +151,8 @@ class BlockLedger:
         blocks: Counter[int] = Counter()
         for part, num_tokens in enumerate(sizes):
             fitting = self.workers_with_room(num_tokens, may_grow_to[part], blocks)
+            if part < len(sizes) - 1:
+                fitting = [w for w in fitting if self._closed_parts[w] + placed.count(w) < self._max_closed_parts]
             if part < len(fixed):
                 fitting = [worker for worker in fitting if worker == fixed[part]]
             fitting.sort(key=placed.count)
@@ -136,9 +164,10 @@ class BlockLedger:
             blocks[worker] += self.blocks_for(num_tokens)
         return tuple(placed)
 
-    def reserve(self, worker: int, num_tokens: int) -> None:
-        self._free[worker] -= self.blocks_for(num_tokens)
-        assert self._free[worker] >= 0
+    def reserve(self, workers: Seq[int], sizes: Seq[int]) -> None:
+        """For a sequence's parts."""
+        self._hold(workers, sizes, 1)
+        assert all(self._free[worker] >= 0 for worker in workers)
 
     def grow(self, worker: int, num_tokens: int, to_tokens: int) -> bool:
         """Enlarge a reservation of ``num_tokens``, if there is room; says whether there was."""
@@ -148,6 +177,13 @@ class BlockLedger:
         self._free[worker] -= blocks
         return True
 
-    def release(self, worker: int, num_tokens: int) -> None:
-        self._free[worker] += self.blocks_for(num_tokens)
-        assert self._free[worker] <= self._capacity[worker]
+    def release(self, workers: Seq[int], sizes: Seq[int]) -> None:
+        """What was reserved for a sequence's parts."""
+        self._hold(workers, sizes, -1)
+        assert all(self._free[worker] <= self._capacity[worker] for worker in workers)
+
+    def _hold(self, workers: Seq[int], sizes: Seq[int], sign: int) -> None:
+        for worker, num_tokens in zip(workers, sizes, strict=True):
+            self._free[worker] -= sign * self.blocks_for(num_tokens)
+        for worker in workers[:-1]:
+            self._closed_parts[worker] += sign

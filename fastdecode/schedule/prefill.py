@@ -11,13 +11,24 @@ its second, and so on: no more than a sequence that decodes from there. (Chunks 
 does, so a larger one may follow; who finds a later step full because of that waits.)
 
 The queries of a split sequence also go to the R-workers of its **closed** parts, once for each of them, and so take
-room in messages: chunk · closed parts **guest rows**. These are booked, too, and chunks get smaller as parts get more.
-How many of the parts are on which R-worker isn't known yet; that all are on one is taken for granted.
+room in messages: to each R-worker chunk · closed parts there **guest rows**. These are booked, too, and chunks get
+smaller as an R-worker has more of the parts.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+
+@dataclass
+class _Booked:
+    """Of one step."""
+
+    tokens: int = 0
+    guest_rows: Counter[int] = field(default_factory=Counter)
+    """By R-worker."""
 
 
 class PrefillBudget:
@@ -26,7 +37,7 @@ class PrefillBudget:
     Args:
         max_step_tokens: of all prompts in one step.
         max_chunk: of one prompt in one step.
-        max_guest_rows: of all prompts in one step. No prompt has more closed parts than this.
+        max_guest_rows: of all prompts in one step, on one R-worker. No prompt has more closed parts there than this.
         part_tokens: sequences that are split have parts of so many tokens.
     """
 
@@ -38,7 +49,7 @@ class PrefillBudget:
         self._max_chunk = max_chunk
         self._max_guest_rows = max_guest_rows
         self._part_tokens = part_tokens
-        self._booked: deque[tuple[int, int]] = deque()  # tokens and guest rows, this step's first
+        self._booked: deque[_Booked] = deque()  # this step's first
 
     def next_step(self) -> None:
         if self._booked:
@@ -48,23 +59,23 @@ class PrefillBudget:
         """Nobody holds a booking any more."""
         self._booked.clear()
 
-    def chunks(self, num_tokens: int, first: int = 0, *, is_split: bool = False) -> tuple[int, ...]:
+    def chunks(self, num_tokens: int, first: int = 0, *, parts: Seq[int] | None = None) -> tuple[int, ...]:
         """How many of a prompt's tokens would run in this step, the next, …; empty if this step has no room left.
 
         Args:
             num_tokens: of the prompt, from its ``first`` on.
-            is_split: a chunk doesn't go beyond its part.
+            parts: of a split sequence, the R-worker of each part as far as they are known. A chunk doesn't go beyond
+                its part, and its queries find room on the R-workers of those before.
         """
         chunks: list[int] = []
         while num_tokens:
-            booked, booked_rows = self._booked[len(chunks)] if len(chunks) < len(self._booked) else (0, 0)
-            chunk = min(num_tokens, self._max_chunk, self._max_step_tokens - booked)
-            if is_split:
+            booked = self._booked[len(chunks)] if len(chunks) < len(self._booked) else _Booked()
+            chunk = min(num_tokens, self._max_chunk, self._max_step_tokens - booked.tokens)
+            if parts is not None:
                 assert self._part_tokens is not None
-                num_closed, filled = divmod(first, self._part_tokens)
-                chunk = min(chunk, self._part_tokens - filled)
-                if num_closed:
-                    chunk = min(chunk, (self._max_guest_rows - booked_rows) // num_closed)
+                chunk = min(chunk, self._part_tokens - first % self._part_tokens)
+                for worker, num_closed in self._closed(parts, first).items():
+                    chunk = min(chunk, (self._max_guest_rows - booked.guest_rows[worker]) // num_closed)
             if chunk <= 0:
                 return ()  # now; or later, where lanes were regrouped and bookings came together
             chunks.append(chunk)
@@ -72,16 +83,21 @@ class PrefillBudget:
             first += chunk
         return tuple(chunks)
 
-    def book_ahead(self, chunks: tuple[int, ...], first: int = 0, *, is_split: bool = False) -> None:
+    def book_ahead(self, chunks: tuple[int, ...], first: int = 0, *, parts: Seq[int] | None = None) -> None:
         """Take room in the steps that follow this one, whether or not there is so much."""
-        self.book((0, *chunks), first, is_split=is_split)
+        self.book((0, *chunks), first, parts=parts)
 
-    def book(self, chunks: tuple[int, ...], first: int = 0, *, is_split: bool = False) -> None:
+    def book(self, chunks: tuple[int, ...], first: int = 0, *, parts: Seq[int] | None = None) -> None:
         """Take what ``chunks`` offered."""
         for step, chunk in enumerate(chunks):
             if step == len(self._booked):
-                self._booked.append((0, 0))
-            tokens, rows = self._booked[step]
-            num_closed = first // self._part_tokens if is_split and self._part_tokens else 0
-            self._booked[step] = tokens + chunk, rows + chunk * num_closed
+                self._booked.append(_Booked())
+            booked = self._booked[step]
+            booked.tokens += chunk
+            for worker, num_closed in self._closed(parts or (), first).items():
+                booked.guest_rows[worker] += chunk * num_closed
             first += chunk
+
+    def _closed(self, parts: Seq[int], first: int) -> Counter[int]:
+        """R-worker → closed parts there of a sequence with ``first`` tokens."""
+        return Counter(parts[: first // self._part_tokens] if parts and self._part_tokens else ())

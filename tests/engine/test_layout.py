@@ -101,11 +101,14 @@ def split_chunk(sequence_id: int, workers: list[int], num_cached: int, num_new: 
     return chunk
 
 
-@given(st.lists(SPLIT, min_size=1, max_size=8), st.booleans())
-def test_every_key_is_attended_once(members: list[tuple[list[int], int, int]], prompts_on_r: bool) -> None:
-    """By the R-worker that has it or by the S-worker, from the place where the query stands, whatever is split."""
+@given(st.lists(SPLIT, min_size=1, max_size=8), st.booleans(), st.none() | st.integers(1, 3 * PART))
+def test_every_key_is_attended_once(
+    members: list[tuple[list[int], int, int]], prompts_on_r: bool, window: int | None
+) -> None:
+    """By the R-worker that has it or by the S-worker, from the place where the query stands, whatever is split; of keys
+    outside the window, only those whose part is seen."""
     chunks = [split_chunk(i, *member) for i, member in enumerate(members)]
-    batch = StepBatch.build(chunks, step=0, prompts_on_r=prompts_on_r)
+    batch = StepBatch.build(chunks, step=0, prompts_on_r=prompts_on_r, window=window)
     attended: dict[int, Counter[int]] = {row: Counter() for row in range(len(batch.token_ids))}
     for span in batch.spans:
         begin = span.begin
@@ -123,6 +126,9 @@ def test_every_key_is_attended_once(members: list[tuple[list[int], int, int]], p
             sequence_id, part = held % part_id(0, 1), held // part_id(0, 1)
             sequence = chunks[sequence_id].sequence
             assert sequence.workers[part] == span.worker
+            if further and window is not None:
+                first = sequence.num_cached
+                assert first - window < (part + 1) * PART - 1, "nobody is asked for a part that isn't seen"
             for i in range(queries):
                 row, position = rows.pop(0), past + new + further - queries + i
                 assert batch.positions[row] == part * PART + position
@@ -135,7 +141,9 @@ def test_every_key_is_attended_once(members: list[tuple[list[int], int, int]], p
                 start = batch.positions[local.rows.start + first]
                 attended[row].update(range(start, batch.positions[row] + 1))
     for row, keys in attended.items():
-        assert keys == Counter(range(batch.positions[row] + 1))
+        position = int(batch.positions[row])
+        assert keys <= Counter(range(position + 1))
+        assert keys >= Counter(range(0 if window is None else max(0, position + 1 - window), position + 1))
 
 
 def test_a_step_of_whole_sequences_has_no_guests() -> None:

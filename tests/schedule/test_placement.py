@@ -16,7 +16,7 @@ def test_candidates_have_room_now_and_could_hold_the_whole_sequence() -> None:
     ledger = BlockLedger((10, 4, 12), block_size=4)
     assert ledger.workers_with_room(8, may_grow_to=16) == [2, 0, 1]
     assert ledger.workers_with_room(8, may_grow_to=17) == [2, 0], "worker 1 would be outgrown"
-    ledger.reserve(2, 30)
+    ledger.reserve((2,), (30,))
     assert ledger.workers_with_room(8, may_grow_to=16) == [0, 1, 2]
     assert ledger.workers_with_room(17, may_grow_to=17) == [0]
     ledger.lose(0)
@@ -25,11 +25,11 @@ def test_candidates_have_room_now_and_could_hold_the_whole_sequence() -> None:
 
 def test_a_reservation_grows_by_whole_blocks_while_there_are_any() -> None:
     ledger = BlockLedger((3,), block_size=4)
-    ledger.reserve(0, 5)
+    ledger.reserve((0,), (5,))
     assert ledger.grow(0, 5, 8) and ledger.free_blocks(0) == 1
     assert not ledger.grow(0, 8, 13) and ledger.free_blocks(0) == 1
     assert ledger.grow(0, 8, 12) and ledger.free_blocks(0) == 0
-    ledger.release(0, 12)
+    ledger.release((0,), (12,))
     assert ledger.free_blocks(0) == 3
     assert ledger.capacity_tokens(0) == 12
 
@@ -41,7 +41,7 @@ def test_a_replacement_is_as_large_as_it_says() -> None:
     ledger.regain(0, 3)
     assert ledger.is_possible(48) and not ledger.is_possible(49)
     assert ledger.workers_with_room(1, 1) == [0, 1]
-    ledger.reserve(0, 48)
+    ledger.reserve((0,), (48,))
     assert ledger.workers_with_room(1, 1) == [1]
 
 
@@ -54,11 +54,11 @@ def test_part_sizes() -> None:
 BLOCKS = st.lists(st.integers(0, 7), min_size=1, max_size=4)
 
 
-@given(BLOCKS, st.integers(1, 3), st.integers(1, 60), st.sets(st.integers(0, 3), max_size=2))
+@given(BLOCKS, st.integers(1, 3), st.integers(1, 60), st.sets(st.integers(0, 3), max_size=2), st.integers(1, 4))
 def test_parts_are_placed_if_and_only_if_some_way_fits(
-    blocks: list[int], part_blocks: int, num_tokens: int, lost: set[int]
+    blocks: list[int], part_blocks: int, num_tokens: int, lost: set[int], most_closed: int
 ) -> None:
-    ledger = BlockLedger(tuple(blocks), block_size=4, part_tokens=4 * part_blocks)
+    ledger = BlockLedger(tuple(blocks), block_size=4, part_tokens=4 * part_blocks, max_closed_parts=most_closed)
     for worker in lost & set(range(len(blocks))):
         ledger.lose(worker)
     sizes = ledger.part_sizes(num_tokens)
@@ -67,7 +67,7 @@ def test_parts_are_placed_if_and_only_if_some_way_fits(
     # Full parts are all alike: what counts is how many of them go where, and where the last one goes.
     free = [0 if worker in lost else x for worker, x in enumerate(blocks)]
     is_possible = any(
-        sum((x - (needed[-1] if worker == last else 0)) // part_blocks for worker, x in enumerate(free))
+        sum(min((x - (needed[-1] if w == last else 0)) // part_blocks, most_closed) for w, x in enumerate(free))
         >= len(sizes) - 1
         for last, room in enumerate(free)
         if room >= needed[-1]
@@ -76,9 +76,20 @@ def test_parts_are_placed_if_and_only_if_some_way_fits(
     placed = ledger.place_parts(sizes, sizes, lambda placed, fitting: fitting[-1] if fitting else None)
     assert (placed is not None) == is_possible
     if placed is not None:
-        for worker, size in zip(placed, sizes, strict=True):
-            ledger.reserve(worker, size)  # asserts that there is room
-            assert worker not in lost
+        assert lost.isdisjoint(placed)
+        assert all(placed[:-1].count(worker) <= most_closed for worker in placed)
+        ledger.reserve(placed, sizes)  # asserts that there is room
+
+
+def test_closed_parts_of_all_sequences_count() -> None:
+    ledger = BlockLedger((20, 20), block_size=4, part_tokens=4, max_closed_parts=3)
+    sizes = (4,) * 5  # four of them closed: two on each
+    placed = ledger.place_parts(sizes, sizes, lambda placed, fitting: fitting[0] if fitting else None)
+    assert placed == (0, 1, 0, 1, 0)
+    ledger.reserve(placed, sizes)
+    assert ledger.place_parts(sizes, sizes, lambda placed, fitting: fitting[0] if fitting else None) is None
+    ledger.release(placed, sizes)
+    assert ledger.place_parts(sizes, sizes, lambda placed, fitting: fitting[0] if fitting else None) == placed
 
 
 @given(BLOCKS, st.integers(2, 40), st.integers(0, 3))

@@ -96,14 +96,16 @@ def test_a_split_sequence_ends_once() -> None:
 
 
 def test_queries_of_all_parts_fit_into_a_message() -> None:
-    """24 tokens in parts of 4: with 6 queries for closed parts, one such sequence runs at a time."""
-    scheduler = make_scheduler(options("greedy", 1, split_tokens=4, max_guest_rows=6), (20, 20), BLOCK_SIZE)
+    """24 tokens in parts of 4: with 3 queries for closed parts on each of two R-workers, one such sequence runs."""
+    scheduler = make_scheduler(options("greedy", 1, split_tokens=4, max_guest_rows=3), (20, 20), BLOCK_SIZE)
     harness = Harness(scheduler, [Store(20), Store(20)], 1)
     assert harness.arrive(20, (5,), 5) and harness.arrive(20, (5,), 5)
     while harness.live:
         assert scheduler.num_running <= 1
         plan = scheduler.plan(0)
-        assert sum(chunk.num_tokens * (chunk.sequence.num_cached // 4) for chunk in plan.chunks) <= 6
+        for worker in (0, 1):
+            closed = (chunk.sequence.workers[: chunk.sequence.num_cached // 4].count(worker) for chunk in plan.chunks)
+            assert sum(chunk.num_tokens * n for chunk, n in zip(plan.chunks, closed, strict=True)) <= 3
         harness._begin(0, plan)
         harness._complete(plan)
     with pytest.raises(CapacityError, match=r"29 cached tokens, 8 parts of 4.*can go to 7 parts.*--split-tokens"):
