@@ -142,10 +142,19 @@ class System:
         prefill_s = starts * self.s.prefill_s(self.workload.prompt_tokens) / self.costs.num_layers
         return self.s.t_of_b(lane_batch) + prefill_s
 
+    def prompt_tokens(self, lane_batch: int) -> float:
+        """Of the sequences of one lane that start in a step."""
+        return lane_batch / self.workload.output_tokens * self.workload.prompt_tokens
+
     def out_bytes(self, lane_batch: int) -> float:
-        """q, k, v of one lane and layer, and k, v of its starting prompts."""
-        prompts = lane_batch / self.workload.output_tokens * self.workload.prompt_tokens
-        return lane_batch * self.costs.out_bytes + prompts * self.costs.prompt_out_bytes
+        """q, k, v of one lane and layer, and k, v of its starting prompts; q too, where R-workers attend them."""
+        of_prompts = self.costs.out_bytes if self.s.prompts_on_r else self.costs.prompt_out_bytes
+        return lane_batch * self.costs.out_bytes + self.prompt_tokens(lane_batch) * of_prompts
+
+    def back_bytes(self, lane_batch: int) -> float:
+        """o of one lane and layer, and of its starting prompts where R-workers attend them."""
+        of_prompts = self.costs.back_bytes if self.s.prompts_on_r else 0
+        return lane_batch * self.costs.back_bytes + self.prompt_tokens(lane_batch) * of_prompts
 
     def s_link_s(self, num_bytes: float) -> float:
         """Seconds one way through the S-worker's ports, or its PCIe links where those are narrower."""
@@ -170,7 +179,7 @@ class System:
 
     def lane(self, lane_batch: int, sockets: float) -> LaneTimes:
         """One lane of ``lane_batch`` sequences through one layer."""
-        out, back = self.out_bytes(lane_batch), float(lane_batch * self.costs.back_bytes)
+        out, back = self.out_bytes(lane_batch), self.back_bytes(lane_batch)
         return LaneTimes(
             s_s=self.s_s(lane_batch),
             out_s=max(self.s_link_s(out), self.r_link_s(out, sockets)),

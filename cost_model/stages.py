@@ -49,7 +49,7 @@ class SPart:
     head_s: TimeOf
     """Of all else in a step over tokens in the batch: embedding, logits, sampling."""
     prompt_s: TimeOf
-    """Of all layers over the tokens of one prompt, its own attention included."""
+    """Of all layers over the tokens of one prompt, its own attention included, whoever attends."""
     usable_memory_bytes: float
     kv_read_bytes_per_s: float
     """At which attention on the GPU itself would read a KV cache."""
@@ -61,6 +61,8 @@ class SPart:
     """The largest that was measured: beyond it nothing is known. None: a formula, which has no end."""
     pace: float = 1.0
     """Multiplies every time, to ask what if it is slower or faster than thought."""
+    prompts_on_r: bool = False
+    """R-workers attend prompts: their q and o cross the network, too."""
 
     def t_of_b(self, batch: float) -> float:
         """T(B): seconds of one layer at this batch, with its share of what a step spends outside the layers."""
@@ -156,6 +158,7 @@ class SPart:
             power_w=None,
             relative_error=step.relative_error,
             max_batch=min(max(point.size for point in points) for points in (profile.layer, profile.step)),
+            prompts_on_r=profile.prompt_attention == "r",
         )
 
 

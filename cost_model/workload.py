@@ -143,7 +143,7 @@ class TokenCosts:
 
     @property
     def prompt_out_bytes(self) -> int:
-        """k and v of one prompt token and layer, on the wire; its attention is computed on the S-worker."""
+        """k and v of one prompt token and layer, on the wire, where its attention is computed on the S-worker."""
         return (self.spec.qkv_sizes[1] + self.spec.qkv_sizes[2]) * self.dtype.size_bytes
 
     @property

@@ -1,7 +1,7 @@
 """Measures the S-part of a model on its device: one layer over batch sizes, the rest of a step, and whole prompts.
 
-Attention is left out of decode steps, where it isn't the S-worker's, and is part of the prompts, where it is. What the
-model computes from doesn't matter here: tokens are drawn, attention's output is zeros.
+Attention is left out of decode steps, where it isn't the S-worker's, and is part of the prompts, which are asked for
+where it is. What the model computes from doesn't matter here: tokens are drawn, attention's output is zeros.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def measure_s_part(
 
     Args:
         batches: tokens of a decode step.
-        prompts: tokens of a prompt; those beyond the model's limit are left out.
+        prompts: tokens of a prompt that the S-worker attends; those beyond the model's limit are left out.
         repeats: of each size, after ``WARM_UP``.
     """
     rng = np.random.default_rng(0)

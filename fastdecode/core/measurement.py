@@ -22,13 +22,13 @@ import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.model_spec import ModelSpec
 
 FORMAT = "fastdecode.profile"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_FILE_BYTES = 16 << 20
 MAX_POINTS = 4096
 
@@ -132,7 +132,10 @@ class SProfile:
     """Seconds of a whole decode step in the engine but for what the R-workers computed, over tokens in the batch: the
     S-part, scheduling, messages, text. Measured with one lane, and R-workers in the same process."""
     prefill: tuple[Point, ...]
-    """Seconds of all layers of one prompt over its tokens, its own attention included."""
+    """Seconds of one prompt over its tokens, its own attention included."""
+    prompt_attention: Literal["s", "r"]
+    """Who attended those prompts, as is the default beside this device: ``s``, the S-worker, and its layers alone were
+    timed; or ``r``, R-workers in the same process, and it was the prompt's whole way through the engine."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ class _MismatchError(Exception):
 
 
 def _decode(kind: Any, value: object, where: str) -> object:
-    """A JSON value as ``kind``, which is a dataclass, tuple[X, ...], dict[str, str], int, float or str."""
+    """A JSON value as ``kind``, a dataclass, tuple[X, ...], dict[str, str], Literal of strings, int, float or str."""
     origin = typing.get_origin(kind)
     if is_dataclass(kind):
         return _decode_object(typing.cast(type, kind), value, where)
@@ -246,6 +249,10 @@ def _decode(kind: Any, value: object, where: str) -> object:
         if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
             raise _MismatchError(f"{where} must be an object of strings")
         return dict(value)
+    if origin is Literal:
+        if value not in typing.get_args(kind):
+            raise _MismatchError(f"{where} must be one of {', '.join(typing.get_args(kind))}")
+        return value
     if kind is str:
         if not isinstance(value, str) or not 0 < len(value) <= 1000:
             raise _MismatchError(f"{where} must be a string")

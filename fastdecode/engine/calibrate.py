@@ -13,9 +13,9 @@ from fastdecode.core.machine import this_machine
 from fastdecode.core.measurement import ModelShape, Point, SProfile, Timing
 from fastdecode.engine.launch import RunningEngine, make_s_worker
 from fastdecode.engine.resolve import resolve_for_this_host
-from fastdecode.engine.steady import time_steady_steps
+from fastdecode.engine.steady import time_prompt, time_steady_steps
 from sworker.dtypes import torch_dtype
-from sworker.measure import measure_s_part
+from sworker.measure import WARM_UP, measure_s_part
 from sworker.weights import load_model, load_spec
 
 # Whole steps are measured with short contexts, so that the R-workers, which aren't counted, take little of them.
@@ -47,10 +47,11 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
     tell(f"loading {config.model}")
     _, model = load_model(config.model, device=resolved.device, dtype=dtype)
     tell(f"S-part: {len(effort.batches)} batch sizes, {len(effort.prompts)} prompt lengths, {effort.repeats} repeats")
-    times = measure_s_part(make_s_worker(spec, model, resolved), effort.batches, effort.prompts, repeats=effort.repeats)
-    del model
-    tell("whole steps in the engine")
-    step = _measure_steps(config, effort)
+    s_worker, of_s = make_s_worker(spec, model, resolved), () if resolved.prompts_on_r else effort.prompts
+    times = measure_s_part(s_worker, effort.batches, of_s, repeats=effort.repeats)
+    del s_worker, model
+    tell("whole steps in the engine" + (", and prompts, which R-workers attend" if resolved.prompts_on_r else ""))
+    step, prefill = _measure_in_engine(config, effort)
     on_gpu = resolved.device.type == "cuda"
     return SProfile(
         machine=this_machine(
@@ -63,7 +64,8 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
         layer=times.layer,
         head=times.head,
         step=step,
-        prefill=times.prefill,
+        prefill=prefill if resolved.prompts_on_r else times.prefill,
+        prompt_attention="r" if resolved.prompts_on_r else "s",
     )
 
 
@@ -73,13 +75,19 @@ def _device_memory_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().total)
 
 
-def _measure_steps(config: EngineConfig, effort: SEffort) -> tuple[Point, ...]:
-    """Steps of the same batches in the engine, less what the R-workers computed."""
+def _measure_in_engine(config: EngineConfig, effort: SEffort) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+    """Steps of the same batches in the engine, less what the R-workers computed; and prompts, if R-workers attend them:
+    then with that."""
     one_lane = replace(config, lanes=1, schedule="greedy", max_num_sequences=max(effort.batches), max_step_tokens=None)
     running = RunningEngine(one_lane)
     try:
         context = min(STEP_CONTEXT_TOKENS, running.resolved.max_model_len // 4)
         steps = [time_steady_steps(running, batch, context, effort.repeats) for batch in effort.batches]
+        lengths = [n for n in effort.prompts if n < running.resolved.max_model_len and running.resolved.prompts_on_r]
+        prompts = [(n, [time_prompt(running, n) for _ in range(WARM_UP + effort.repeats)]) for n in lengths]
     finally:
         running.close()
-    return tuple(Point(each.batch, Timing(each.without_r_s)) for each in steps)
+    return (
+        tuple(Point(each.batch, Timing(each.without_r_s)) for each in steps),
+        tuple(Point(num_tokens, Timing(tuple(seconds[WARM_UP:]))) for num_tokens, seconds in prompts),
+    )

@@ -75,6 +75,27 @@ def time_steady_steps(
     return SteadySteps(batch, context, tuple(steps[WARM_UP_STEPS:]), tuple(computes[WARM_UP_STEPS:]))
 
 
+def time_prompt(
+    running: RunningEngine, num_tokens: int, *, seed: int = 0, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Seconds from a prompt of so many random tokens to the first token that follows. The engine is empty before and
+    after.
+
+    Raises:
+        CapacityError: the R-workers don't hold such a prompt.
+    """
+    assert running.engine.num_unfinished == 0, "the engine is busy"
+    tokens = tuple(np.random.default_rng(seed).integers(0, running.spec.vocab_size, num_tokens).tolist())
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    started = clock()
+    running.engine.submit(Request("prompt", tokens, params, 1, seed=0))
+    while running.engine.num_unfinished:
+        for output in running.engine.step():
+            if output.error is not None:
+                raise output.error
+    return clock() - started
+
+
 def _submit(running: RunningEngine, batch: int, prompt_len: int, num_steps: int, seed: int) -> None:
     config = running.resolved.config
     # Those whose prompt is done early decode while the others' prompts run.

@@ -35,6 +35,7 @@ def test_profiles_hold_what_was_asked(made: SimpleNamespace) -> None:
     assert isinstance(s, SProfile) and isinstance(r, RProfile)
     assert [point.size for point in s.layer] == [1, 4, 8] == [point.size for point in s.step]
     assert [point.size for point in s.prefill] == [8, 32], "prompts beyond the model's limit are left out"
+    assert s.prompt_attention == "r", "on a CPU R-workers attend prompts, and so they did"
     assert s.shape.num_layers == 3 and s.dtype == "float32" and "torch" in s.machine.software
     assert len(r.decode) == 4 and r.memory_bytes == 50_000_000 and "torch" not in r.machine.software
 

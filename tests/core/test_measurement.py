@@ -26,7 +26,9 @@ from fastdecode.core.measurement import (
 MACHINE = Machine("a CPU", 2, 24 << 30, "cpu", {"numpy": "2.0"})
 TIMING = Timing((1e-3, 1.1e-3, 0.9e-3))
 POINTS = (Point(1, TIMING), Point(64, Timing((2e-3,))))
-S = SProfile(MACHINE, "tiny", ModelShape(2, 64, 128, 4, 2, 16, 500), "float32", 8 << 30, POINTS, POINTS, POINTS, POINTS)
+S = SProfile(
+    MACHINE, "tiny", ModelShape(2, 64, 128, 4, 2, 16, 500), "float32", 8 << 30, POINTS, POINTS, POINTS, POINTS, "s"
+)
 R = RProfile(MACHINE, 4, 2, 16, "float16", 32, 1, 2, 4 << 30, (DecodePoint(8, 512, TIMING),), (3e10, 3.1e10))
 NET = NetProfile(MACHINE, "mpi", POINTS, TIMING, TIMING)
 
@@ -37,7 +39,7 @@ def test_round_trip(tmp_path: Path, profile: Profile) -> None:
     write_profile(path, profile)
     assert read_profile(path) == profile
     tree = json.loads(path.read_text())
-    assert tree["format"] == "fastdecode.profile" and tree["version"] == 1
+    assert tree["format"] == "fastdecode.profile" and tree["version"] == 2
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -67,7 +69,8 @@ def change(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     ("where", "value", "message"),
     [
         ("format", "something", "format"),
-        ("version", 2, '"version" is 2; this release reads 1'),
+        ("version", 1, '"version" is 1; this release reads 2'),
+        ("prompt_attention", "x", "prompt_attention must be one of s, r"),
         ("kind", "x", "kind"),
         ("layer", None, '"layer" is missing'),
         ("layer", [], "layer must be a list of 1"),

@@ -101,6 +101,15 @@ def test_prompts_cost_the_gpu_their_share() -> None:
     assert with_prompt.out_bytes(100) - without.out_bytes(100) == pytest.approx(
         300 * with_prompt.costs.prompt_out_bytes
     )
+    assert with_prompt.back_bytes(100) == without.back_bytes(100)
+
+
+def test_prompts_that_r_workers_attend_cross_the_network_both_ways() -> None:
+    by_s = replace(ideal_system(), workload=Workload(300, 100))
+    by_r = replace(by_s, s=replace(by_s.s, prompts_on_r=True))
+    q_bytes = by_s.costs.out_bytes - by_s.costs.prompt_out_bytes
+    assert by_r.out_bytes(100) - by_s.out_bytes(100) == pytest.approx(300 * q_bytes)
+    assert by_r.back_bytes(100) - by_s.back_bytes(100) == pytest.approx(300 * by_s.costs.back_bytes)
 
 
 def test_messages_limit_the_sockets_from_above() -> None:

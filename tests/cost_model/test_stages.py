@@ -43,7 +43,7 @@ def s_profile() -> SProfile:
     prompt = tuple(Point(n, Timing((1e-4 * n,))) for n in (16, 256, 2048))
     layers = SPEC.num_layers
     step = tuple(Point(b, Timing((HOST_S + layers * t_of_b(b) + 1e-3 + 1e-6 * b,))) for b in (1, 64, 256, 512, 1024))
-    return SProfile(MACHINE, "Llama-3 8B", ModelShape.of(SPEC), "bfloat16", 80 << 30, layer, head, step, prompt)
+    return SProfile(MACHINE, "Llama-3 8B", ModelShape.of(SPEC), "bfloat16", 80 << 30, layer, head, step, prompt, "s")
 
 
 def r_profile(**change: object) -> RProfile:
