@@ -151,14 +151,21 @@ class Ranks:
         that is left of it can be relied on.
 
         Raises:
-            WorkerError: a rank has ended, or keeps this one waiting for too long.
+            WorkerError: a rank has ended, or keeps this one waiting for too long; or a step broke off before, and the
+                others are still in the middle of it.
         """
         self.check()
+        if self._out_of_step:
+            raise WorkerError(
+                f"S-worker {self.shard.rank} of {self.shard.size} broke off a step before, in which the others wait "
+                "for it: see what was told then, and start the job again",
+                code="tp_out_of_step",
+            )
         try:
             yield
         except BaseException as error:
             ended = self._ended(_LAST_WORDS_S if isinstance(error, RuntimeError) else 0)
-            self._out_of_step = not ended
+            self._out_of_step |= not ended
             if ended and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 raise self._lost(ended, error) from error
             raise

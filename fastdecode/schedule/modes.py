@@ -57,7 +57,12 @@ def _admission(options: ScheduleOptions, capacity: tuple[int, ...], times: StepT
     headroom = options.cold_start == "headroom"
     if options.load_limit is not None:
         limits = _shares(options.load_limit // options.num_lanes, capacity, times)
-        return Stabilized(capacity, options.lane_size, limits=limits, cold_start=cold_start, headroom=headroom)
+        limited = f"the load limit of {options.load_limit}"
+        if options.num_lanes > 1:
+            limited += f", shared out to {options.num_lanes} lanes,"
+        return Stabilized(
+            capacity, options.lane_size, limits=limits, limited=limited, cold_start=cold_start, headroom=headroom
+        )
 
     def balance() -> tuple[int, ...] | None:
         return None if times is None else balanced_loads(times, options.lane_size, capacity)

@@ -85,6 +85,7 @@ class Stabilized:
         capacity: tokens that each R-worker holds.
         batch_size: most sequences of the lane: B.
         limits: W_lim of each R-worker for this lane, in tokens; sequences above the highest of them are refused.
+        limited: what ``limits`` come from, for people.
         balance: gives instead the load at which each R-worker is as busy as the S-worker, anew now and then; None while
             that is unknown. The limits never come to less than the mean load of a full batch whose starts are spread
             evenly, the paper's B·S/2: where R-workers are what everything waits for, fewer sequences would make the
@@ -101,6 +102,7 @@ class Stabilized:
         batch_size: int,
         *,
         limits: Seq[int] | None = None,
+        limited: str = "",
         balance: Callable[[], Seq[int] | None] = lambda: None,
         cold_start: ColdStart | None = None,
         headroom: bool = True,
@@ -109,6 +111,7 @@ class Stabilized:
         self._batch_size = batch_size
         self._controls = [LoadControl(max(1, limit)) for limit in limits or capacity]
         self._are_given = limits is not None
+        self._limited = limited
         self._balance = balance
         self._balanced: Seq[int] | None = None
         self._cold_start = cold_start
@@ -126,7 +129,7 @@ class Stabilized:
             where = f"on all R-workers together, in parts of {part}"
         if self._are_given and sum(sizes) > most:
             raise CapacityError(
-                f"the sequence may grow to {sum(sizes)} cached tokens, but the load limit leaves a lane no more than "
+                f"the sequence may grow to {sum(sizes)} cached tokens, but {self._limited} leaves it no more than "
                 f"{most} {where}: lower max_tokens, or raise the load limit (--load-limit)",
                 code="exceeds_load_limit",
             )

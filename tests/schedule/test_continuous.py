@@ -106,11 +106,19 @@ def test_the_latest_arrivals_are_suspended_and_resume_where_they_were() -> None:
 def test_a_sequence_above_a_given_limit_is_refused_by_name() -> None:
     scheduler = make_scheduler(options("stabilized", 1, load_limit=30), WORKER_BLOCKS, BLOCK_SIZE)
     harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], 1)
-    with pytest.raises(CapacityError, match=r"grow to 31 cached tokens.*--load-limit") as caught:
+    with pytest.raises(CapacityError, match=r"grow to 31 cached.*load limit of 30 leaves.*--load-limit") as caught:
         scheduler.add([Sequence.of(0, Request("r", (1,) * 20, SamplingParams(), 12, seed=0), 0)])
     assert caught.value.code == "exceeds_load_limit"
     assert scheduler.num_waiting == 0
     assert harness.arrive(10, (5,), 5)
+
+
+def test_a_limit_that_lanes_share_is_told_with_both_numbers() -> None:
+    scheduler = make_scheduler(options("stabilized", 2, load_limit=50), (20,), BLOCK_SIZE)
+    with pytest.raises(
+        CapacityError, match="load limit of 50, shared out to 2 lanes, leaves it no more than 25 on any"
+    ):
+        scheduler.add([Sequence.of(0, Request("r", (1,) * 20, SamplingParams(), 12, seed=0), 0)])
 
 
 def test_a_sequence_above_a_measured_limit_runs_alone() -> None:

@@ -144,6 +144,10 @@ def test_an_error_of_its_own_is_not_blamed_on_another_rank(paths: list[Path], tm
                 pytest.raises(RuntimeError, match=r"^shapes differ$"),
             ):
                 run_passes(worker, passes=1)
+            # The other rank waits for the rest of that step: another one isn't begun, and nothing makes up for it.
+            for _ in range(2):
+                with pytest.raises(WorkerError, match="S-worker 0 of 2 broke off a step before"):
+                    worker.begin(np.arange(3), np.arange(3))
         finally:
             ranks.close()
             process.kill()
