@@ -93,7 +93,7 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """float32 [len(tokens), vocab]"""
+        """[len(tokens), vocab]"""
         logits: torch.Tensor = self.model(torch.tensor([list(tokens)])).logits[0]
         return logits
 
@@ -116,11 +116,9 @@ class Oracle:
 
 
 @functools.cache
-def oracle(directory: Path) -> Oracle:
-    """The oracle of a checkpoint."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )
+def oracle(directory: Path, dtype: torch.dtype = torch.float32) -> Oracle:
+    """The oracle of a checkpoint, which computes in ``dtype``."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
     return Oracle(model.eval())
 
 
