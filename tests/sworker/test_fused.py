@@ -1,8 +1,11 @@
-"""Triton kernels for parts of a layer against torch: in the interpreter, or on the GPU where there is one."""
+"""Fused kernels for parts of a layer against torch: Numba's, and Triton's in the interpreter, or on the GPU where there
+is one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -10,19 +13,37 @@ import numpy as np
 import pytest
 import torch
 
-from sworker import fused
-from sworker.fused import FusedRMSNorm, FusedRotary, fuse, fuse_checked
+from sworker import fused, fused_numba
+from sworker.fused import FusedRMSNorm, FusedRotary, Kernels, fuse, fuse_checked
 from sworker.weights import load_model
 from sworker.worker import SWorker
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda") if torch.cuda.is_available() else CPU
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass(frozen=True)
+class Case:
+    """Kernels, and what they are run with."""
+
+    kernels: Kernels
+    device: torch.device
+    dtype: torch.dtype
+
+
+# Triton's interpreter truncates to bfloat16.
+@pytest.fixture(params=["numba float32", "numba bfloat16", "triton float32", "triton float16"])
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
+    name, dtype = request.param.split()
+    if name == "numba":
+        assert fused_numba.is_possible(getattr(torch, dtype))
+        return Case(fused_numba, CPU, getattr(torch, dtype))
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
+    from sworker import fused_triton
+
+    return Case(fused_triton, GPU, getattr(torch, dtype))
 
 
 # A whole rotary head, a part of one, and none; gates of SiLU and GELU, and none; norms after a sum and without one, of
@@ -31,7 +52,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     ("llama", True, True, True, True), ("qwen3", True, True, True, True), ("gemma2", True, True, True, False),
     ("gpt_neox", True, False, False, False), ("gpt2", False, False, False, False),
 ])  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter truncates to bfloat16
 @torch.inference_mode()
 def test_fused_layers_say_the_same(
     family: str,
@@ -39,28 +59,27 @@ def test_fused_layers_say_the_same(
     gates: bool,
     norms: bool,
     adds: bool,
-    dtype: torch.dtype,
+    case: Case,
     tiny_checkpoint: Callable[..., Path],
-    interpreted: None,
 ) -> None:
     found = []
     for is_fused in (False, True):
-        spec, model = load_model(tiny_checkpoint(family), device=DEVICE, dtype=dtype)
+        spec, model = load_model(tiny_checkpoint(family), device=case.device, dtype=case.dtype)
         if is_fused:
-            assert fuse_checked(model) == (rotates or gates or norms)
+            assert fuse_checked(model, case.kernels) == (rotates or gates or norms)
             last = model.layers[-1]
             assert isinstance(last.rope, FusedRotary) == rotates
             assert (last.mlp.gate_kernel is not None) == gates
             assert isinstance(last.attn_norm, FusedRMSNorm) == isinstance(model.final_norm, FusedRMSNorm) == norms
             assert (last.add_norm_kernel is not None) == adds
             assert isinstance(last.q_norm, FusedRMSNorm) == (family == "qwen3")
-        step = SWorker(spec, model, DEVICE).begin(np.arange(5, 12), np.arange(40, 47))
+        step = SWorker(spec, model, case.device).begin(np.arange(5, 12), np.arange(40, 47))
         seen, goes_on = [step.q, step.k, step.v], True
         while goes_on:
             goes_on = step.advance(step.q.clone())
             seen += [step.q, step.k, step.v] if goes_on else []
         found.append([*seen, step.logits(np.arange(7))])
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}[case.dtype]
     for plain, other in zip(*found, strict=True):
         torch.testing.assert_close(other.float(), plain.float(), atol=tolerance, rtol=tolerance)
 
@@ -68,11 +87,75 @@ def test_fused_layers_say_the_same(
 def test_kernels_that_fail_are_not_used(tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     _, model = load_model(tiny_checkpoint("llama"), device="cpu", dtype=torch.float32)
     before = dict(model.named_modules())
-    with mock.patch.object(fused.importlib.util, "find_spec", return_value=object()):
+    with mock.patch.object(fused, "_kernels_of", return_value=fused_numba):
         with mock.patch.object(fused, "_same_parts", side_effect=RuntimeError("no compiler")):
             assert not fuse(model, torch.device("cuda", 0))
         assert "no compiler" in caplog.text
         with mock.patch.object(fused, "_same_parts", return_value=False):
             assert not fuse(model, torch.device("cuda", 0))
-        assert not fuse(model, torch.device("cpu"))
     assert dict(model.named_modules()) == before
+
+
+def test_a_cpus_dtypes(tiny_checkpoint: Callable[..., Path]) -> None:
+    for dtype, is_fused in ((torch.float32, True), (torch.bfloat16, True), (torch.float16, False)):
+        _, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=dtype)
+        assert fuse(model, CPU) == isinstance(model.final_norm, FusedRMSNorm) == is_fused
+
+
+def noise(num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(num_rows, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 768])
+@pytest.mark.parametrize("num_rows", [3, 301])  # by one thread, by several
+@torch.inference_mode()
+def test_sums_and_norms(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    x, weight = noise(num_rows, size, dtype), noise(3, size, dtype)[2]
+    x *= torch.logspace(-12, 12, num_rows)[:, None].to(dtype)
+    total, normed = fused_numba.add_norm(x, x.flip(0), weight, 1e-5, 0.0)
+    assert torch.equal(total, x + x.flip(0))
+    steps = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 2)
+    expected = torch.nn.functional.rms_norm(total, (size,), weight, 1e-5)
+    torch.testing.assert_close(normed, expected, rtol=steps, atol=1e-12)
+    x[1, size // 2] = float("nan")
+    assert fused_numba.norm(x, weight, 1e-5, 0.0).isnan().all(1).nonzero().tolist() == [[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_gates_of_all_sizes(dtype: torch.dtype) -> None:
+    gate = torch.cat((torch.logspace(-44, 38, 999), torch.linspace(0, 100, 999), torch.tensor([0.0, float("nan")])))
+    gate = torch.cat((gate, -gate)).to(dtype)
+    wide = gate.double()
+    for is_silu in (True, False):
+        # (1 + tanh(u)) / 2 is the sigmoid of 2u, which isn't a difference of nearly equal numbers.
+        angle = wide if is_silu else math.sqrt(8 / math.pi) * (wide + 0.044715 * wide**3)
+        expected = wide * angle.sigmoid() / 2
+        found = fused_numba.gate(torch.cat((gate, torch.full_like(gate, 0.5)))[None], is_silu=is_silu)[0]
+        # A large angle's last digit is many of its exponential's.
+        steps = torch.finfo(dtype).eps * (1 if dtype == torch.bfloat16 else 8 if is_silu else 88)
+        torch.testing.assert_close(found.double(), expected, rtol=steps, atol=1e-35, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_rows_know_nothing_of_each_other(dtype: torch.dtype) -> None:
+    h, positions = noise(298, 256, dtype), torch.arange(298)
+    weight, table = torch.ones(256, dtype=dtype), torch.randn(298, 2 * 12)
+
+    def everything(rows: slice) -> list[torch.Tensor]:
+        heads = h[rows].unflatten(1, (8, 32))[:, 1:7]  # not dense
+        return [
+            fused_numba.norm(h[rows], weight, 1e-5, 1.0),
+            fused_numba.norm(heads, weight[:32], 1e-5, 0.0),
+            *fused_numba.add_norm(h[rows], h[rows], weight, 1e-5, 0.0),
+            fused_numba.rotate(heads, positions[rows], table),
+            fused_numba.gate(h[rows], is_silu=True),
+            fused_numba.gate(h[rows], is_silu=False),
+        ]
+
+    together = everything(slice(0, 298))
+    for row in (0, 1, 150, 297):
+        for alone, among in zip(everything(slice(row, row + 1)), together, strict=True):
+            assert torch.equal(alone[0], among[row])

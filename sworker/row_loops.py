@@ -1,0 +1,231 @@
+# mypy: ignore-errors
+# All of this runs inside Numba's type inference and code generation, whose types are not Python's.
+"""Compiled loops over the rows of a tensor, for ``fused_numba``: what one thread does of a job.
+
+A tensor of float32 is read as it is; one of bfloat16 as the bits, uint16, and loops are compiled for both. A row's
+result depends on that row alone, to the bit. All compiled code is in this one file, as Numba looks at the time stamp of
+one to know whether what it has kept on disk is still good.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.extending import intrinsic
+
+# A job: int64 fields and two float64; the counter of blocks that are taken has a cache line of its own.
+_KIND, _IS_WIDE, _NUM_ROWS, _ROWS_AT_ONCE, _SIZE, _NUM_HEADS, _X, _X_ROW, _X_HEAD, _Y, _Y_ROW = range(11)
+_WEIGHT, _TOTAL, _OUT, _FLAG, NUM_FIELDS = range(11, 16)
+NEXT = 192
+JOB_BYTES = 256
+NORM, ROTATE, GATE = range(3)
+"""Kinds of jobs."""
+
+
+# --- what Numba lacks ------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _at(typingctx, address):
+    """An address as a pointer."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def _claim(typingctx, address):
+    """Atomically add 1; returns what was there."""
+
+    def codegen(context, builder, signature, args):
+        place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", place, ir.IntType(64)(1), "seq_cst")
+
+    return types.int64(types.int64), codegen
+
+
+_I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+
+@intrinsic
+def _wide(typingctx, element):
+    """An element as float32: of a float32 tensor itself, else the bits of a bfloat16, uint16."""
+
+    def codegen(context, builder, signature, args):
+        if signature.args[0] == types.float32:
+            return args[0]
+        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), _F32)
+
+    return types.float32(element), codegen
+
+
+@intrinsic
+def _kept(typingctx, value, like):
+    """float32 → an element of ``like``'s type, rounded to the nearest, ties to even."""
+
+    def codegen(context, builder, signature, args):
+        if signature.return_type == types.float32:
+            return args[0]
+        bits = builder.bitcast(args[0], _I32)
+        last = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+        nearest = builder.lshr(builder.add(bits, builder.add(last, _I32(0x7FFF))), _I32(16))
+        is_number = builder.fcmp_ordered("ord", args[0], args[0])
+        return builder.trunc(builder.select(is_number, nearest, _I32(0x7FC0)), _I16)
+
+    return like(types.float32, like), codegen
+
+
+@intrinsic
+def _two_to_the(typingctx, shifted):
+    """float32 1.5 · 2^23 + n → 2^n, for a whole n from -126 to 127."""
+
+    def codegen(context, builder, signature, args):
+        bits = builder.bitcast(args[0], _I32)  # what 1.5 · 2^23 leaves of itself is shifted out
+        return builder.bitcast(builder.shl(builder.add(bits, _I32(127)), _I32(23)), _F32)
+
+    return types.float32(types.float32), codegen
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@njit
+def _exp(x):
+    """e^x for float32, to 2 steps of the last digit; below -87 it stays what it is there, above 88 it is infinite."""
+    is_huge = x > np.float32(88.0)
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    shifted = x * np.float32(1.4426950408889634) + np.float32(12582912.0)  # 1.5 · 2^23: the fraction drops off
+    n = shifted - np.float32(12582912.0)
+    r = x - n * np.float32(0.693145751953125)
+    r = r - n * np.float32(1.428606765330187e-06)
+    p = np.float32(1.9841270e-04)
+    p = p * r + np.float32(1.3888889e-03)
+    p = p * r + np.float32(8.3333333e-03)
+    p = p * r + np.float32(4.1666667e-02)
+    p = p * r + np.float32(1.6666667e-01)
+    p = p * r + np.float32(0.5)
+    p = p * r + np.float32(1.0)
+    p = p * r + np.float32(1.0)
+    return np.float32(np.inf) if is_huge else p * _two_to_the(shifted)
+
+
+@njit
+def _elements(job, field, first, size, dtype):
+    """``size`` elements of a tensor, from number ``first`` on."""
+    itemsize = 4 if job[_IS_WIDE] else 2
+    return carray(_at(job[field] + first * itemsize), (size,), dtype)
+
+
+@njit(fastmath={"reassoc", "contract"}, error_model="numpy")  # so that sums may be vectors; NaN and Inf stay themselves
+def _norm_row(x, added, weight, total, out, eps, offset):
+    size, none = len(x), out[0]
+    squares = np.float32(0.0)
+    if len(added):
+        for j in range(size):
+            kept = _kept(_wide(x[j]) + _wide(added[j]), none)
+            total[j] = kept
+            squares += _wide(kept) * _wide(kept)
+        x = total
+    else:
+        for j in range(size):
+            squares += _wide(x[j]) * _wide(x[j])
+    scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + eps)
+    for j in range(size):
+        out[j] = _kept(_wide(x[j]) * scale * (_wide(weight[j]) + offset), none)
+
+
+@njit
+def _norm_rows(dtype, job, numbers, first, last):
+    size, heads = job[_SIZE], job[_NUM_HEADS]
+    added_size = size if job[_Y] else 0
+    weight = _elements(job, _WEIGHT, 0, size, dtype)
+    for row in range(first, last):
+        added = _elements(job, _Y, row * job[_Y_ROW], added_size, dtype)
+        total = _elements(job, _TOTAL, row * size, added_size, dtype)
+        for head in range(heads):
+            x = _elements(job, _X, row * job[_X_ROW] + head * job[_X_HEAD], size, dtype)
+            out = _elements(job, _OUT, (row * heads + head) * size, size, dtype)
+            _norm_row(x, added, weight, total, out, np.float32(numbers[0]), np.float32(numbers[1]))
+
+
+@njit(fastmath={"contract"})
+def _rotate_head(x, table, out):
+    num = len(table) // 2
+    for j in range(num):
+        a, b, cos, sin = _wide(x[j]), _wide(x[num + j]), table[j], table[num + j]
+        out[j] = _kept(a * cos - b * sin, x[0])
+        out[num + j] = _kept(b * cos + a * sin, x[0])
+    for j in range(2 * num, len(x)):
+        out[j] = x[j]
+
+
+@njit
+def _rotate_rows(dtype, job, first, last):
+    size, heads, num = job[_SIZE], job[_NUM_HEADS], job[_FLAG]
+    positions = carray(_at(job[_Y]), (job[_NUM_ROWS],), np.int64)
+    for row in range(first, last):
+        table = carray(_at(job[_WEIGHT] + positions[row] * num * 8), (2 * num,), np.float32)
+        for head in range(heads):
+            x = _elements(job, _X, row * job[_X_ROW] + head * job[_X_HEAD], size, dtype)
+            out = _elements(job, _OUT, (row * heads + head) * size, size, dtype)
+            _rotate_head(x, table, out)
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _silu_row(gate, up, out):
+    for j in range(len(out)):
+        g = _wide(gate[j])
+        active = _kept(g / (np.float32(1.0) + _exp(-g)), gate[j])
+        out[j] = _kept(_wide(active) * _wide(up[j]), active)
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _gelu_row(gate, up, out):
+    """(1 + tanh(u)) / 2 is 1 / (1 + exp(-2u))."""
+    for j in range(len(out)):
+        g = _wide(gate[j])
+        u = np.float32(0.7978845608028654) * (g + np.float32(0.044715) * g * g * g)
+        active = _kept(g / (np.float32(1.0) + _exp(np.float32(-2.0) * u)), gate[j])
+        out[j] = _kept(_wide(active) * _wide(up[j]), active)
+
+
+@njit
+def _gate_rows(dtype, job, first, last):
+    size = job[_SIZE]
+    for row in range(first, last):
+        gate = _elements(job, _X, row * job[_X_ROW], size, dtype)
+        up = _elements(job, _X, row * job[_X_ROW] + size, size, dtype)
+        out = _elements(job, _OUT, row * size, size, dtype)
+        if job[_FLAG]:
+            _silu_row(gate, up, out)
+        else:
+            _gelu_row(gate, up, out)
+
+
+@njit
+def _do_rows(dtype, job, numbers, first, last):
+    if job[_KIND] == NORM:
+        _norm_rows(dtype, job, numbers, first, last)
+    elif job[_KIND] == ROTATE:
+        _rotate_rows(dtype, job, first, last)
+    else:
+        _gate_rows(dtype, job, first, last)
+
+
+@cfunc(types.void(types.int64), cache=True)
+def run_job(address):
+    """Do blocks of a job's rows until none is left: what each thread runs."""
+    job = carray(_at(address), (NUM_FIELDS,), np.int64)
+    numbers = carray(_at(address + 8 * NUM_FIELDS), (2,), np.float64)
+    while True:
+        first = _claim(address + NEXT) * job[_ROWS_AT_ONCE]
+        if first >= job[_NUM_ROWS]:
+            return
+        last = min(first + job[_ROWS_AT_ONCE], job[_NUM_ROWS])
+        if job[_IS_WIDE]:
+            _do_rows(np.float32, job, numbers, first, last)
+        else:
+            _do_rows(np.uint16, job, numbers, first, last)
