@@ -77,3 +77,10 @@ def entry(function):
 part = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_PartCompiler)
 """A function that only entries and other parts call. It is compiled once more for each literal argument, a type of its
 own: where that is not wanted, ``np.int64(0)`` is no literal."""
+
+
+def address_of(dispatcher, *signature) -> int:
+    """Compile an entry for these argument types, or load it from the disk, and return where it is."""
+    dispatcher.compile(signature)
+    compiled = dispatcher.overloads[signature]
+    return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))

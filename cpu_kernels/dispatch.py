@@ -17,6 +17,7 @@ from cpu_kernels.amx_products import MAX_TOTALS
 from cpu_kernels.append_kernel import append_unit
 from cpu_kernels.attend_driver import MAX_PARTIALS
 from cpu_kernels.attend_kernel import attend_unit
+from cpu_kernels.compiled import address_of
 from cpu_kernels.isa import ISA_VARIABLE, Isa, default_level, find_level, host_levels
 from cpu_kernels.layout import DTYPES, SOURCES, BlockLayout
 from cpu_kernels.read_kernel import read_unit
@@ -111,11 +112,7 @@ def choose_variant(layout: BlockLayout, group_size: int, isa: Isa, source: str, 
 
 
 def _address_of(dispatcher: Any, variant: Variant) -> int:
-    """Compile (or load from the disk cache) and return the entry point."""
-    signature = (VariantType(variant), int64, int64, int64)
-    dispatcher.compile(signature)
-    compiled = dispatcher.overloads[signature]
-    return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
+    return address_of(dispatcher, VariantType(variant), int64, int64, int64)
 
 
 @cache

@@ -19,6 +19,7 @@ from cpu_kernels.checks import (
 )
 from cpu_kernels.dispatch import append_entry, plan_attend, shape_record, team_of, thread_partials, thread_scratch
 from cpu_kernels.layout import BlockLayout
+from cpu_kernels.team import OpenMPTeam, Team
 
 _NO_SLOPES = np.zeros(0, np.float32)
 _NO_LSE = np.zeros((0, 0), np.float32)
@@ -33,6 +34,7 @@ def append(
     *,
     source: str = "float32",
     num_threads: int = 1,
+    team: Team | OpenMPTeam | None = None,
 ) -> None:
     """Write new tokens' K and V into one layer's blocks.
 
@@ -40,6 +42,7 @@ def append(
         pool_layer: uint8 [num_blocks, block_bytes], one layer of ``allocate_pool``.
         k, v: [T, Hkv, D], float32 or the bits of a 16-bit float in uint16, as ``source`` says.
         slots: int64 [T], block id * block_size + offset; where two are equal, either may win.
+        num_threads, team: as ``attend``.
 
     Raises:
         ValueError: an argument doesn't fit; nothing was written.
@@ -50,7 +53,7 @@ def append(
     many = slots.shape[0] * layout.num_kv_heads >= 256  # fewer aren't worth waking anybody
     fits = run_append(
         append_entry(),
-        team_of(num_threads).address if many and num_threads > 1 else 0,
+        _team_address(num_threads, team) if many else 0,
         thread_scratch(),
         shape_record(layout, source),
         pool_layer,
@@ -81,6 +84,7 @@ def attend(
     lse: NDArray[np.float32] | None = None,
     source: str = "float32",
     num_threads: int = 1,
+    team: Team | OpenMPTeam | None = None,
     level: str | None = None,
 ) -> None:
     """o = softmax(f(scale · q·kᵀ) + bias) · v of every query over its own sequence's cached tokens.
@@ -104,6 +108,7 @@ def attend(
             visible.
         num_threads: the calling thread and ``num_threads - 1`` helpers of this process. If another call has them at
             the moment, this one runs on its own thread.
+        team: ``num_threads`` threads in place of the process's own helpers.
         level: one of ``isa.LEVELS``' names; None: the host's best, or what the environment forces.
 
     Bit by bit means: among calls that all have one query a sequence, or among those that don't.
@@ -121,7 +126,7 @@ def attend(
         code, index = run_attend(
             plan.entry,
             plan.tile_rows,
-            team_of(num_threads).address if num_threads > 1 else 0,
+            _team_address(num_threads, team),
             num_threads,
             thread_scratch(),
             thread_partials(room),
@@ -157,3 +162,10 @@ def copy_blocks(pool: NDArray[np.uint8], source_ids: NDArray[np.int64], target_i
     check_copy(pool, source_ids, target_ids)
     for source_id, target_id in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
         pool[:, target_id] = pool[:, source_id]
+
+
+def _team_address(num_threads: int, team: Team | OpenMPTeam | None) -> int:
+    """0: no other thread helps."""
+    if num_threads == 1:
+        return 0
+    return int((team or team_of(num_threads)).address)

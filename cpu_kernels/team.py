@@ -7,11 +7,15 @@ on a futex. The caller publishes a call, works on it like everybody else (units 
 counter), closes the call when no unit is left, and waits for the helpers that are still at work; a helper that
 hasn't woken up by then is not waited for. OpenMP would do as much, but its runtime isn't on every host, and Numba's
 own fallback aborts when two Python threads call at once.
+
+Where the calling thread runs OpenMP regions of somebody else's between our calls (torch's matrix products), two sets
+of threads would spin on the same cores. There an ``OpenMPTeam`` has the threads of that runtime run the units.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import platform
 import sys
@@ -23,7 +27,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cpu_kernels.compiled import entry, part
+from cpu_kernels.compiled import address_of, entry, part
 from cpu_kernels.memory import load_i64, store_i64
 from cpu_kernels.simd import I8, I32, I64, call, pointer
 
@@ -34,7 +38,9 @@ _STOP = 192
 _NEXT_UNIT = 256
 _ENTRY, _JOB, _NUM_UNITS = 320, 328, 336
 _BUSY = 384
-_SHARED_BYTES = 448
+_RUNTIME, _HELP, _NUM_THREADS, _SCRATCHES = 448, 456, 464, 472  # of an OpenMP team
+_NUM_ARRIVED = 512
+_SHARED_BYTES = 576
 _OPEN = 1 << 16
 _GENERATION = 17
 _SPINS = 1500
@@ -111,14 +117,42 @@ def _call_entry(typingctx, entry, job, unit, scratch):
     """Call a compiled (variant, job, unit, scratch) kernel by address, by Numba's own calling convention."""
 
     def codegen(context, builder, signature, args):
-        byte = I8.as_pointer()
-        kind = ir.FunctionType(I32, [byte.as_pointer(), byte.as_pointer(), byte, I64, I64, I64])
-        function = builder.inttoptr(args[0], kind.as_pointer())
-        spare = builder.alloca(byte), builder.alloca(byte)
-        builder.call(function, [*spare, ir.Constant(byte, None), *args[1:]])
+        _call_compiled(builder, args[0], [ir.Constant(I8.as_pointer(), None), *args[1:]])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+def _call_compiled(builder, address, args):
+    """Call a compiled function that returns nothing by Numba's own calling convention."""
+    byte = I8.as_pointer()
+    kind = ir.FunctionType(I32, [byte.as_pointer(), byte.as_pointer(), *[arg.type for arg in args]])
+    function = builder.inttoptr(address, kind.as_pointer())
+    spare = builder.alloca(byte), builder.alloca(byte)
+    builder.call(function, [*spare, *args])
+
+
+@intrinsic
+def _run_region(typingctx, shared):
+    """``GOMP_parallel``, which is what compilers turn a parallel region into: every thread of it calls the team's
+    ``help_once``."""
+
+    def codegen(context, builder, signature, args):
+        (shared,) = args
+        outlined = ir.FunctionType(ir.VoidType(), [I64])  # C's void (*)(void *)
+        name = builder.module.get_unique_name("fastdecode.region")
+        region = ir.Function(builder.module, outlined, name)
+        region.linkage = "internal"
+        inner = ir.IRBuilder(region.append_basic_block())
+        _call_compiled(inner, inner.load(pointer(inner, region.args[0], I64, _HELP)), region.args)
+        inner.ret_void()
+        parallel = ir.FunctionType(ir.VoidType(), [outlined.as_pointer(), I64, I32, I32])
+        address = builder.load(pointer(builder, shared, I64, _RUNTIME))
+        num_threads = builder.trunc(builder.load(pointer(builder, shared, I64, _NUM_THREADS)), I32)
+        builder.call(builder.inttoptr(address, parallel.as_pointer()), [region, shared, num_threads, I32(0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
 
 
 @part
@@ -158,6 +192,13 @@ def _serve(shared, scratch):
 
 
 @entry
+def help_once(shared):
+    """What each thread of an OpenMP region does."""
+    index = fetch_add(shared + _NUM_ARRIVED, 1)
+    _work(shared, load_i64(shared + _SCRATCHES) + index * SCRATCH_BYTES)
+
+
+@entry
 def _wake_helpers(shared):
     fetch_add(shared + _WAKE, 1)
     if _atomic_load(shared + _SLEEPERS) > 0:
@@ -178,6 +219,11 @@ def run_units(shared, entry, job, num_units, scratch):
     store_i64(shared + _JOB, job)
     store_i64(shared + _NUM_UNITS, num_units)
     store_i64(shared + _NEXT_UNIT, 0)
+    if load_i64(shared + _RUNTIME) != 0:
+        store_i64(shared + _NUM_ARRIVED, 0)
+        _run_region(shared)
+        fetch_add(shared + _BUSY, -1)
+        return
     gate = _atomic_load(shared + _GATE)  # closed, nobody at work
     _exchange_if(shared + _GATE, gate, (((gate >> _GENERATION) + 1) << _GENERATION) | _OPEN)
     _wake_helpers(shared)
@@ -208,8 +254,7 @@ class Team:
     """
 
     def __init__(self, num_threads: int, cores: Sequence[int] | None = None) -> None:
-        if not 1 <= num_threads <= MAX_THREADS:
-            raise ValueError(f"num_threads={num_threads} is not within 1..{MAX_THREADS}")
+        _check_size(num_threads)
         if cores is not None and len(cores) != num_threads:
             raise ValueError(f"{len(cores)} cores for {num_threads} threads")
         self.num_threads = num_threads
@@ -244,3 +289,43 @@ class Team:
             self._helpers.clear()
             atexit.unregister(self.close)
         self.address = 0
+
+
+class OpenMPTeam:
+    """The threads of an OpenMP runtime that is in this process: those of its regions in the calling thread.
+
+    They don't have to be woken where that thread has just left a region of as many threads. Of another size, runtimes
+    end threads and start new ones, again and again.
+
+    Args:
+        num_threads: as many as the regions that run between our calls.
+        library: the runtime, GNU's or one that knows its entry points (LLVM's, Intel's): the path of the very file that
+            is loaded.
+
+    Raises:
+        ValueError: the number is out of range.
+        OSError: there is no such library, or it isn't an OpenMP runtime.
+    """
+
+    def __init__(self, num_threads: int, library: str) -> None:
+        _check_size(num_threads)
+        runtime = ctypes.CDLL(library)
+        if not hasattr(runtime, "GOMP_parallel"):
+            raise OSError(f"{library} has no GOMP_parallel: it isn't an OpenMP runtime that this can use")
+        self.num_threads = num_threads
+        self._runtime = runtime
+        self._scratches = aligned_bytes(SCRATCH_BYTES * num_threads)
+        self._shared = aligned_bytes(_SHARED_BYTES)
+        self._shared[:] = 0
+        fields = self._shared.view(np.int64)
+        fields[_RUNTIME // 8] = ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value
+        fields[_HELP // 8] = address_of(help_once, types.int64)
+        fields[_NUM_THREADS // 8] = num_threads
+        fields[_SCRATCHES // 8] = self._scratches.ctypes.data
+        self.address = self._shared.ctypes.data
+        """What ``run_units`` takes."""
+
+
+def _check_size(num_threads: int) -> None:
+    if not 1 <= num_threads <= MAX_THREADS:
+        raise ValueError(f"num_threads={num_threads} is not within 1..{MAX_THREADS}")

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import psutil
@@ -18,6 +18,9 @@ from fastdecode.core.errors import CapacityError
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.messages import Activations, AttendResult
 from rworker.instructions import Compute, CopyBlocks, Prepare, StepPlan
+
+if TYPE_CHECKING:
+    from cpu_kernels.team import OpenMPTeam
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class AttentionExecutor:
 
     Args:
         num_threads: threads that a kernel may use.
+        team: those threads; None: the kernels' own.
         clock: seconds, for ``AttendResult.compute_s``.
         kernels: ``cpu_kernels`` by default.
         free_bytes: memory that this host has left.
@@ -63,12 +67,15 @@ class AttentionExecutor:
         self,
         *,
         num_threads: int = 1,
+        team: OpenMPTeam | None = None,
         clock: Callable[[], float] = time.perf_counter,
         kernels: Kernels = cpu_kernels,
         free_bytes: Callable[[], int] = _available_bytes,
     ) -> None:
         self._free_bytes = free_bytes
-        self._num_threads = num_threads
+        self._threads: dict[str, Any] = {"num_threads": num_threads}
+        if team is not None:
+            self._threads["team"] = team
         self._clock = clock
         self._kernels = kernels
         self._prepared: Prepare | None = None
@@ -130,7 +137,7 @@ class AttentionExecutor:
     ) -> tuple[Activations, NDArray[np.float32] | None]:
         """o [T_q, Hq, D], and lse float32 [T_q, Hq] if the step wants it."""
         source = prepare.activation_dtype.value
-        self._kernels.append(prepare.layout, layer.pool, k, v, plan.slots, source=source, num_threads=self._num_threads)
+        self._kernels.append(prepare.layout, layer.pool, k, v, plan.slots, source=source, **self._threads)
         spec = layer.spec
         o = self._output(plan, q.dtype, (plan.num_queries, spec.num_q_heads, spec.head_dim))
         lse = np.empty(o.shape[:2], np.float32) if plan.want_lse else None
@@ -148,7 +155,7 @@ class AttentionExecutor:
                 out=o[rows],
                 lse=None if lse is None else lse[rows],
                 source=source,
-                num_threads=self._num_threads,
+                **self._threads,
                 **layer.options,
             )
         return o, lse

@@ -38,28 +38,28 @@ def serve(connection: Connection[FromRWorker, ToRWorker], state: RWorkerState, e
     """
     logger.info("R-worker %s serves %s", state.name, connection.peer)
     try:
-        while _obey(state.handle(connection.receive()), connection, executor, state.name):
+        while obey(state.handle(connection.receive()), connection, executor, state.name):
             pass
         logger.info("R-worker %s has stopped", state.name)
     except Exception as error:
         if isinstance(error, WorkerError) and error.code == CLOSED:
             logger.info("R-worker %s stops: %s", state.name, error)
         else:
-            if isinstance(error, FastDecodeError):
-                logger.error("R-worker %s gives up: %s", state.name, error)
-            else:
-                logger.exception("R-worker %s crashed", state.name)
-            _tell(connection, _crash_report(state.name, error))
+            _tell(connection, last_words(state.name, error))
     finally:
         connection.close()
 
 
-def _obey(
-    instructions: tuple[Instruction, ...],
-    connection: Connection[FromRWorker, ToRWorker],
-    executor: Executor,
-    name: str,
-) -> bool:
+class Answers(Protocol):
+    """Where answers go: a connection, as far as instructions need it."""
+
+    @property
+    def peer(self) -> str: ...
+
+    def send(self, message: FromRWorker) -> None: ...
+
+
+def obey(instructions: tuple[Instruction, ...], connection: Answers, executor: Executor, name: str) -> bool:
     """Carry out instructions in order. False: leave the loop."""
     for instruction in instructions:
         match instruction:
@@ -82,9 +82,12 @@ def _obey(
     return True
 
 
-def _crash_report(name: str, error: Exception) -> Failed:
+def last_words(name: str, error: Exception) -> Failed:
+    """Log why an R-worker can't go on, and what to tell its peer."""
     if isinstance(error, FastDecodeError):
+        logger.error("R-worker %s gives up: %s", name, error)
         return Failed(name, error.code, error.message)
+    logger.error("R-worker %s crashed", name, exc_info=error)
     return Failed(name, "worker_failed", f"{type(error).__name__}: {error}")
 
 

@@ -63,6 +63,11 @@ class Staging:
             self._out_stream, self._in_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     @property
+    def is_home(self) -> bool:
+        """Whether the device is the host: what arrives is where it belongs."""
+        return not self._is_cuda
+
+    @property
     def nbytes(self) -> int:
         """Pinned memory on the host."""
         return sum(room.nbytes for room in (*self._slots, self._arriving)) if self._is_cuda else 0

@@ -212,9 +212,11 @@ class RemoteStep:
     def take(self) -> Tensor:
         """The layer's o [T, Hq, D]; zeros in the rows of workers that are lost. Only when ``ready``."""
         self._staging.join()
-        for worker, span in self._spans.items():
-            if worker in self._plan.fleet.lost:
-                self._o[span.rows] = 0
+        lost = [span.rows for worker, span in self._spans.items() if worker in self._plan.fleet.lost]
+        if lost and len(self._spans) == 1:
+            self._o = torch.zeros_like(self._o)  # nobody writes into what is lent
+        for rows in lost:
+            self._o[rows] = 0
         if self._guests is not None:
             self._guests.merge_into(self._o)
         return self._o
@@ -235,6 +237,9 @@ class RemoteStep:
     def _place(self, span: WorkerSpan, result: AttendResult) -> None:
         """Copy a worker's o to its rows, merging the later chunks' with what was attended here."""
         queries, later = span.query_rows, self._later[span.worker]
+        if later is None and self._guests is None and self._staging.is_home and queries == slice(0, self._o.shape[0]):
+            self._o = as_tensor(result.o, self._o.dtype)  # lent until the lane's next Attend, which is what o is for
+            return
         if later is None:
             self._staging.receive(result.o, self._o, queries)
             return

@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
+import torch
+
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.model_spec import ModelSpec
 from fastdecode.core.spec import KVSpec
@@ -19,7 +21,7 @@ from fastdecode.engine.pipeline import Pipeline
 from fastdecode.engine.ranks import meet_ranks
 from fastdecode.engine.resolve import ResolvedConfig, resolve_for_this_host
 from fastdecode.engine.text import TextCodec
-from fastdecode.engine.workers import MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
+from fastdecode.engine.workers import InlineWorkers, MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.times import MeasuredTimes
@@ -32,6 +34,7 @@ from sworker.model.skeleton import Model
 from sworker.packing import pack
 from sworker.parallel import ParallelSWorker, Ranks
 from sworker.sharding import parallelize
+from sworker.threads import openmp_library
 from sworker.weights import load_model, load_spec, model_hash
 from sworker.worker import SWorker
 
@@ -192,6 +195,10 @@ def _reach_r_workers(resolved: ResolvedConfig) -> Workers:
         return MpiWorkers(config.tp, silence_s=config.worker_silence_s)
     if resolved.transport == "zmq":
         return ZmqWorkers(config.r_worker_addresses, key_file=config.key, silence_s=config.worker_silence_s)
+    if resolved.transport == "inline":
+        # A runtime's threads serve both parts only where both want as many.
+        library = openmp_library() if resolved.r_threads == torch.get_num_threads() else None
+        return InlineWorkers(kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads, openmp_library=library)
     return ThreadWorkers(config.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)
 
 

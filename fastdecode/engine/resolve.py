@@ -53,7 +53,8 @@ class ResolvedConfig:
     max_graphs: int
     """CUDA graphs at most; 0: S-steps run as they are."""
     transport: str
-    """inproc, mpi, zmq, or local (the KV cache is on ``device``)."""
+    """inproc (R-workers as threads), inline (one in the S-worker's own thread), mpi, zmq, or local (the KV cache is on
+    ``device``)."""
 
 
 def resolve_for_this_host(config: EngineConfig, spec: ModelSpec | None = None, *, rank: int = 0) -> ResolvedConfig:
@@ -104,8 +105,12 @@ def resolve(
     transport = "local" if is_local else config.transport
     if transport == "auto":
         transport = "zmq" if config.r_worker_addresses else "inproc" if launched_size() is None else "mpi"
-    # Where S-part and R-part share their hardware, lanes would only get into each other's way.
-    may_overlap = not is_local and not (transport == "inproc" and device.type == "cpu")
+    # Where S-part and R-part share their hardware, lanes would only get into each other's way, and a single R-worker
+    # needs no thread of its own.
+    shares_cores = transport == "inproc" and device.type == "cpu"
+    may_overlap = not is_local and not shares_cores
+    if shares_cores and config.r_workers == 1 and config.lanes in (None, 1):
+        transport = "inline"
     steps = _Steps(config, spec, dtype, transport, free, uses_graphs=_uses_graphs(config, device))
     plan = steps.plan(may_overlap=may_overlap)
     return ResolvedConfig(
@@ -202,7 +207,7 @@ class _Steps:
         )
         kv = KVDemand(
             on_device=self.transport == "local",
-            num_caches={"local": 1, "inproc": config.r_workers}.get(self.transport, 0),
+            num_caches={"local": 1, "inline": 1, "inproc": config.r_workers}.get(self.transport, 0),
             cache_bytes=None if config.kv_memory_gb is None else int(config.kv_memory_gb * 1e9),
         )
         memory = plan_memory(self.spec, sizes, kv, self.free, gpu_memory_fraction=config.gpu_memory_fraction)

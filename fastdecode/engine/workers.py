@@ -12,6 +12,7 @@ from fastdecode.engine.fleet import RHub
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
 from fastdecode.wire.transport import Connection
+from rworker.inline import InlineHub, make_inline_worker
 from rworker.worker import WorkerThread, start_worker_thread
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,25 @@ class ThreadWorkers:
             else:
                 thread.join(timeout_s)
         self._threads = []
+
+
+class InlineWorkers:
+    """One R-worker in this very thread; see ``rworker.inline``.
+
+    Args:
+        kv_bytes, num_threads, openmp_library: see ``make_inline_worker``.
+    """
+
+    def __init__(self, *, kv_bytes: int, num_threads: int, openmp_library: str | None) -> None:
+        worker = make_inline_worker("r0", kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=openmp_library)
+        self.hub = InlineHub(worker)
+
+    def replacements(self, hello: Hello) -> None:
+        return None
+
+    def close(self, lost: Collection[int], timeout_s: float) -> None:
+        for connection in self.hub.connections:
+            connection.close()
 
 
 class MpiWorkers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -86,6 +87,15 @@ def test_lanes_and_threads_beside_a_gpu(resolved: Resolve) -> None:
     assert (alone.schedule.num_lanes, alone.adapts_lanes, alone.r_threads) == (1, False, 8)
     on_gpu = resolved(1, device="cuda", kv_placement="gpu")
     assert (on_gpu.schedule.num_lanes, on_gpu.transport) == (1, "local") and on_gpu.kv_bytes > 60 * GB
+
+
+def test_where_r_workers_of_this_process_run(resolved: Resolve) -> None:
+    def transport(num_gpus: int, **options: Any) -> str:
+        return resolved(num_gpus, **options).transport
+
+    assert transport(0) == transport(0, lanes=1) == transport(0, transport="inproc") == "inline"
+    # Whoever could overlap, or has several R-workers to tell apart, gets threads.
+    assert transport(0, lanes=2) == transport(0, r_workers=2) == transport(1, device="cuda") == "inproc"
 
 
 def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:

@@ -1,0 +1,135 @@
+"""An R-worker without a thread: it works when the S-worker waits for it, in the S-worker's own thread.
+
+Where S-part and R-part share their cores and take turns anyway, a thread of its own gives an R-worker nothing, and
+every layer would pay for two hand-overs and for two sets of threads that spin on the same cores.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Final
+
+from fastdecode.wire.messages import FromRWorker, ToRWorker
+from fastdecode.wire.transport import closed_error, timeout_error
+from rworker.attention import AttentionExecutor
+from rworker.state import RWorkerState
+from rworker.worker import Executor, last_words, obey
+
+logger = logging.getLogger(__name__)
+
+WORKER: Final = 0
+"""The one connection's index."""
+
+
+class InlineConnection:
+    """The S-worker's side; see ``fastdecode.wire.transport.Connection``. What is sent is done by the next call that
+    looks for an answer, and its time counts as waiting, as it does with any other R-worker.
+
+    Args:
+        state: decides.
+        executor: computes.
+    """
+
+    heard_s = None
+    """It can't hang alone."""
+
+    def __init__(self, state: RWorkerState, executor: Executor) -> None:
+        self.peer = f"R-worker {state.name}"
+        self._state = state
+        self._answers = _Answers()
+        self._executor = executor
+        self._requests: deque[ToRWorker] = deque()
+        self._closed = False
+        self._has_ended = False  # the R-worker
+
+    def send(self, message: ToRWorker) -> None:
+        if self._closed or self._has_ended:
+            raise closed_error(self.peer, by_peer=not self._closed)
+        self._requests.append(message)
+
+    def receive(self, timeout_s: float | None = None) -> FromRWorker:
+        answer = self.poll()
+        if answer is None:
+            raise timeout_error(self.peer, timeout_s or 0.0)
+        return answer
+
+    def poll(self) -> FromRWorker | None:
+        if self._closed:
+            raise closed_error(self.peer, by_peer=False)
+        answers = self._answers.queue
+        while not answers and self._requests:
+            self._handle(self._requests.popleft())
+        if answers:
+            return answers.popleft()
+        if self._has_ended:
+            raise closed_error(self.peer, by_peer=True)
+        return None
+
+    def close(self) -> None:
+        """What hasn't been looked at by now is dropped; so are the answers."""
+        self._closed = True
+        self._requests.clear()
+        self._answers.queue.clear()
+
+    @property
+    def is_open(self) -> bool:
+        return not (self._closed or self._has_ended)
+
+    def _handle(self, message: ToRWorker) -> None:
+        try:
+            goes_on = obey(self._state.handle(message), self._answers, self._executor, self._state.name)
+        except Exception as error:
+            self._answers.send(last_words(self._state.name, error))
+            goes_on = False
+        if not goes_on:
+            self._has_ended = True
+            self._requests.clear()
+
+
+class _Answers:
+    """What the R-worker takes for its connection."""
+
+    peer = "the S-worker"
+
+    def __init__(self) -> None:
+        self.queue: deque[FromRWorker] = deque()
+
+    def send(self, message: FromRWorker) -> None:
+        self.queue.append(message)
+
+
+class InlineHub:
+    """A hub with this one connection; see ``fastdecode.wire.transport.Hub``."""
+
+    def __init__(self, connection: InlineConnection) -> None:
+        self.connections = (connection,)
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
+        return WORKER, self.connections[WORKER].receive(timeout_s)
+
+
+def make_inline_worker(
+    name: str, *, kv_bytes: int, num_threads: int, openmp_library: str | None = None
+) -> InlineConnection:
+    """An R-worker in this thread.
+
+    Args:
+        kv_bytes: memory for K and V.
+        num_threads: CPU threads that its kernels use.
+        openmp_library: the file of the OpenMP runtime whose regions of ``num_threads`` threads the S-part runs in this
+            thread: its threads run the kernels, too. None, or if it can't be used: the kernels have their own.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+    state = RWorkerState(name, kv_bytes=kv_bytes, num_threads=num_threads)
+    team = None
+    if openmp_library is not None and num_threads > 1:
+        from cpu_kernels.team import OpenMPTeam
+
+        try:
+            team = OpenMPTeam(num_threads, openmp_library)
+        except OSError as error:
+            logger.info("R-worker %s has threads of its own: %s", name, error)
+    return InlineConnection(state, AttentionExecutor(num_threads=num_threads, team=team))
