@@ -40,8 +40,10 @@ class Body(NamedTuple):
     """What a message's arrays make of its body."""
 
     words: tuple[int, ...]
-    views: tuple[tuple[tuple[int, ...], np.dtype[Any], int, int] | None, ...]
-    """Of each array: dims, dtype, and where it starts and ends; None: it is absent."""
+    views: tuple[tuple[tuple[int, ...], np.dtype[Any], int] | None, ...]
+    """Of each array: dims, dtype, offset; None: it is absent."""
+    places: tuple[slice, ...]
+    """Of each array: where its bytes are; empty if it is absent."""
     num_bytes: int
 
 
@@ -100,7 +102,8 @@ class ArrayLayout:
 
     def _of_words(self, words: tuple[int, ...]) -> Body:
         """From what a peer says. Raises ProtocolError if that isn't what the fields declare, or too much."""
-        views: list[tuple[tuple[int, ...], np.dtype[Any], int, int] | None] = []
+        views: list[tuple[tuple[int, ...], np.dtype[Any], int] | None] = []
+        places: list[slice] = []
         sizes: dict[str, int] = {}
         at = end = 0
         for field in self.fields:
@@ -108,6 +111,7 @@ class ArrayLayout:
             at += field.num_words
             if code == 0 and field.optional and not any(dims):
                 views.append(None)
+                places.append(slice(0, 0))
                 continue
             dtype = _DTYPES.get(code)
             if dtype is None or dtype not in field.dtypes:
@@ -117,10 +121,11 @@ class ArrayLayout:
                     raise ProtocolError(f"dim {name} of {field.name} is {size}, but {sizes[name]} elsewhere")
             start = aligned(end)
             end = start + prod(dims, start=dtype.itemsize)
-            views.append((dims, dtype, start, end))
+            views.append((dims, dtype, start))
+            places.append(slice(start, end))
         if end > MAX_BODY_BYTES:
             raise ProtocolError(f"arrays of {end} bytes exceed the {MAX_BODY_BYTES} of a message")
-        return Body(words, tuple(views), end)
+        return Body(words, tuple(views), tuple(places), end)
 
 
 def aligned(num_bytes: int) -> int:

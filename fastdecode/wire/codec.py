@@ -68,13 +68,16 @@ class _Start(NamedTuple):
     body: Body
     body_at: int
     """Where the body starts in one piece."""
+    places: tuple[slice, ...]
+    """Where each array's bytes are there."""
     num_bytes: int
     """Of head and body in one piece."""
 
     @classmethod
     def of(cls, data: bytes, epoch: int, head_bytes: int, body: Body) -> _Start:
         body_at = aligned(head_bytes) if body.num_bytes else head_bytes
-        return cls(data, epoch, head_bytes, body, body_at, body_at + body.num_bytes)
+        places = tuple(slice(body_at + x.start, body_at + x.stop) for x in body.places)
+        return cls(data, epoch, head_bytes, body, body_at, places, body_at + body.num_bytes)
 
 
 class Frame(NamedTuple):
@@ -96,17 +99,20 @@ class Frame(NamedTuple):
     def write(self, out: memoryview) -> None:
         """Write head and body in one piece into bytes [num_bytes]. Padding is left as it was."""
         out[: self.start.head_bytes] = self.head
-        self.write_body(out, self.start.body_at)
+        _copy(self.arrays, out, self.start.places)
 
-    def write_body(self, out: memoryview, at: int = 0) -> None:
-        """Copy the arrays into bytes [at + body_bytes]."""
-        for array, view in zip(self.arrays, self.start.body.views):  # noqa: B905  (equal lengths; checking takes time)
-            if array is not None and view is not None and array.size:
-                _, _, start, end = view
-                try:
-                    out[at + start : at + end] = array.data.cast("B")
-                except TypeError:  # it isn't contiguous; asking beforehand takes time
-                    out[at + start : at + end] = np.ascontiguousarray(array).data.cast("B")
+    def write_body(self, out: memoryview) -> None:
+        """Copy the arrays into bytes [body_bytes]."""
+        _copy(self.arrays, out, self.start.body.places)
+
+
+def _copy(arrays: tuple[Array | None, ...], out: memoryview, places: tuple[slice, ...]) -> None:
+    for array, place in zip(arrays, places):  # noqa: B905  (as many; checking takes time)
+        if array is not None and array.size:
+            try:
+                out[place] = array.data.cast("B")
+            except TypeError:  # it isn't contiguous; asking beforehand takes time, too
+                out[place] = np.ascontiguousarray(array).data.cast("B")
 
 
 class Head:

@@ -20,7 +20,7 @@ from typing import Final, Generic, TypeVar, cast, get_args
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
-from fastdecode.wire.mpi_connection import Arrived, MpiConnection
+from fastdecode.wire.mpi_connection import MpiConnection
 from fastdecode.wire.mpi_job import DEFAULT_TAG, S_RANK, MpiJob, leave_stuck
 from fastdecode.wire.patience import Pump, Watchdog, look_until_found
 from fastdecode.wire.transport import closed_error, timeout_error
@@ -134,10 +134,15 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return True if not any(connection.is_sending for connection in self._connections) else None
 
     def wait(self, look: Callable[[], T | None], timeout_s: float | None, whom: Callable[[], str]) -> T:
-        """What ``look`` gives, as soon as it gives anything. It enters MPI."""
+        """What ``look`` gives, as soon as it gives anything."""
+
+        def look_once() -> T | None:
+            self._num_looks += 1
+            return look()
+
         self._waits_since = time.monotonic()
         try:
-            found = look_until_found(look, timeout_s)
+            found = look_until_found(look_once, timeout_s)
         finally:
             self._waits_since = None
             self.stir()
@@ -156,26 +161,19 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return " or ".join(x.peer for x in self._connections if x.is_open)
 
     def _look_at_all(self) -> tuple[int, ReceiveT] | None:
-        self.enter_mpi()
-        try:
-            with self.job.lock:
-                found = self._find()
-        finally:
-            self.leave_mpi()
-        return None if found is None else (found[0], cast(ReceiveT, found[1].message()))
-
-    def _find(self) -> tuple[int, Arrived] | None:
-        """Asks every open connection, each call starting behind the one that answered last; lock held."""
-        connections = self._connections
-        any_open = False
-        for i in range(len(connections)):
-            index = (self._first + i) % len(connections)
-            if connections[index].is_open:
-                any_open = True
-                arrived = connections[index].look()
-                if arrived is not None:
-                    self._first = index + 1
-                    return index, arrived
+        """Asks every open connection, each call starting behind the one that answered last."""
+        connections, arrived, any_open = self._connections, None, False
+        with self.job.lock:
+            for i in range(len(connections)):
+                index = (self._first + i) % len(connections)
+                if connections[index].is_open:
+                    any_open = True
+                    arrived = connections[index].look()
+                    if arrived is not None:
+                        break
+        if arrived is not None:
+            self._first = index + 1
+            return index, cast(ReceiveT, arrived.message())
         if not any_open:
             raise closed_error(", ".join(x.peer for x in connections) or "every peer", by_peer=True)
         return None

@@ -114,23 +114,25 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self._hub.stir()
 
     def receive(self, timeout_s: float | None = None) -> ReceiveT:
-        return self._hub.wait(self.poll, timeout_s, lambda: self._peer)
+        return self._hub.wait(self._poll, timeout_s, lambda: self._peer)
 
     def poll(self) -> ReceiveT | None:
-        if self._closed:
-            raise closed_error(self._peer, by_peer=False)
         self._hub.enter_mpi()
         try:
-            with self._job.lock:
-                arrived = self.look()
+            return self._poll()
         finally:
             self._hub.leave_mpi()
+
+    def _poll(self) -> ReceiveT | None:
+        if self._closed:
+            raise closed_error(self._peer, by_peer=False)
+        with self._job.lock:
+            arrived = self.look()
         return None if arrived is None else cast(ReceiveT, arrived.message())
 
     def look(self) -> Arrived | None:
         """The next message if it is here. Raises WorkerError: nothing more will come. The job's lock is held."""
-        arrived = self._take()
-        if arrived is not None:
+        if self._arrived and (arrived := self._take()) is not None:
             return arrived
         if not self._take_in():  # else the caller wants to go on at once
             self._tidy()
@@ -229,9 +231,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         raise ProtocolError(f"{head.kind.__name__}: {len(data)} bytes came, not {head.num_bytes}")
 
     def _post(self, frame: codec.Frame) -> None:
-        num_bytes = frame.num_bytes
-        if num_bytes <= INLINE_BYTES:
-            whole = self._pool.take(num_bytes)
+        if frame.num_bytes <= INLINE_BYTES:
+            whole = self._pool.take(frame.num_bytes)
             frame.write(whole.data)
             self._leaving.append((self._isend(whole, self._tag), whole))
             return
