@@ -2,90 +2,26 @@
 
 from __future__ import annotations
 
-import io
+import gc
 import json
 import os
-import random
-import signal
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_llm import FakeLLM, model_dir
+from batch_jobs import LINES, NUM_LINES, Job, openai
+from fake_llm import FakeLLM
 
-from fastdecode.core.config import EngineConfig
-from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError, WorkerError
+from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, WorkerError
 from fastdecode.engine import journal
-from fastdecode.engine.batch_job import BatchJob, JobOptions, JobResult, open_job
-from fastdecode.engine.job_progress import JobProgress
 from fastdecode.engine.llm import PromptRequest
 from fastdecode.engine.stopping import Stopping
 
-NUM_LINES = 30
 
-
-def openai(custom_id: object, **body: object) -> str:
-    line = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions"}
-    return json.dumps({**line, "body": {"prompt": [5, 6, 7], **body}})
-
-
-LINES = [openai(f"id-{i}", prompt=[i % 50, 3], n=1 + i % 3) for i in range(NUM_LINES)]
-
-
-class Job:
-    """One job's files, and runs of it."""
-
-    def __init__(self, directory: Path, model: Path) -> None:
-        self.input, self.output, self.model = directory / "in.jsonl", directory / "out.jsonl", model
-        self.told: list[str] = []
-
-    def write(self, lines: list[str]) -> None:
-        self.input.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-    def open(self, begin: str = "new", **options: Any) -> BatchJob:
-        config = EngineConfig(str(self.model), max_model_len=options.pop("max_model_len", None))
-        return open_job(JobOptions(self.input, self.output, begin=begin, **options), config, self.told.append)
-
-    def run(self, llm: FakeLLM | None = None, stopping: Stopping | None = None, **options: Any) -> JobResult:
-        with self.open(**options) as job:
-            return job.run(llm or FakeLLM(), stopping or Stopping(60), JobProgress(io.StringIO()))
-
-    @property
-    def answers(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.output.read_bytes().splitlines()]
-
-    @property
-    def said(self) -> dict[str, object]:
-        """custom_id → the tokens of its choices, or its error's code; an id twice is an error."""
-        said = {}
-        for answer in self.answers:
-            assert answer["custom_id"] not in said
-            body = answer["response"]["body"]
-            error = body.get("error")
-            said[answer["custom_id"]] = error["code"] if error else [c["token_ids"] for c in body["choices"]]
-        return said
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_dir(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def make(tmp_path: Path, model: Path) -> Callable[..., Job]:
-    def make(name: str = "job", lines: list[str] = LINES) -> Job:
-        (tmp_path / name).mkdir()
-        job = Job(tmp_path / name, model)
-        job.write(lines)
-        return job
-
-    return make
-
-
-def test_answers_come_as_they_finish_and_each_once(make: Callable[..., Job]) -> None:
-    job = make()
+def test_answers_come_as_they_finish_and_each_once(make_job: Callable[..., Job]) -> None:
+    job = make_job()
     result = job.run(llm := FakeLLM(width=4))
     assert (result.num_done, result.num_failed, result.num_lines) == (NUM_LINES, 0, NUM_LINES)
     assert set(job.said) == {f"id-{i}" for i in range(NUM_LINES)}
@@ -95,8 +31,8 @@ def test_answers_come_as_they_finish_and_each_once(make: Callable[..., Job]) -> 
     assert [len(said) for said in (job.said[f"id-{i}"] for i in range(3))] == [1, 2, 3]  # type: ignore[arg-type]
 
 
-def test_seeds_come_from_the_run_and_the_id_alone(make: Callable[..., Job]) -> None:
-    job, again, other, backwards = make("1"), make("2"), make("3"), make("4", LINES[::-1])
+def test_seeds_come_from_the_run_and_the_id_alone(make_job: Callable[..., Job]) -> None:
+    job, again, other, backwards = make_job("1"), make_job("2"), make_job("3"), make_job("4", LINES[::-1])
     job.run(run_seed=7)
     again.run(run_seed=7, llm=FakeLLM(width=2))
     other.run(run_seed=8)
@@ -104,13 +40,13 @@ def test_seeds_come_from_the_run_and_the_id_alone(make: Callable[..., Job]) -> N
     assert job.said == again.said == backwards.said
     assert job.said != other.said
     # Equal prompts under different ids don't say the same.
-    same = make("5", [openai(str(i)) for i in range(20)])
+    same = make_job("5", [openai(str(i)) for i in range(20)])
     same.run(run_seed=7)
     assert len({str(said) for said in same.said.values()}) > 10
 
 
-def test_prompts_of_a_line_have_seeds_of_their_own_unless_the_line_says_one(make: Callable[..., Job]) -> None:
-    job = make(lines=[openai("own", prompt=[[5]] * 6), openai("said", prompt=[[5]] * 6, seed=3)])
+def test_prompts_of_a_line_have_seeds_of_their_own_unless_the_line_says_one(make_job: Callable[..., Job]) -> None:
+    job = make_job(lines=[openai("own", prompt=[[5]] * 6), openai("said", prompt=[[5]] * 6, seed=3)])
     job.run(run_seed=7)
     assert len({str(tokens) for tokens in job.said["own"]}) > 1  # type: ignore[attr-defined]
     assert len({str(tokens) for tokens in job.said["said"]}) == 1  # type: ignore[attr-defined]
@@ -120,154 +56,8 @@ def test_prompts_of_a_line_have_seeds_of_their_own_unless_the_line_says_one(make
     assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 6, "total_tokens": 12}
 
 
-def test_a_run_torn_at_any_byte_is_resumed_to_the_same_texts(make: Callable[..., Job]) -> None:
-    whole = make("whole", LINES[:4])
-    whole.run(run_seed=7)
-    manifest = (whole.output.parent / "out.jsonl.manifest.json").read_bytes()
-    raw = whole.output.read_bytes()
-    job = make("torn", LINES[:4])
-    for size in range(0, len(raw), 31):
-        for tail in (b"", b"\0" * 13):
-            job.output.write_bytes(raw[:size] + tail)
-            (job.output.parent / "out.jsonl.manifest.json").write_bytes(manifest)
-            job.run(begin="resume", llm=(llm := FakeLLM()))
-            assert job.said == whole.said
-            kept = raw[:size].count(b"\n")
-            assert job.output.read_bytes().splitlines()[:kept] == raw.splitlines()[:kept]
-            assert llm.num_served == 4 - kept
-
-
-def _run_until_killed(job: Job, num_bytes: int) -> None:
-    """In a child process: run, and die by SIGKILL when so many bytes of the output are written, even within a line."""
-    written = 0
-
-    def write_all(fd: int, data: bytes) -> None:
-        nonlocal written
-        if written + len(data) >= num_bytes:
-            os.write(fd, data[: num_bytes - written])
-            os.kill(os.getpid(), signal.SIGKILL)
-        written += os.write(fd, data)
-
-    journal._write_all = write_all
-    job.run(begin="resume", run_seed=7)
-
-
-def test_killed_fifty_times_at_random_bytes_nothing_is_lost_or_doubled(make: Callable[..., Job]) -> None:
-    whole = make("whole")
-    whole.run(run_seed=7)
-    size = whole.output.stat().st_size
-    chance = random.Random(5)
-    num_kills = 0
-    for round_ in range(10):
-        job = make(str(round_))
-        for _ in range(5):
-            pid = os.fork()
-            if pid == 0:
-                _run_until_killed(job, chance.randrange(1, size // 5))
-                os._exit(0)
-            _, status = os.waitpid(pid, 0)
-            num_kills += os.WIFSIGNALED(status)
-        result = job.run(begin="resume", run_seed=7)
-        assert (result.num_done, result.num_failed) == (NUM_LINES, 0)
-        assert job.said == whole.said
-    assert num_kills >= 45
-
-
-def test_an_output_is_neither_overwritten_nor_gone_on_with_unasked(make: Callable[..., Job]) -> None:
-    job = make()
-    job.run()
-    before = job.output.read_bytes()
-    with pytest.raises(ConfigError, match="--resume"):
-        job.open()
-    assert job.output.read_bytes() == before
-    with job.open("resume") as opened:
-        assert opened.num_pending == 0
-    assert job.output.read_bytes() == before
-    assert job.run(begin="overwrite").num_run == NUM_LINES
-    assert job.output.read_bytes() != before
-
-
-def test_resume_without_an_output_begins_one(make: Callable[..., Job]) -> None:
-    job = make()
-    assert job.run(begin="resume").num_run == NUM_LINES
-    # A run that ended before its first answer leaves nothing to protect.
-    early = make("early")
-    early.open().__exit__(None, None, None)
-    assert early.output.read_bytes() == b""
-    assert early.run().num_run == NUM_LINES
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"sampling": {"temperature": 0.5}}, "sampling temperature: nothing then, 0.5 now"),
-        ({"run_seed": 8}, "run_seed: 7 then, 8 now"),
-        ({"max_model_len": 64}, "max_model_len: 128 then, 64 now"),
-        ({"lines": LINES[1:]}, "input_sha256"),
-        ({"weights": True}, "model model.safetensors"),
-        ({"version": True}, "version"),
-        ({"dtype": True}, "dtype"),
-    ],
-)
-def test_a_mismatched_resume_is_refused_and_says_what_differs(
-    make: Callable[..., Job], model: Path, tmp_path: Path, change: dict[str, Any], named: str
-) -> None:
-    job = make()
-    job.run(run_seed=7)
-    before = job.output.read_bytes()
-    options = {**change}
-    if "lines" in options:
-        job.write(options.pop("lines"))
-    if options.pop("weights", False):
-        job.model = model_dir(tmp_path)
-        weights = job.model / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    for field in ("version", "dtype"):
-        if options.pop(field, False):
-            path = job.output.with_name("out.jsonl.manifest.json")
-            path.write_text(json.dumps({**json.loads(path.read_text()), field: "other"}))
-    with pytest.raises(ConfigError) as caught:
-        job.open("resume", **options)
-    assert named in str(caught.value)
-    assert job.output.read_bytes() == before
-
-
-def test_a_resume_without_its_manifest_is_refused(make: Callable[..., Job]) -> None:
-    job = make()
-    job.run()
-    path = job.output.with_name("out.jsonl.manifest.json")
-    for content in (
-        b"{",
-        b"[]",
-        b'{"format": "another"}',
-        path.read_bytes().replace(b'"created": "20', b'"created": "x'),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(ConfigError, match="manifest"):
-            job.open("resume")
-    path.unlink()
-    with pytest.raises(ConfigError, match="manifest"):
-        job.open("resume")
-
-
-def test_an_output_that_somebody_changed_is_refused(make: Callable[..., Job]) -> None:
-    job = make()
-    job.run()
-    raw = job.output.read_bytes().splitlines(keepends=True)
-    cases = {
-        "no answer": [*raw[:3], b"half a li\n", *raw[3:]],
-        "second time": [*raw, raw[0]],
-        "is no answer of the run": [raw[0].replace(b"batch_req_", b"batch_req_0"), *raw[1:]],
-    }
-    for problem, lines in cases.items():
-        job.output.write_bytes(b"".join(lines))
-        with pytest.raises(ConfigError, match=problem):
-            job.open("resume")
-        assert job.output.read_bytes() == b"".join(lines)
-
-
-def test_two_runs_dont_write_one_output(make: Callable[..., Job]) -> None:
-    job = make()
+def test_two_runs_dont_write_one_output(make_job: Callable[..., Job]) -> None:
+    job = make_job()
     job.run()
     with job.open("resume"):
         for begin in ("resume", "overwrite"):
@@ -275,47 +65,8 @@ def test_two_runs_dont_write_one_output(make: Callable[..., Job]) -> None:
                 job.open(begin)
 
 
-def test_errors_stay_until_they_are_to_be_retried(make: Callable[..., Job]) -> None:
-    def fail(request: PromptRequest) -> FastDecodeError | None:
-        place = int(request.request_id.split(".")[0])
-        kinds = [CapacityError("no room"), RequestError("bad", code="bad"), None]
-        return kinds[place % 3] if place < 7 else None
-
-    job, good = make("job"), make("good")
-    good.run(run_seed=7)
-    result = job.run(FakeLLM(fail=fail), run_seed=7)
-    assert (result.num_done, result.num_failed) == (NUM_LINES, 4)
-    statuses = sorted(answer["response"]["status_code"] for answer in job.answers)
-    assert statuses == [200] * 26 + [400] * 2 + [503] * 2
-    with pytest.raises(ConfigError, match="--retry-errors"):
-        job.open(retry_errors=True)
-    assert job.run(begin="resume").num_run == 0
-    result = job.run(begin="resume", retry_errors=True)
-    assert (result.num_run, result.num_done, result.num_failed) == (4, NUM_LINES, 0)
-    assert job.said == good.said
-    assert not list(job.output.parent.glob("*.tmp"))
-
-
-def test_a_retry_that_is_killed_keeps_the_good_answers(
-    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make()
-    job.run(FakeLLM(fail=lambda request: RequestError("x") if request.request_id == "3.0" else None))
-    before = job.output.read_bytes()
-
-    def crash(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", crash)
-    with pytest.raises(KeyboardInterrupt):
-        job.open("resume", retry_errors=True)
-    monkeypatch.undo()
-    assert job.output.read_bytes() == before
-    assert job.run(begin="resume", retry_errors=True).num_run == 1
-
-
-def test_lines_that_workers_were_lost_with_are_left_for_later(make: Callable[..., Job]) -> None:
-    job, whole = make("job"), make("whole")
+def test_lines_that_workers_were_lost_with_are_left_for_later(make_job: Callable[..., Job]) -> None:
+    job, whole = make_job("job"), make_job("whole")
     whole.run(run_seed=7)
     llm = FakeLLM(fail=lambda request: WorkerError("no room left") if request.request_id == "5.0" else None)
     result = job.run(llm, run_seed=7)
@@ -327,7 +78,7 @@ def test_lines_that_workers_were_lost_with_are_left_for_later(make: Callable[...
     def lose_all() -> None:
         llm.num_live_r_workers = 0 if next(steps) == 3 else 2
 
-    job = make("all")
+    job = make_job("all")
     llm = FakeLLM(before_step=lose_all)
     result = job.run(llm, run_seed=7)
     assert result.lost is not None
@@ -337,11 +88,11 @@ def test_lines_that_workers_were_lost_with_are_left_for_later(make: Callable[...
     assert job.said == whole.said
 
 
-def test_the_first_interrupt_finishes_what_runs_and_the_second_does_not(make: Callable[..., Job]) -> None:
-    whole = make("whole")
+def test_the_first_interrupt_finishes_what_runs_and_the_second_does_not(make_job: Callable[..., Job]) -> None:
+    whole = make_job("whole")
     whole.run(run_seed=7)
     for num_asks, served in ((1, range(5, 13)), (2, range(1, 13))):
-        job = make(str(num_asks))
+        job = make_job(str(num_asks))
         stopping = Stopping(60)
         steps = iter(range(1000))
 
@@ -374,16 +125,18 @@ def test_the_grace_ends_and_a_third_interrupt_leaves_at_once() -> None:
     assert left == [130]
 
 
-def test_an_interrupt_that_comes_too_late_is_none(make: Callable[..., Job]) -> None:
+def test_an_interrupt_that_comes_too_late_is_none(make_job: Callable[..., Job]) -> None:
     stopping = Stopping(60)
-    job = make(lines=LINES[:2])
+    job = make_job(lines=LINES[:2])
     result = job.run(FakeLLM(before_step=lambda: stopping.ask() if not stopping.wanted else None), stopping)
     assert not result.interrupted
     assert result.num_done == 2
 
 
-def test_a_full_disk_ends_the_run_and_loses_nothing(make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, job = make("whole"), make("job")
+def test_a_full_disk_ends_the_run_and_loses_nothing(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, job = make_job("whole"), make_job("job")
     whole.run(run_seed=7)
     room = [whole.output.stat().st_size // 2]
 
@@ -403,8 +156,8 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(make: Callable[..., Job], mo
     assert any("cut off" in text for text in job.told)
 
 
-def test_an_input_that_changes_under_the_run_is_told(make: Callable[..., Job]) -> None:
-    job = make(lines=[openai(f"id-{i}", user="x" * 4000) for i in range(NUM_LINES)])  # more than is read at once
+def test_an_input_that_changes_under_the_run_is_told(make_job: Callable[..., Job]) -> None:
+    job = make_job(lines=[openai(f"id-{i}", user="x" * 4000) for i in range(NUM_LINES)])  # more than is read at once
 
     def change() -> None:
         job.input.write_text(job.input.read_text().replace("id-29", "id-77"))
@@ -413,9 +166,9 @@ def test_an_input_that_changes_under_the_run_is_told(make: Callable[..., Job]) -
         job.run(FakeLLM(before_step=change))
 
 
-def test_bad_lines_keep_a_job_from_starting_unless_they_are_to_be_answered(make: Callable[..., Job]) -> None:
+def test_bad_lines_keep_a_job_from_starting_unless_they_are_to_be_answered(make_job: Callable[..., Job]) -> None:
     bad = ["{oops", "[1]", openai("id-1"), openai(7), openai("st", stream=True), '{"custom_id": "x"}']
-    job = make(lines=[*LINES[:3], "", *bad, *LINES[3:6]])
+    job = make_job(lines=[*LINES[:3], "", *bad, *LINES[3:6]])
     with pytest.raises(ConfigError) as caught:
         job.open()
     text = str(caught.value)
@@ -439,19 +192,19 @@ def test_bad_lines_keep_a_job_from_starting_unless_they_are_to_be_answered(make:
     assert job.run(begin="resume", skip_bad_lines=True).num_run == 0
 
 
-def test_one_bad_prompt_fails_its_line_once(make: Callable[..., Job]) -> None:
+def test_one_bad_prompt_fails_its_line_once(make_job: Callable[..., Job]) -> None:
     def fail(request: PromptRequest) -> FastDecodeError | None:
         return RequestError("too long", code="prompt_too_long") if list(request.prompt) == [9] else None
 
-    job = make(lines=[openai("a", prompt=[[1], [9], [2], [9]]), openai("b", prompt=[[1], [2]])])
+    job = make_job(lines=[openai("a", prompt=[[1], [9], [2], [9]]), openai("b", prompt=[[1], [2]])])
     result = job.run(FakeLLM(fail=fail))
     assert (result.num_done, result.num_failed) == (2, 1)
     assert job.said["a"] == "prompt_too_long"
 
 
-def test_simple_lines_are_answered_as_generate_does_with_their_line(make: Callable[..., Job]) -> None:
+def test_simple_lines_are_answered_as_generate_does_with_their_line(make_job: Callable[..., Job]) -> None:
     lines = [json.dumps({"id": i, "prompt_token_ids": [i], "n": 1 + i}) for i in range(1, 4)]
-    job = make(lines=[*lines, '{"id": 9, "prompt": 5}', "oops"])
+    job = make_job(lines=[*lines, '{"id": 9, "prompt": 5}', "oops"])
     job.run(skip_bad_lines=True, sampling={"temperature": 0})
     answers = {answer["line"]: answer for answer in job.answers}
     assert set(answers[1]) == {"id", "line", "completions", "usage"}
@@ -462,13 +215,14 @@ def test_simple_lines_are_answered_as_generate_does_with_their_line(make: Callab
     assert job.run(begin="resume", retry_errors=True, skip_bad_lines=True, sampling={"temperature": 0}).num_run == 2
 
 
-def test_memory_doesnt_grow_with_the_lines(make: Callable[..., Job]) -> None:
-    job = make(lines=[openai(f"id-{i}", prompt=[i % 50]) for i in range(4000)])
+def test_memory_doesnt_grow_with_the_lines(make_job: Callable[..., Job]) -> None:
+    job = make_job(lines=[openai(f"id-{i}", prompt=[i % 50]) for i in range(4000)])
     held: dict[int, int] = {}
 
     def look() -> None:
         for mark in (500, 3900):
             if mark not in held and llm.num_served >= mark:
+                gc.collect()  # what Python keeps of freed objects for the next ones, too
                 held[mark] = tracemalloc.get_traced_memory()[0]
 
     llm = FakeLLM(before_step=look)
@@ -480,8 +234,8 @@ def test_memory_doesnt_grow_with_the_lines(make: Callable[..., Job]) -> None:
     assert held[3900] - held[500] < 20_000
 
 
-def test_an_empty_file_is_no_work(make: Callable[..., Job]) -> None:
-    job = make(lines=[])
+def test_an_empty_file_is_no_work(make_job: Callable[..., Job]) -> None:
+    job = make_job(lines=[])
     assert job.run().num_lines == 0
     assert job.output.read_bytes() == b""
 
@@ -506,13 +260,13 @@ def test_answers_are_synced_by_number_and_by_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [{"sync_lines": 0}, {"sync_s": -1.0}, {"run_seed": -1}, {"run_seed": 1 << 63}])
-def test_bad_options_are_named(make: Callable[..., Job], bad: dict[str, Any]) -> None:
+def test_bad_options_are_named(make_job: Callable[..., Job], bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad)).replace("_", "-")):
-        make().open(**bad)
+        make_job().open(**bad)
 
 
-def test_an_input_that_can_be_read_only_once_is_refused(make: Callable[..., Job]) -> None:
-    job = make()
+def test_an_input_that_can_be_read_only_once_is_refused(make_job: Callable[..., Job]) -> None:
+    job = make_job()
     job.input = Path("/dev/null")
     with pytest.raises(ConfigError, match="not a file"):
         job.open()

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import prompts
+from trouble import Trouble, crash_after, give
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.engine import workers
 from fastdecode.engine.heads import HeadsHub, share_heads
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import (
@@ -29,9 +29,6 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from rworker.attention import AttentionExecutor
-from rworker.instructions import Compute
-from rworker.worker import WorkerThread, start_worker_thread
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=20, n=3, ignore_eos=True)
@@ -75,32 +72,13 @@ def test_tokens_are_those_of_whole_sequences(
     assert tokens(path, r_workers=num_workers, r_partition="heads", lanes=2)[0] == expected
 
 
-class Crashing(AttentionExecutor):
-    """Works until its ``after``-th layer."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__(num_threads=1)
-        self._left = after
-
-    def compute(self, compute: Compute) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise MemoryError("no more memory")
-        return super().compute(compute)
-
-
 @pytest.mark.parametrize("crashes", [{"r1": 0}, {"r1": 33, "r2": 90}])
 def test_those_that_are_left_share_the_heads_anew(
     crashes: dict[str, int], tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_checkpoint("qwen3", **SHAPES["qwen3"])
     expected, _ = tokens(path)
-
-    def start(name: str, **options: Any) -> WorkerThread:
-        executor = Crashing(crashes[name]) if name in crashes else None
-        return start_worker_thread(name, **options, executor=executor)
-
-    monkeypatch.setattr(workers, "start_worker_thread", start)
+    crash_after(monkeypatch, crashes)
     found, llm = tokens(path, r_workers=3, r_partition="heads", lanes=2)
     assert found == expected
     assert llm.num_live_r_workers == 3 - len(crashes)
@@ -112,16 +90,10 @@ def test_one_that_hangs_is_given_up(tiny_checkpoint: Callable[..., Path], monkey
     expected, _ = tokens(path)
     woken = threading.Event()
 
-    class Hanging(Crashing):
-        def compute(self, compute: Compute) -> Any:
-            if self._left == 0:
-                assert woken.wait(60)
-            return super().compute(compute)
+    def hang() -> None:
+        assert woken.wait(60)
 
-    def start(name: str, **options: Any) -> WorkerThread:
-        return start_worker_thread(name, **options, executor=Hanging(13) if name == "r1" else None)
-
-    monkeypatch.setattr(workers, "start_worker_thread", start)
+    give(monkeypatch, {"r1": lambda: Trouble(13, hang)})
     try:
         found, llm = tokens(path, r_workers=3, r_partition="heads", worker_timeout_s=3.0)
     finally:
@@ -133,9 +105,7 @@ def test_one_that_hangs_is_given_up(tiny_checkpoint: Callable[..., Path], monkey
 def test_when_all_are_lost_every_request_says_so(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        workers, "start_worker_thread", lambda name, **o: start_worker_thread(name, **o, executor=Crashing(20))
-    )
+    crash_after(monkeypatch, {"r0": 20, "r1": 20})
     options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2, "r_partition": "heads"}
     with LLM(str(tiny_checkpoint("qwen3", **SHAPES["qwen3"])), **options) as llm:
         (output,) = llm.generate(prompts([4]), GREEDY)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 from checkpoints import prompts
 from torch import Tensor
+from trouble import crash_after
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine import attend, launch, resolve, workers
-from rworker.attention import AttentionExecutor
-from rworker.instructions import Compute
-from rworker.worker import WorkerThread, start_worker_thread
+from fastdecode.engine import attend, launch, resolve
 from sworker.buffers import LENT_LAYERS, Staging
 from sworker.graphs import StepGraphs
 
@@ -116,19 +113,7 @@ def test_what_a_lost_r_worker_was_to_get_is_not_sent_to_its_successor(
     with LLM(path, **options) as llm:
         expected = [output.completions[0].token_ids for output in llm.generate(asked, params)]
 
-    class Crashing(AttentionExecutor):
-        num_left = 21
-
-        def compute(self, compute: Compute) -> Any:
-            self.num_left -= 1
-            if self.num_left < 0:
-                raise MemoryError("no more memory")
-            return super().compute(compute)
-
-    def start(name: str, **given: Any) -> WorkerThread:
-        return start_worker_thread(name, **given, executor=Crashing() if name == "r1" else None)
-
-    monkeypatch.setattr(workers, "start_worker_thread", start)
+    crash_after(monkeypatch, {"r1": 21})
     monkeypatch.setattr(attend, "Staging", NeverDoneStaging)
     with LLM(path, r_workers=3, r_partition="heads", **options) as llm:
         assert [output.completions[0].token_ids for output in llm.generate(asked, params)] == expected

@@ -9,47 +9,14 @@ from pathlib import Path
 import pytest
 from checkpoints import prompts
 from full_stores import keep_one_sequence_each
+from trouble import Trouble, crash_after, give
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, WorkerError
-from fastdecode.engine import workers
-from fastdecode.wire.messages import AttendResult
-from rworker.attention import AttentionExecutor
-from rworker.instructions import Compute
 from rworker.kv_store import KVStore
-from rworker.worker import WorkerThread, start_worker_thread
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=20, n=3, ignore_eos=True)
-
-
-class Trouble(AttentionExecutor):
-    """Works until its ``after``-th layer, then has the trouble."""
-
-    def __init__(self, after: int, trouble: Callable[[], None]) -> None:
-        super().__init__(num_threads=1)
-        self._left = after
-        self._trouble = trouble
-
-    def compute(self, compute: Compute) -> AttendResult:
-        self._left -= 1
-        if self._left < 0:
-            self._trouble()
-        return super().compute(compute)
-
-
-@pytest.fixture
-def troubled(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Callable[[], Trouble]]], None]:
-    """Give some R-workers, by name, an executor with trouble."""
-
-    def trouble(executors: dict[str, Callable[[], Trouble]]) -> None:
-        def start(name: str, **options: object) -> WorkerThread:
-            executor = executors[name]() if name in executors else None
-            return start_worker_thread(name, **options, executor=executor)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(workers, "start_worker_thread", start)
-
-    return trouble
 
 
 def run(path: Path, lanes: int, timeout_s: float = 30.0) -> tuple[list[list[tuple[int, ...]]], int]:
@@ -84,36 +51,32 @@ def test_what_an_empty_r_worker_refuses_has_failed(
     assert isinstance(output.error, CapacityError) and "no room at all" in str(output.error)
 
 
-def crash() -> None:
-    raise MemoryError("no more memory")
-
-
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("after", [0, 7, 40])
 def test_a_crashed_worker_changes_no_token(
-    after: int, lanes: int, troubled: Callable[..., None], tiny_checkpoint: Callable[..., Path]
+    after: int, lanes: int, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     path = tiny_checkpoint("llama")
     expected, num_recomputed = run(path, lanes)
     assert num_recomputed == 0
-    troubled({"r1": lambda: Trouble(after, crash)})
+    crash_after(monkeypatch, {"r1": after})
     tokens, num_recomputed = run(path, lanes)
     assert tokens == expected
     assert num_recomputed > 0
 
 
-def test_two_of_three_may_go(troubled: Callable[..., None], tiny_checkpoint: Callable[..., Path]) -> None:
+def test_two_of_three_may_go(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]) -> None:
     path = tiny_checkpoint("llama")
     expected, _ = run(path, 2)
-    troubled({"r0": lambda: Trouble(11, crash), "r2": lambda: Trouble(33, crash)})
+    crash_after(monkeypatch, {"r0": 11, "r2": 33})
     assert run(path, 2)[0] == expected
 
 
-def test_a_hung_worker_is_given_up(troubled: Callable[..., None], tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_hung_worker_is_given_up(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]) -> None:
     path = tiny_checkpoint("llama")
     expected, _ = run(path, 1)
     woken = threading.Event()
-    troubled({"r1": lambda: Trouble(13, lambda: assert_woken(woken))})
+    give(monkeypatch, {"r1": lambda: Trouble(13, lambda: assert_woken(woken))})
     try:
         tokens, num_recomputed = run(path, 1, timeout_s=3.0)  # others may be slow on a busy machine
     finally:
@@ -127,10 +90,10 @@ def assert_woken(event: threading.Event) -> None:
 
 
 def test_when_all_are_lost_every_request_says_so(
-    troubled: Callable[..., None], tiny_checkpoint: Callable[..., Path]
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     """But for what was done by then."""
-    troubled({f"r{i}": lambda: Trouble(20, crash) for i in range(2)})
+    crash_after(monkeypatch, {"r0": 20, "r1": 20})
     options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2}
     with LLM(str(tiny_checkpoint("llama")), **options) as llm:
         short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

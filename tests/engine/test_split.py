@@ -13,11 +13,11 @@ import pytest
 import torch
 from checkpoints import oracle, prompts
 from full_stores import keep_one_sequence_each
+from trouble import crash_after, give
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
 from fastdecode.core.sequence import Parts, Request, Sequence, part_of
-from fastdecode.engine import workers
 from fastdecode.engine.guests import GuestMerge
 from fastdecode.engine.layout import StepBatch
 from fastdecode.schedule.scheduler import Chunk
@@ -25,7 +25,6 @@ from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
 from rworker.kv_store import KVStore
-from rworker.worker import WorkerThread, start_worker_thread
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
 FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=30, n=3, ignore_eos=True)
@@ -96,20 +95,6 @@ def test_a_context_that_no_r_worker_could_hold_alone(tiny_checkpoint: Callable[.
         assert isinstance(output.error, CapacityError) and "R-workers together have room for" in str(output.error)
 
 
-class Trouble(AttentionExecutor):
-    """Works until its ``after``-th layer."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__(num_threads=1)
-        self._left = after
-
-    def compute(self, compute: Compute) -> AttendResult:
-        self._left -= 1
-        if self._left < 0:
-            raise MemoryError("no more memory")
-        return super().compute(compute)
-
-
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("after", [{"r1": 5}, {"r1": 60}, {"r0": 25, "r2": 40}])
 def test_the_loss_of_a_part_changes_no_token(
@@ -117,11 +102,7 @@ def test_the_loss_of_a_part_changes_no_token(
 ) -> None:
     path = tiny_checkpoint("llama")
     expected, _ = run(path)
-
-    def start(name: str, **options: Any) -> WorkerThread:
-        return start_worker_thread(name, **options, executor=Trouble(after[name]) if name in after else None)
-
-    monkeypatch.setattr(workers, "start_worker_thread", start)
+    crash_after(monkeypatch, after)
     tokens, llm = run(path, r_workers=3, split_tokens=32, lanes=lanes)
     assert tokens == expected
     assert llm.stats.num_recomputed > 0
@@ -141,11 +122,7 @@ def test_an_lse_that_was_not_asked_costs_the_r_worker_alone(
 ) -> None:
     path = tiny_checkpoint("llama")
     expected, _ = run(path)
-
-    def start(name: str, **options: Any) -> WorkerThread:
-        return start_worker_thread(name, **options, executor=Talkative(num_threads=1) if name == "r1" else None)
-
-    monkeypatch.setattr(workers, "start_worker_thread", start)
+    give(monkeypatch, {"r1": lambda: Talkative(num_threads=1)})
     tokens, llm = run(path, r_workers=3, split_tokens=64)
     assert tokens == expected
     assert llm.num_live_r_workers == 2 and "lse of shape (3, 1), where none was asked" in caplog.text
@@ -170,10 +147,7 @@ def test_a_step_goes_on_whoever_has_answered() -> None:
 def test_who_no_longer_fits_after_a_loss_says_so(
     monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    def start(name: str, **options: Any) -> WorkerThread:
-        return start_worker_thread(name, **options, executor=Trouble(30) if name == "r1" else None)
-
-    monkeypatch.setattr(workers, "start_worker_thread", start)
+    crash_after(monkeypatch, {"r1": 30})
     how = {**OPTIONS, "kv_memory_gb": 80e-6, "r_workers": 2, "split_tokens": 32}
     with LLM(str(tiny_checkpoint("llama")), **how) as llm:
         long, short = llm.generate([asked()[3], asked()[4]], GREEDY)

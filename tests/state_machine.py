@@ -1,0 +1,93 @@
+"""The R-worker's state machine for tests: small, with its books checked after every message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.wire.messages import (
+    PROTOCOL_VERSION,
+    Attend,
+    BeginStep,
+    Failed,
+    Hello,
+)
+from rworker.instructions import Compute, Instruction, Send, Stop
+from rworker.state import RWorkerState
+
+HQ, HKV, D, NUM_LAYERS, BLOCK_SIZE = 4, 2, 16, 3, 4
+
+
+SPEC = AttentionSpec(num_q_heads=HQ, num_kv_heads=HKV, head_dim=D, scale=0.25)
+
+
+KV = KVSpec(NUM_LAYERS, HKV, D, DType.FLOAT32, BLOCK_SIZE)
+
+
+HELLO = Hello(PROTOCOL_VERSION, "hash", KV, (SPEC,) * NUM_LAYERS, DType.FLOAT32)
+
+
+KV_BYTES = 200_000
+
+
+class Worker:
+    """A state machine whose books are checked after every message."""
+
+    def __init__(self, kv_bytes: int = KV_BYTES, **options: Any) -> None:
+        self.state = RWorkerState("r7", kv_bytes=kv_bytes, num_threads=3, **options)
+
+    def tell(self, message: Any) -> tuple[Instruction, ...]:
+        instructions = self.state.handle(message)
+        self.state.check_invariants()
+        return instructions
+
+    def answer(self, message: Any) -> Any:
+        (instruction,) = self.tell(message)
+        assert isinstance(instruction, Send)
+        return instruction.message
+
+    def fails(self, message: Any, *reasons: str, code: str = "protocol_error") -> None:
+        send, stop = self.tell(message)
+        assert isinstance(send, Send)
+        assert stop == Stop()
+        failed = send.message
+        assert isinstance(failed, Failed)
+        assert (failed.worker, failed.code) == ("r7", code)
+        for reason in (type(message).__name__, *reasons):
+            assert reason in failed.message
+
+    def run_step(self, begin: BeginStep) -> list[Compute]:
+        self.tell(begin)
+        computes = []
+        for layer in range(NUM_LAYERS):
+            (compute,) = self.tell(attend(begin, layer))
+            assert isinstance(compute, Compute)
+            computes.append(compute)
+        return computes
+
+
+def step_of(
+    *rows: tuple[int, int, int], step: int = 0, lane: int = 0, queries: list[int] | None = None, **more: Any
+) -> BeginStep:
+    """Rows of (sequence, num_past, num_new); all new tokens are queries and are visible unless told."""
+    ids, past, new = (np.array(column) for column in zip(*rows, strict=True))
+    fields = {
+        "step": step,
+        "lane": lane,
+        "sequence_ids": ids.astype(np.int64),
+        "num_past": past.astype(np.int32),
+        "num_new": new.astype(np.int32),
+        "num_queries": np.array(new if queries is None else queries, np.int32),
+        "num_visible": (past + new).astype(np.int32),
+    }
+    return BeginStep(**{**fields, **more})
+
+
+def attend(begin: BeginStep, due: int, **changes: Any) -> Attend:
+    T_q, T_kv = int(begin.num_queries.sum()), int(begin.num_new.sum())
+    arrays = {"q": (T_q, HQ, D), "k": (T_kv, HKV, D), "v": (T_kv, HKV, D)}
+    fields = {name: np.zeros(shape, np.float32) for name, shape in arrays.items()}
+    return Attend(**{"step": begin.step, "lane": begin.lane, "layer": due, **fields, **changes})

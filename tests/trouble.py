@@ -1,0 +1,47 @@
+"""R-workers in this process that get into trouble in the middle of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from fastdecode.engine import workers
+from fastdecode.wire.messages import AttendResult
+from rworker.attention import AttentionExecutor
+from rworker.instructions import Compute
+from rworker.worker import WorkerThread, start_worker_thread
+
+
+def crash() -> None:
+    raise MemoryError("no more memory")
+
+
+class Trouble(AttentionExecutor):
+    """Works until its ``after``-th layer, then has the trouble."""
+
+    def __init__(self, after: int, trouble: Callable[[], None] = crash) -> None:
+        super().__init__(num_threads=1)
+        self._left = after
+        self._trouble = trouble
+
+    def compute(self, compute: Compute) -> AttendResult:
+        self._left -= 1
+        if self._left < 0:
+            self._trouble()
+        return super().compute(compute)
+
+
+def give(monkeypatch: pytest.MonkeyPatch, executors: Mapping[str, Callable[[], AttentionExecutor]]) -> None:
+    """Have R-workers that start from now on, by name, work with these."""
+
+    def start(name: str, **options: Any) -> WorkerThread:
+        return start_worker_thread(name, **options, executor=executors[name]() if name in executors else None)
+
+    monkeypatch.setattr(workers, "start_worker_thread", start)
+
+
+def crash_after(monkeypatch: pytest.MonkeyPatch, layers: Mapping[str, int]) -> None:
+    """Have R-workers crash after so many layers each."""
+    give(monkeypatch, {name: lambda after=after: Trouble(after) for name, after in layers.items()})  # type: ignore[misc]
