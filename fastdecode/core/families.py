@@ -72,9 +72,8 @@ def read_model_spec(
         default_kv_heads=entry.default_kv_heads,
         default_head_dim=entry.default_head_dim,
     )
-    ids = ConfigReader(generation_config or {}, f"{name}/generation_config.json")
-    eos = ids.token_ids("eos_token_id") or reader.token_ids("eos_token_id")
-    bos = reader.token_ids("bos_token_id")[:1]
+    eos = ConfigReader(generation_config or {}, f"{name}/generation_config.json").token_ids("eos_token_id")
+    eos, bos = eos or reader.token_ids("eos_token_id"), reader.token_ids("bos_token_id")[:1]
     start = ModelSpec(
         name=name,
         family=family,

@@ -80,18 +80,7 @@ def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: 
         CheckpointError: a field is missing or out of range.
     """
     rope = config.mapping("rope_parameters", "rope_scaling") or ConfigReader({}, config.where)
-    if any(isinstance(value, Mapping) for value in rope.fields.values()):
-        raise UnsupportedModelError(
-            f"{rope.where}: different rotary embeddings for different layers aren't implemented."
-        )
-    name = rope.string("rope_type", "type", default="default")
-    if phi3 and name == "yarn":
-        name = "longrope"
-    if name not in _KINDS or "mrope_section" in rope.fields:
-        raise UnsupportedModelError(
-            f"{rope.where}: RoPE scaling {name!r} isn't implemented; those that are: {', '.join(sorted(_KINDS))}."
-        )
-    kind = _KINDS[name]
+    kind = _read_kind(rope, phi3=phi3)
     given = {name: value for name, value in rope.fields.items() if value is not None}
     shared = ConfigReader({**config.fields, **given}, rope.where)
     theta = shared.number("rope_theta", "rotary_emb_base", default=10000.0)
@@ -117,6 +106,21 @@ def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: 
             return _yarn(config, rope, base)
         case "longrope":
             return _longrope(config, rope, base, max_len, default=4096 if phi3 else max_positions)
+
+
+def _read_kind(rope: ConfigReader, *, phi3: bool) -> RopeKind:
+    if any(isinstance(value, Mapping) for value in rope.fields.values()):
+        raise UnsupportedModelError(
+            f"{rope.where}: different rotary embeddings for different layers aren't implemented."
+        )
+    name = rope.string("rope_type", "type", default="default")
+    if phi3 and name == "yarn":
+        name = "longrope"
+    if name not in _KINDS or "mrope_section" in rope.fields:
+        raise UnsupportedModelError(
+            f"{rope.where}: RoPE scaling {name!r} isn't implemented; those that are: {', '.join(sorted(_KINDS))}."
+        )
+    return _KINDS[name]
 
 
 def _factor(rope: ConfigReader, default: float | None = None) -> float:

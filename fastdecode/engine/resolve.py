@@ -102,9 +102,7 @@ def resolve(
             f"kv_dtype={kv_dtype.value!r} needs R-workers: with kv_placement='gpu' choose float32, bfloat16 or float16"
         )
     device = _device(config.device, rank)
-    transport = "local" if is_local else config.transport
-    if transport == "auto":
-        transport = "zmq" if config.r_worker_addresses else "inproc" if launched_size() is None else "mpi"
+    transport = _transport(config)
     # Where S-part and R-part share their hardware, lanes would only get into each other's way, and a single R-worker
     # needs no thread of its own.
     shares_cores = transport == "inproc" and device.type == "cpu"
@@ -230,6 +228,14 @@ class _Steps:
         return min(
             self.max_graphs, Buckets.choose(num_lanes, num_units, self.max_graphs).num_graphs(num_lanes, num_units)
         )
+
+
+def _transport(config: EngineConfig) -> str:
+    if config.kv_placement == "gpu":
+        return "local"
+    if config.transport != "auto":
+        return config.transport
+    return "zmq" if config.r_worker_addresses else "inproc" if launched_size() is None else "mpi"
 
 
 def _r_cores(num_cores: int, device: torch.device) -> int:
