@@ -87,15 +87,6 @@ def resolve(
     """
     dtype = spec.dtype if config.dtype == "auto" else DType.parse(config.dtype)
     kv_dtype = dtype if config.kv_dtype == "auto" else DType.parse(config.kv_dtype, option="kv_dtype", of_kv=True)
-    max_model_len = config.max_model_len or min(spec.max_model_len, MAX_SEQUENCE_TOKENS)
-    if max_model_len > spec.max_model_len:
-        raise ConfigError(
-            f"max_model_len={max_model_len} exceeds the {spec.max_model_len} tokens that {config.model} was made for"
-        )
-    if max_model_len > MAX_SEQUENCE_TOKENS:
-        raise ConfigError(
-            f"max_model_len={max_model_len} exceeds the {MAX_SEQUENCE_TOKENS} tokens that kernels can count: lower it"
-        )
     is_local = config.kv_placement == "gpu"
     if is_local and not kv_dtype.is_float:
         raise ConfigError(
@@ -119,7 +110,7 @@ def resolve(
         r_threads=config.r_threads or max(1, _r_cores(num_cores, device) // config.r_workers),
         kv_bytes=plan.memory.kv_bytes,
         memory=plan.memory,
-        max_model_len=max_model_len,
+        max_model_len=_max_model_len(config, spec),
         schedule=plan.schedule,
         prompts_on_r=_prompts_on_r(config, device),
         adapts_lanes=plan.lanes.adapt,
@@ -228,6 +219,19 @@ class _Steps:
         return min(
             self.max_graphs, Buckets.choose(num_lanes, num_units, self.max_graphs).num_graphs(num_lanes, num_units)
         )
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    max_model_len = config.max_model_len or min(spec.max_model_len, MAX_SEQUENCE_TOKENS)
+    if max_model_len > spec.max_model_len:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the {spec.max_model_len} tokens that {config.model} was made for"
+        )
+    if max_model_len > MAX_SEQUENCE_TOKENS:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the {MAX_SEQUENCE_TOKENS} tokens that kernels can count: lower it"
+        )
+    return max_model_len
 
 
 def _transport(config: EngineConfig) -> str:
