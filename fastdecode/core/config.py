@@ -79,8 +79,8 @@ class EngineConfig:
     """Parts of the running batch that take turns on the S-worker; None (auto): as many as pay by what steps turn out to
     take where S-part and R-part have hardware of their own, else 1."""
     schedule: str = "auto"
-    """stabilized, fixed-f, greedy or synchronized (see ``fastdecode.schedule.modes``); auto: greedy, or stabilized if
-    there is a ``load_limit``."""
+    """stabilized, fixed-f, greedy or synchronized (see ``fastdecode.schedule.modes``); auto: stabilized with two or
+    more lanes, where S-part and R-part overlap, or if there is a ``load_limit``; else greedy."""
     load_limit: int | None = None
     """Most cached tokens over all running sequences, W_lim; None: what measured step times say."""
     target_length: int | None = None

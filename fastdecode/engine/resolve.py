@@ -256,7 +256,7 @@ def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
 def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
     mode = config.schedule
     if mode == "auto":
-        mode = "greedy" if config.load_limit is None else "stabilized"
+        mode = "stabilized" if num_lanes > 1 or config.load_limit is not None else "greedy"
     return ScheduleOptions(
         mode=mode,  # type: ignore[arg-type]  # checked there, as is cold_start
         max_num_sequences=config.max_num_sequences,
