@@ -143,9 +143,10 @@ def _gate_of(mlp: MLP, kernels: Kernels) -> Callable[[Tensor], Tensor]:
 def _same_parts(layer: Layer, fused: dict[nn.Module, nn.Module], kernels: Kernels) -> bool:
     """Whether the kernels say what torch says of a layer's parts."""
     weight = layer.qkv.weight
+    generator = torch.Generator(weight.device).manual_seed(0)  # torch's own is the caller's
 
     def some(*shape: int) -> Tensor:
-        return torch.randn(shape, device=weight.device).to(weight.dtype)
+        return torch.randn(shape, device=weight.device, generator=generator).to(weight.dtype)
 
     x, a = some(_ROWS, weight.shape[1]), some(_ROWS, weight.shape[1])
     heads = some(_ROWS, 5, layer.head_dim)[:, :3]  # of a fused projection

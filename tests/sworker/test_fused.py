@@ -99,7 +99,9 @@ def test_kernels_that_fail_are_not_used(tiny_checkpoint: Callable[..., Path], ca
 def test_a_cpus_dtypes(tiny_checkpoint: Callable[..., Path]) -> None:
     for dtype, is_fused in ((torch.float32, True), (torch.bfloat16, True), (torch.float16, False)):
         _, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=dtype)
+        before = torch.get_rng_state()
         assert fuse(model, CPU) == isinstance(model.final_norm, FusedRMSNorm) == is_fused
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def noise(num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
