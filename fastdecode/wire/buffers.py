@@ -19,7 +19,7 @@ _HUGE_PAGE_BYTES: Final = 2 << 20
 
 class BufferPool:
     """Lends buffers. One is free again as soon as nobody refers to it or to any view of it: there is no giving back,
-    and so no giving back too early. (NumPy views refer to the array that owns the memory, and CPython counts.)
+    and so no giving back too early. (NumPy views refer to the buffer, not to one another, and CPython counts.)
 
     Args:
         idle_bytes: free buffers beyond so much memory are let go.
