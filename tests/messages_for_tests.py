@@ -1,8 +1,10 @@
-"""Messages to send in tests, and whether two messages are the same."""
+"""Messages to send in tests, what they are as bytes, and whether two messages are the same."""
 
 from __future__ import annotations
 
 import dataclasses
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy as np
 from fastdecode.core.dtype import DType
 from fastdecode.core.host import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.wire import codec
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -23,6 +26,7 @@ from fastdecode.wire.messages import (
     FromRWorker,
     Hello,
     Inspect,
+    Message,
     OpenSequence,
     Refused,
     Report,
@@ -95,3 +99,19 @@ def from_r_worker() -> list[FromRWorker]:
         answer(attend(9, step=2, num_queries=0)),
         Failed("a worker", "internal_error", "it " * 3000),
     ]
+
+
+def small_attend(*, dtype: Any = np.float32, k_tokens: int = 3) -> Attend:
+    q, k, v = np.ones((2, 4, 8), dtype), np.ones((3, 2, 8), dtype), np.ones((k_tokens, 2, 8), dtype)
+    return Attend(1, 0, 2, q, k, v)
+
+
+def in_one_piece(message: Message, *, epoch: int = 0) -> np.ndarray:
+    frame = codec.encode(message, epoch=epoch)
+    out = np.zeros(frame.num_bytes, np.uint8)
+    frame.write(out.data)
+    return out
+
+
+def with_crc(head: bytes) -> bytes:
+    return head + struct.pack("<I", zlib.crc32(head))
