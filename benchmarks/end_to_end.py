@@ -167,6 +167,8 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     if options.add and options.out is not None and options.out.exists():
         before = json.loads(options.out.read_text())
+        if "sittings" not in before:
+            parser.error(f"--add: {options.out} is of an older version of this script, which warmed up less: remove it")
         sittings, rows = before["sittings"], before["rows"]
     sittings.append(provenance())
     with tempfile.TemporaryDirectory() as scratch:

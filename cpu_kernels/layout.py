@@ -23,6 +23,7 @@ so blocks can be shipped between hosts as they are.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from dataclasses import dataclass
 from typing import Final
@@ -158,7 +159,8 @@ def allocate_pool(layout: BlockLayout, num_layers: int, num_blocks: int) -> NDAr
     num_bytes = num_layers * num_blocks * layout.block_bytes
     mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # of a kernel that has none
+            mapping.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(mapping, dtype=np.uint8)
     start = -raw.ctypes.data % HUGE_PAGE_BYTES  # the first layer begins on a huge page
     return raw[start : start + num_bytes].reshape(shape)

@@ -99,6 +99,7 @@ def append(
     *,
     source: str = "float32",
     num_threads: int = 1,
+    team: object = None,
 ) -> None:
     """See ``cpu_kernels.append``."""
     shifts, pack = _element_shifts(layout), layout.pack
@@ -164,6 +165,7 @@ def attend(
     lse: NDArray[np.float32] | None = None,
     source: str = "float32",
     num_threads: int = 1,
+    team: object = None,
 ) -> None:
     """See ``cpu_kernels.attend``. Computes in float64."""
     num_q_heads = q.shape[1]

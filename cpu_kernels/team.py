@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cpu_kernels.compiled import address_of, entry, part
@@ -128,7 +129,7 @@ def _call_compiled(builder, address, args):
     byte = I8.as_pointer()
     kind = ir.FunctionType(I32, [byte.as_pointer(), byte.as_pointer(), *[arg.type for arg in args]])
     function = builder.inttoptr(address, kind.as_pointer())
-    spare = builder.alloca(byte), builder.alloca(byte)
+    spare = cgutils.alloca_once(builder, byte), cgutils.alloca_once(builder, byte)  # in a loop, too
     builder.call(function, [*spare, *args])
 
 

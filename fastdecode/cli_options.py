@@ -34,13 +34,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--tp", int, "S-workers that act as one, a part of every layer each: the first ranks of an MPI job")
     add("--kv-placement", str, "where the KV cache is: r (on R-workers) or gpu (on the device; no R-workers)", "WHERE")
     add("--prompt-attention", str, "prompts are attended by the S-worker (s) or R-workers (r); auto: s on a GPU", "WHO")
-    add("--transport", str, "R-workers are: inproc (threads), mpi (the job's other ranks), zmq (at addresses)", "HOW")
+    add(
+        "--transport",
+        str,
+        "R-workers are: inproc (in this process), mpi (the job's other ranks), zmq (at addresses)",
+        "HOW",
+    )
     group.add_argument(
         "--r-worker", dest="r_worker_addresses", action="append", default=[], metavar="ADDRESS",
         help="an R-worker's address, tcp://HOST:PORT, where fastdecode r-worker --bind runs; repeatable",
     )  # fmt: skip
     add("--key", str, "the cluster's key, for R-workers on other hosts", "FILE")
-    add("--r-workers", int, "R-workers, as threads of this process")
+    add("--r-workers", int, "R-workers, in this process")
     add("--r-partition", str, "each R-worker has some sequences, or some KV heads of every sequence (heads)", "WHAT")
     add("--split-tokens", int, "keep longer sequences as parts of N tokens on several R-workers (default: one each)")
     add("--r-threads", int, "CPU threads of each R-worker; default: this machine's cores shared out")

@@ -10,8 +10,8 @@ import logging
 from collections import deque
 from typing import Final
 
-from fastdecode.wire.messages import FromRWorker, ToRWorker
-from fastdecode.wire.transport import closed_error, timeout_error
+from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
+from fastdecode.wire.transport import closed_error
 from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
 from rworker.worker import Executor, last_words, obey
@@ -36,55 +36,61 @@ class InlineConnection:
 
     def __init__(self, state: RWorkerState, executor: Executor) -> None:
         self.peer = f"R-worker {state.name}"
-        self._state = state
+        self._name = state.name
+        self._worker: tuple[RWorkerState, Executor] | None = (state, executor)  # None: it has ended
         self._answers = _Answers()
-        self._executor = executor
         self._requests: deque[ToRWorker] = deque()
         self._closed = False
-        self._has_ended = False  # the R-worker
 
     def send(self, message: ToRWorker) -> None:
-        if self._closed or self._has_ended:
+        if not self.is_open:
             raise closed_error(self.peer, by_peer=not self._closed)
         self._requests.append(message)
 
     def receive(self, timeout_s: float | None = None) -> FromRWorker:
+        """See ``Connection``. Nobody waits for an R-worker that was asked for nothing: it would be for ever."""
         answer = self.poll()
-        if answer is None:
-            raise timeout_error(self.peer, timeout_s or 0.0)
+        assert answer is not None, f"{self.peer} owes no answer"
         return answer
 
     def poll(self) -> FromRWorker | None:
         if self._closed:
             raise closed_error(self.peer, by_peer=False)
         answers = self._answers.queue
-        while not answers and self._requests:
-            self._handle(self._requests.popleft())
+        while not answers and self._requests and self._worker is not None:
+            self._handle(self._requests.popleft(), *self._worker)
         if answers:
             return answers.popleft()
-        if self._has_ended:
+        if self._worker is None:
             raise closed_error(self.peer, by_peer=True)
         return None
 
     def close(self) -> None:
-        """What hasn't been looked at by now is dropped; so are the answers."""
+        """What hasn't been looked at by now is dropped; so are the answers, and the KV cache."""
         self._closed = True
-        self._requests.clear()
         self._answers.queue.clear()
+        self._end()
 
     @property
     def is_open(self) -> bool:
-        return not (self._closed or self._has_ended)
+        return not self._closed and self._worker is not None
 
-    def _handle(self, message: ToRWorker) -> None:
+    def _handle(self, message: ToRWorker, state: RWorkerState, executor: Executor) -> None:
+        goes_on = False
         try:
-            goes_on = obey(self._state.handle(message), self._answers, self._executor, self._state.name)
+            goes_on = obey(state.handle(message), self._answers, executor, self._name)
         except Exception as error:
-            self._answers.send(last_words(self._state.name, error))
-            goes_on = False
-        if not goes_on:
-            self._has_ended = True
-            self._requests.clear()
+            self._answers.send(last_words(self._name, error))
+        except BaseException:  # Ctrl-C in the middle of a layer: whoever goes on must not wait for its answer
+            self._answers.send(Failed(self._name, "interrupted", "it was interrupted"))
+            raise
+        finally:
+            if not goes_on:
+                self._end()
+
+    def _end(self) -> None:
+        self._worker = None
+        self._requests.clear()
 
 
 class _Answers:

@@ -6,6 +6,7 @@ without a transport. Several R-workers run at once, as they will, since they sha
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import time
@@ -294,7 +295,8 @@ def _huge_pages(num_bytes: int) -> NDArray[np.uint64]:
     words = max(1, num_bytes // 8 // READ_CHUNKS)
     memory = mmap.mmap(-1, READ_CHUNKS * words * 8)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # of a kernel that has none
+            memory.madvise(mmap.MADV_HUGEPAGE)
     area = np.frombuffer(memory, np.uint64).reshape(READ_CHUNKS, words)
     area[...] = np.arange(words, dtype=np.uint64)
     return area

@@ -97,7 +97,9 @@ def fuse_checked(model: Model, kernels: Kernels) -> bool:
     """
     fused: dict[nn.Module, nn.Module] = {}  # by what it replaces; layers share a rotary table
     for module in model.modules():
+        assert all(x.is_contiguous() for x in module.parameters(recurse=False))  # kernels go by addresses
         if isinstance(module, RotaryTable):
+            assert module.table.is_contiguous()
             fused[module] = FusedRotary(module, kernels)
         elif isinstance(module, RMSNorm) and module.size[0] <= _MAX_NORM_SIZE:
             fused[module] = FusedRMSNorm(module, kernels)

@@ -96,6 +96,7 @@ def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float
 def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """See ``fused_triton.rotate``."""
     num_rows, heads, size = x.shape
+    assert positions.dtype == torch.int64 and positions.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
     _run(
         ROTATE, num_rows, heads * size, x.dtype == torch.float32, size, heads, x.data_ptr(), x.stride(0),

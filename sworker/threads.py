@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _NAMES = ("libgomp", "libiomp5", "libomp")
 _MAPS = Path("/proc/self/maps")
@@ -21,6 +24,9 @@ def openmp_library(maps: Path = _MAPS) -> str | None:
         return None
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
     found = {path for path in paths if Path(path).name.startswith(_NAMES)}
-    own = {path for path in found if Path(path).is_relative_to(Path(torch.__file__).parent)}
+    own = {path for path in found if Path(path).is_relative_to(Path(torch.__file__).resolve().parent)}
     chosen = own or found
-    return chosen.pop() if len(chosen) == 1 else None
+    if len(chosen) != 1:
+        logger.info("torch's OpenMP runtime isn't known, and nobody else uses its threads: found %s", chosen or "none")
+        return None
+    return chosen.pop()

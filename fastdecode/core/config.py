@@ -15,7 +15,8 @@ KV_PLACEMENTS = ("r", "gpu")
 PROMPT_ATTENTION = ("auto", "s", "r")
 CUDA_GRAPHS = ("auto", "on", "off")
 _OF_R_WORKERS = (
-    "tp", "r_workers", "r_partition", "r_worker_addresses", "transport", "prompt_attention", "split_tokens"
+    "tp", "r_workers", "r_threads", "r_partition", "r_worker_addresses", "transport", "prompt_attention",
+    "split_tokens", "worker_timeout_s", "worker_silence_s",
 )  # fmt: skip
 
 
@@ -46,14 +47,15 @@ class EngineConfig:
     R-workers, like tokens that decode); auto: the S-worker if it has a GPU, else the R-workers, whose kernels are
     faster on a CPU than torch's."""
     transport: str = "auto"
-    """How R-workers are reached: inproc (threads of this process), mpi (the job's other ranks) or zmq (processes at
+    """How R-workers are reached: inproc (in this process), mpi (the job's other ranks) or zmq (processes at
     addresses); auto: zmq if addresses are given, else mpi if a launcher started this process, else inproc."""
     r_worker_addresses: tuple[str, ...] = ()
     """Where R-workers listen, tcp://HOST:PORT each; with zmq."""
     key: str | None = None
     """File with the cluster's key, for R-workers that aren't on this host; with zmq."""
     r_workers: int = 1
-    """R-workers to start as threads of this process."""
+    """R-workers to start in this process: threads; a single one beside an S-part on the same cores works in the
+    S-worker's own thread."""
     r_partition: str = "sequences"
     """What R-workers share out: sequences (each has whole ones) or heads (each has some KV heads of all sequences)."""
     split_tokens: int | None = None

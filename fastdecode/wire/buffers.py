@@ -6,6 +6,7 @@ kernel look up every page of it, which takes longer than copying does.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from sys import getrefcount
 from typing import Final
@@ -77,6 +78,7 @@ def _map(num_bytes: int) -> memoryview:
     """Fresh memory that begins at a huge page's boundary, and is given back when nobody refers to it any more."""
     mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # of a kernel that has none
+            mapping.madvise(mmap.MADV_HUGEPAGE)
     start = -np.frombuffer(mapping, np.uint8).ctypes.data % _HUGE_PAGE_BYTES
     return memoryview(mapping)[start : start + num_bytes]

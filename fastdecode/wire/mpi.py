@@ -127,10 +127,12 @@ class MpiHub(Generic[SendT, ReceiveT]):
 
     def _all_left(self) -> bool | None:
         self.enter_mpi()
-        with self.job.lock:
-            for connection in self._connections:
-                connection.advance()
-        self.leave_mpi()
+        try:
+            with self.job.lock:
+                for connection in self._connections:
+                    connection.advance()
+        finally:
+            self.leave_mpi()
         return True if not any(connection.is_sending for connection in self._connections) else None
 
     def wait(self, look: Callable[[], T | None], timeout_s: float | None, whom: Callable[[], str]) -> T:

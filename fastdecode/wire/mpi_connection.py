@@ -141,17 +141,18 @@ class MpiConnection(Generic[SendT, ReceiveT]):
     def close(self) -> None:
         """See ``Connection``. What was sent before still leaves; the hub's ``close`` waits for that."""
         self._hub.enter_mpi()
-        with self._job.lock:
-            if self._closed:
-                self._hub.leave_mpi()
-                return
-            self._closed = True
-            if not self._gone:
-                with contextlib.suppress(MPI.Exception):
-                    self._leaving.append((self._isend(b"", self._tag), None))
-            self._take_back_receives()
-            self._tidy()
-        self._hub.leave_mpi()
+        try:
+            with self._job.lock:
+                if self._closed:
+                    return
+                self._closed = True
+                if not self._gone:
+                    with contextlib.suppress(MPI.Exception):
+                        self._leaving.append((self._isend(b"", self._tag), None))
+                self._take_back_receives()
+                self._tidy()
+        finally:
+            self._hub.leave_mpi()
         self._hub.stir()
 
     def give_up(self) -> None:

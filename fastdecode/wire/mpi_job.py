@@ -73,7 +73,7 @@ class MpiJob:
 
 # A process is in one MPI job, from joining it to its end: MPI says so, and this is where we remember it.
 _joined: Final[list[MpiJob]] = []
-_last_acts: Final[list[Callable[[int], None]]] = []
+_last_acts: Final[list[Callable[[int], None]]] = []  # likewise: what that process does last, if it must
 
 
 def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -250,9 +250,12 @@ def before_leaving_stuck(act: Callable[[int], None]) -> None:
 
 def leave_stuck(waited_s: float) -> None:
     """End this process, and have the launcher end the others: MPI has kept one of its threads for far too long."""
-    stopped = stopped_siblings()
-    whom = f"{' and '.join(stopped)} has been stopped" if stopped else "some rank on this host hangs"
     exit_code = WorkerError.exit_code
+    _exit_later(exit_code, LEAVING_TIMEOUT_S)  # whatever becomes of logs and files
+    stopped = stopped_siblings()
+    whom = "some rank on this host hangs"
+    if stopped:
+        whom = f"{' and '.join(stopped)} {'has' if len(stopped) == 1 else 'have'} been stopped"
     logger.critical(
         "MPI hasn't returned for %.3g s: %s, in the middle of a message; the job ends, with exit code %d",
         waited_s, whom, exit_code,

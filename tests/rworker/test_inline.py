@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +27,8 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.transport import CLOSED, TIMEOUT, Connection
+from fastdecode.wire.transport import CLOSED, Connection
+from rworker.attention import AttentionExecutor
 from rworker.inline import WORKER, InlineConnection, InlineHub, make_inline_worker
 from rworker.instructions import Compute, CopyBlocks, Prepare
 from rworker.state import RWorkerState
@@ -98,9 +100,9 @@ def test_works_when_it_is_waited_for() -> None:
     hub = InlineHub(connection)
     assert isinstance(hub.receive_any()[1], Welcome)
     assert [hub.receive_any(), hub.receive_any()] == [(WORKER, Accepted(0))] * 2
-    with pytest.raises(WorkerError, match="R-worker r0 sent nothing") as waited:
+    assert connection.poll() is None
+    with pytest.raises(AssertionError, match="R-worker r0 owes no answer"):
         hub.receive_any(1.0)
-    assert waited.value.code == TIMEOUT and connection.poll() is None
 
 
 def test_ends_when_told() -> None:
@@ -136,7 +138,10 @@ def test_broken_protocol_is_answered_and_ends_it() -> None:
 
 
 class Broken:
-    """An executor whose kernels crash."""
+    """An executor whose kernels end like this."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
 
     def prepare(self, prepare: Prepare) -> None:
         pass
@@ -145,21 +150,47 @@ class Broken:
         raise AssertionError("nothing is forked")
 
     def compute(self, compute: Compute) -> AttendResult:
-        raise ZeroDivisionError("no kernel")
+        raise self._error
+
+
+def attending(executor: Executor) -> InlineConnection:
+    """An R-worker that has answered all up to the first Attend, which it has been sent."""
+    connection = inline(executor)
+    for message in [message for message in job() if not isinstance(message, CloseSequence)][: 3 + NUM_SEQUENCES]:
+        connection.send(message)
+    assert isinstance(message, Attend)
+    for _ in range(1 + NUM_SEQUENCES):
+        connection.receive()
+    return connection
 
 
 def test_crash_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    connection = inline(Broken())
-    *before, last = [message for message in job() if not isinstance(message, CloseSequence)][: 3 + NUM_SEQUENCES]
-    assert isinstance(last, Attend)
-    for message in (*before, last):
-        connection.send(message)
+    connection = attending(Broken(ZeroDivisionError("no kernel")))
     with caplog.at_level(logging.ERROR):
-        answers = [connection.receive() for _ in range(2 + NUM_SEQUENCES)]
-    assert answers[-1] == Failed("r0", "worker_failed", "ZeroDivisionError: no kernel")
+        assert connection.receive() == Failed("r0", "worker_failed", "ZeroDivisionError: no kernel")
     assert "R-worker r0 crashed" in caplog.text and "no kernel" in caplog.text
     with pytest.raises(WorkerError, match="R-worker r0 has closed"):
         connection.receive()
+
+
+def test_nobody_waits_for_what_was_interrupted() -> None:
+    connection = attending(Broken(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        connection.receive()
+    assert connection.receive() == Failed("r0", "interrupted", "it was interrupted")
+    with pytest.raises(WorkerError, match="R-worker r0 has closed"):
+        connection.receive()
+
+
+def test_cache_goes_with_the_connection() -> None:
+    executor = AttentionExecutor()
+    connection = inline(executor)
+    connection.send(HELLO)
+    assert isinstance(connection.receive(), Welcome)
+    gone = weakref.ref(executor)
+    connection.close()
+    del executor
+    assert gone() is None
 
 
 def test_threads_of_another_runtime_are_not_needed(caplog: pytest.LogCaptureFixture) -> None:
