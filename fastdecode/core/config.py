@@ -15,8 +15,7 @@ KV_PLACEMENTS = ("r", "gpu")
 PROMPT_ATTENTION = ("auto", "s", "r")
 CUDA_GRAPHS = ("auto", "on", "off")
 _OF_R_WORKERS = (
-    "tp", "r_workers", "r_threads", "r_partition", "r_worker_addresses", "transport", "prompt_attention",
-    "split_tokens", "worker_timeout_s", "worker_silence_s",
+    "tp", "r_workers", "r_partition", "r_worker_addresses", "transport", "prompt_attention", "split_tokens"
 )  # fmt: skip
 
 
