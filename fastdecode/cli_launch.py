@@ -69,17 +69,28 @@ def run_launch(args: argparse.Namespace) -> int:
 
 def _run(words: list[str]) -> int:
     """Run mpirun to its end. Who stops us stops it, and it isn't killed: to see the ranks off takes it a while."""
-    with subprocess.Popen(words) as mpirun:
-        before = signal.signal(signal.SIGTERM, lambda *_: mpirun.terminate())
-        try:
+    started: list[subprocess.Popen[bytes]] = []
+    stops: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        stops.append(number)
+        for mpirun in started:
+            mpirun.terminate()
+
+    before = signal.signal(signal.SIGTERM, stop)  # before there is anything that it would leave behind
+    try:
+        with subprocess.Popen(words) as mpirun:
+            started.append(mpirun)
+            if stops:
+                mpirun.terminate()
             while True:
                 try:
                     return mpirun.wait()
                 except KeyboardInterrupt:
                     if not os.isatty(0):  # a terminal has told it already
                         mpirun.send_signal(signal.SIGINT)
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _truthful(mpirun_code: int, report: Path | None) -> int:

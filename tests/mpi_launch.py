@@ -89,6 +89,16 @@ class Running:
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
+    def wait_for_text(self, path: Path) -> None:
+        """Until something has been written to a file. It may come and go before: commands try if they can write."""
+
+        def has_text() -> bool:
+            with contextlib.suppress(FileNotFoundError):
+                return bool(path.read_text())
+            return False
+
+        self.wait_until(has_text)
+
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Until something has come true while the command runs."""
         end = time.monotonic() + timeout_s

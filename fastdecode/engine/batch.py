@@ -65,7 +65,10 @@ def check_paths(input_path: Path, **outputs: Path | None) -> None:
 
 def check_writable(path: Path, what: str) -> None:
     """Raises ConfigError if the file can't be opened for writing. An existing file's content isn't touched."""
+    path = path.resolve()  # what a link points to is what is written, and taken away again
     existed = path.exists()
+    if path.is_dir():
+        raise ConfigError(f"can't write the {what} file {path}: it is a directory; name a file in it")
     try:
         if not existed or path.is_file():
             with path.open("ab"):

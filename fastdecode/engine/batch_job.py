@@ -101,6 +101,9 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
     Raises:
         ConfigError, ModelError: something is wrong with options, files or the model directory; nothing was changed.
     """
+    options = replace(options, output=options.output.resolve())
+    if options.output.exists() and not options.output.is_file():
+        raise ConfigError(f"the output {options.output} is not a file: a job reads in it what is done, to go on with")
     check_paths(options.input, output=options.output, manifest=Manifest.path_for(options.output))
     template: ChatTemplate | None = None
     reader: RequestReader | None = None

@@ -107,7 +107,7 @@ def test_a_lost_r_worker_changes_no_token(
     with r_workers("*", "*") as (jobs, addresses):
         command = [*FASTDECODE, *options, *at(addresses), "--summary", str(summary), "--worker-silence-s", "1"]
         with running([*command, "--r-partition", partition], **PATHS) as s_worker:
-            s_worker.wait_until(lambda: output.exists() and bool(output.read_text()))
+            s_worker.wait_for_text(output)
             jobs[0].processes()[0].send_signal(trouble)
             outcome = s_worker.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome  # every request was answered
@@ -127,7 +127,7 @@ def test_a_replacement_at_the_same_address_joins(
     with r_workers("*", "*", options=("--silence-s", "60")) as (jobs, addresses):
         command = [*FASTDECODE, *options, *at(addresses), "--summary", str(summary), "--max-num-sequences", "1"]
         with running([*command, "--worker-silence-s", "60"], **PATHS) as s_worker:
-            s_worker.wait_until(lambda: output.exists() and bool(output.read_text()))
+            s_worker.wait_for_text(output)
             jobs[0].kill()
             s_worker.processes()[0].send_signal(signal.SIGSTOP)  # or all might be done before the replacement is there
             with r_workers(addresses[0].rpartition(":")[2]):
@@ -145,7 +145,7 @@ def test_a_replacement_at_the_same_address_joins(
 def test_when_all_are_lost_the_exit_code_says_so(asked: Callable[[int], tuple[list[str], Path, str]]) -> None:
     options, output, _ = asked(300)
     with r_workers("*") as ((job,), (address,)), running([*FASTDECODE, *options, *at([address])], **PATHS) as s_worker:
-        s_worker.wait_until(lambda: output.exists() and bool(output.read_text()))
+        s_worker.wait_for_text(output)
         job.kill()
         outcome = s_worker.wait()
     assert (outcome.exit_code, outcome.orphans) == (4, []), outcome

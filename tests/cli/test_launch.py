@@ -103,7 +103,7 @@ def test_a_job_whose_r_worker_is_killed_still_ends_with_the_s_workers_exit_code(
     command, output, expected = generate
     launch = [*FASTDECODE, "launch", "--hosts", "localhost:2", "--r-threads", "1", "--kv-memory-gb", "0.01"]
     with running([*launch, "--", *command], **PATHS) as job:
-        job.wait_until(lambda: output.exists() and bool(output.read_text()))
+        job.wait_for_text(output)
         workers = [p for p in job.processes() if "r-worker" in p.cmdline() and "python" in p.cmdline()[0]]
         assert len(workers) == 2
         workers[0].send_signal(signal.SIGKILL)

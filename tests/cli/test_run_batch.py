@@ -211,3 +211,21 @@ def test_an_interrupt_finishes_what_runs_and_says_how_to_go_on(command: Command)
     assert "finishing what runs" in told
     assert "to go on: fastdecode run-batch" in told
     assert 0 < len(command.said) < 3000
+
+
+def test_a_links_target_is_written_and_nothing_but_files_is(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests, target, link, pipe = (tmp_path / name for name in ("in.jsonl", "target", "link", "pipe"))
+    requests.write_text('{"prompt_token_ids": [5, 6], "max_tokens": 2}\n')
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    for command in ("generate", "run-batch"):
+        words = [command, "--model", str(tiny_checkpoint("llama")), "--kv-memory-gb", "0.01", "-i", str(requests)]
+        assert main([*words, "-o", str(link)]) == 0
+        assert link.is_symlink() and target.read_text().count("\n") == 1
+        target.unlink()
+        assert main([*words, "-o", str(tmp_path)]) == 2
+        assert "is a directory" in (told := capsys.readouterr().err) or "is not a file" in told
+    assert main([*words, "-o", str(pipe)]) == 2
+    assert "is not a file" in capsys.readouterr().err and pipe.is_fifo()

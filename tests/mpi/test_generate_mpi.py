@@ -87,7 +87,7 @@ def test_a_lost_s_worker_ends_the_job(rank: int, job: Callable[..., tuple[list[s
     options, output, _ = job(400)
     command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
     with running([*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]) as started:
-        started.wait_until(lambda: output.exists() and bool(output.read_text()))
+        started.wait_for_text(output)
         victim = next(p for p in started.processes() if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank))
         victim.kill()
         outcome = started.wait(timeout_s=60)
@@ -135,7 +135,7 @@ def test_a_lost_r_worker_changes_no_token(
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, "--worker-silence-s", "1", ":"]
     command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     with running(command) as started:
-        started.wait_until(lambda: output.exists() and bool(output.read_text()))
+        started.wait_for_text(output)
         lose_an_r_worker(started, trouble)
         outcome = started.wait(timeout_s=120)
     assert output.read_text() == expected, outcome.output

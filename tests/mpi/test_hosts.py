@@ -137,7 +137,7 @@ def test_a_host_that_is_cut_off_changes_no_token(
         running(net.at("r1", *FASTDECODE, *serve, addresses["r1"]), **PATHS) as r1,
         running(net.at("s0", *FASTDECODE, *command), **PATHS) as s0,
     ):
-        s0.wait_until(lambda: output.exists() and bool(output.read_text()))
+        s0.wait_for_text(output)
         net.cut_off("r0")
         outcome = s0.wait()
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
