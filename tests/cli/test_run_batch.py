@@ -217,7 +217,7 @@ def test_a_links_target_is_written_and_nothing_but_files_is(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests, target, link, pipe = (tmp_path / name for name in ("in.jsonl", "target", "link", "pipe"))
-    requests.write_text('{"prompt_token_ids": [5, 6], "max_tokens": 2}\n')
+    requests.write_text('{"id": "a", "prompt_token_ids": [5, 6], "max_tokens": 2}\n')
     link.symlink_to(target)
     os.mkfifo(pipe)
     for command in ("generate", "run-batch"):
