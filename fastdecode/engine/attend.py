@@ -237,11 +237,11 @@ class RemoteStep:
     def _place(self, span: WorkerSpan, result: AttendResult) -> None:
         """Copy a worker's o to its rows, merging the later chunks' with what was attended here."""
         queries, later = span.query_rows, self._later[span.worker]
-        if later is None and self._guests is None and self._staging.is_home and queries == slice(0, self._o.shape[0]):
-            self._o = as_tensor(result.o, self._o.dtype)  # lent until the lane's next Attend, which is what o is for
-            return
         if later is None:
-            self._staging.receive(result.o, self._o, queries)
+            if self._guests is None and self._staging.is_home and queries == slice(0, self._o.shape[0]):
+                self._o = as_tensor(result.o, self._o.dtype)  # lent until the lane's next Attend: o is used by then
+            else:
+                self._staging.receive(result.o, self._o, queries)
             return
         remote = to_device(as_tensor(result.o, self._o.dtype), self._o.device)
         # Decode rows come before the later chunks, which end the span's query rows.
