@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
-from fastdecode.engine.attend import AttentionPlan
-from fastdecode.engine.layout import StepBatch
-from fastdecode.engine.pipeline import Pipeline
+from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.schedule.scheduler import Chunk
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.graphs import StepGraphs

@@ -25,16 +25,16 @@ from gpu_end_to_end import end_to_end
 from gpu_instant import instant_steps
 
 from fastdecode.core.dtype import DType
-from fastdecode.core.families import read_model_spec
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import KVSpec
 from sworker.buffers import Staging
-from sworker.fused import fuse
 from sworker.graphs import MAX_GRAPH_ROWS, StepGraphs
+from sworker.kernels.fused import fuse
+from sworker.load.weights import random_model
 from sworker.model.skeleton import Model, forward
 from sworker.paged import PagedKV, PagedStep
 from sworker.prefill import local_causal_attention
-from sworker.weights import random_model
 
 Rows = Iterator[dict[str, Any]]
 

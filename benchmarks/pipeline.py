@@ -116,7 +116,7 @@ def s_worker(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     from fastdecode.core.config import EngineConfig
-    from fastdecode.engine.launch import RunningEngine
+    from fastdecode.engine.setup.launch import RunningEngine
 
     sums = Sums()
     config = EngineConfig(
@@ -194,7 +194,7 @@ class Bench:
 
 def record(bench: Bench, path: Path) -> None:
     """A Chrome trace of a few cycles in one lane, and then in two."""
-    from fastdecode.engine.trace import open_trace
+    from fastdecode.measure.chrome_trace import open_trace
 
     for lanes in (1, 2):
         bench.segment(lanes)
@@ -206,8 +206,8 @@ def record(bench: Bench, path: Path) -> None:
 
 
 def r_worker(delay_s: float) -> None:
-    from fastdecode.wire import mpi_job
-    from fastdecode.wire.mpi import connect_to_s_worker
+    from fastdecode.wire.mpi import job as mpi_job
+    from fastdecode.wire.mpi.hub import connect_to_s_worker
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState
     from rworker.worker import serve

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fastdecode.core.families import read_model_spec
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.model.spec import ModelSpec
 
 
 def llama_config(**shape: Any) -> dict[str, Any]:

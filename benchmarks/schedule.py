@@ -107,7 +107,7 @@ def launch(job: Job, r_core: int) -> dict[str, Any]:
     """Run a job to its end, the S-worker on its core and the R-worker on ``r_core``."""
     mpirun = str(Path(sys.executable).with_name("mpirun"))
     s_rank = [sys.executable, __file__, "--job", json.dumps(asdict(job))]
-    r_rank = [sys.executable, "-m", "fastdecode.cli", "r-worker", "--cpus", str(r_core), "--kv-memory-gb", "1"]
+    r_rank = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--cpus", str(r_core), "--kv-memory-gb", "1"]
     environ = {
         **os.environ, "OMP_NUM_THREADS": "1", "MPI4PY_RC_THREAD_LEVEL": "serialized",
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

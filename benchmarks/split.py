@@ -21,7 +21,7 @@ from provenance import provenance
 from random_llama import llama_config, write_checkpoint
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine.llm import PromptRequest
+from fastdecode.core.sequence import PromptRequest
 
 SHAPE = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
          "num_attention_heads": 24, "num_key_value_heads": 24, "head_dim": 128}  # fmt: skip

@@ -158,10 +158,10 @@ def serve(connection: Any, raw: Raw) -> None:
 
 
 def mpi_rank(transport: str, out: Path) -> None:
-    from fastdecode.wire import mpi_job
+    from fastdecode.wire.mpi import job as mpi_job
 
     job = mpi_job.join()
-    from fastdecode.wire import mpi
+    from fastdecode.wire.mpi import hub as mpi
 
     pin(job.rank)
     if job.rank == mpi_job.S_RANK:
@@ -179,7 +179,7 @@ def zmq_r_worker(index: int, directory: Path) -> None:
     import zmq
 
     from fastdecode.wire.messages import Hello
-    from fastdecode.wire.zmq_listener import ZmqListener
+    from fastdecode.wire.zmq.listener import ZmqListener
 
     pin(1 + index)
     listener = ZmqListener("tcp://127.0.0.1:*", f"r{index}")
@@ -200,7 +200,7 @@ def zmq_s_worker(num_r: int, out: Path) -> None:
     from fastdecode.core.dtype import DType
     from fastdecode.core.spec import AttentionSpec, KVSpec
     from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
-    from fastdecode.wire.zmq import ZmqHub
+    from fastdecode.wire.zmq.hub import ZmqHub
 
     pin(0)
     directory = Path(tempfile.mkdtemp())

@@ -16,7 +16,7 @@ from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.measurement import NetProfile, RProfile, SProfile
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.model.spec import ModelSpec
 
 MAX_GPUS = 1024
 MAX_NICS = 64

@@ -13,8 +13,8 @@ from typing import Any
 
 from cost_model.hardware import find_name
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.families import read_model_spec
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.model.spec import ModelSpec
 
 MAX_CONFIG_BYTES = 1 << 20
 

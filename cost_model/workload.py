@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.model.spec import ModelSpec
 
 MAX_TOKENS = 10_000_000
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fastdecode.core.config import EngineConfig as EngineConfig
     from fastdecode.core.errors import FastDecodeError as FastDecodeError
     from fastdecode.core.sequence import Completion as Completion
+    from fastdecode.core.sequence import PromptRequest as PromptRequest
     from fastdecode.core.sequence import RequestOutput as RequestOutput
     from fastdecode.core.sequence import SamplingParams as SamplingParams
     from fastdecode.engine.llm import LLM as LLM
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "fastdecode.engine.llm",
     "SamplingParams": "fastdecode.core.sequence",
+    "PromptRequest": "fastdecode.core.sequence",
     "RequestOutput": "fastdecode.core.sequence",
     "Completion": "fastdecode.core.sequence",
     "EngineConfig": "fastdecode.core.config",

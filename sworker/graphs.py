@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import LENT_LAYERS
 from sworker.model.skeleton import Model
 

@@ -15,7 +15,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 from fastdecode.core.spec import AttentionSpec
-from sworker.fused_triton import on_device
+from sworker.kernels.fused_triton import on_device
 
 TILE = 64
 """Tokens of a step of a program's loop."""

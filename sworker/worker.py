@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.model.spec import ModelSpec
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
 from sworker.sampler import SampledToken, SamplingState, sample

@@ -10,9 +10,9 @@ from typing import Any
 from fake_llm import FakeLLM
 
 from fastdecode.core.config import EngineConfig
-from fastdecode.engine.batch_job import BatchJob, JobOptions, JobResult, open_job
-from fastdecode.engine.job_progress import JobProgress
-from fastdecode.engine.stopping import Stopping
+from fastdecode.jobs.job import BatchJob, JobOptions, JobResult, open_job
+from fastdecode.jobs.progress import JobProgress
+from fastdecode.jobs.stopping import Stopping
 
 NUM_LINES = 30
 

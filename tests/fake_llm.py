@@ -9,9 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastdecode.core.errors import FastDecodeError, RequestError, WorkerError
-from fastdecode.core.sequence import Completion, RequestOutput
-from fastdecode.engine.llm import PromptRequest
-from fastdecode.engine.text import TextCodec
+from fastdecode.core.sequence import Completion, PromptRequest, RequestOutput
+from fastdecode.text.codec import TextCodec
 
 CONFIG = '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, \
 "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50, \

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from fastdecode.engine.detokenizer import Vocabulary
+from fastdecode.text.detokenizer import Vocabulary
 
 LINES = [
     "Once upon a time, a naïve café owner in Zürich said: “Grüß Gott!”",

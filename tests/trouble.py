@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastdecode.engine import workers
+from fastdecode.engine.fleet import workers
 from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute

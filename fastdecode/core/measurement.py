@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.model.spec import ModelSpec
 
 FORMAT = "fastdecode.profile"
 SCHEMA_VERSION = 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError, RequestError
 
@@ -158,6 +158,19 @@ class SamplingParams:
             if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_CHARS:
                 raise _refuse("stop", string, rule)
         return tuple(strings)
+
+
+Prompt: TypeAlias = "str | abc.Sequence[int]"
+"""Text, or token ids."""
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """A request as it arrives: its prompt not yet tokenised or checked."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
 
 
 @dataclass(frozen=True)

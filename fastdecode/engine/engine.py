@@ -23,21 +23,21 @@ from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
 from fastdecode.core.sequence import FinishReason, Request, RequestOutput, Sequence
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
-from fastdecode.engine.fleet import Fleet
-from fastdecode.engine.layout import StepBatch
-from fastdecode.engine.live import Group, Run
-from fastdecode.engine.openings import Refusal, close, make_room
-from fastdecode.engine.pipeline import LaneStep, Pipeline
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.requests import Group, Run
+from fastdecode.engine.reservations import Refusal, close, make_room
 from fastdecode.engine.stats import EngineStats
-from fastdecode.engine.text import TextCodec
+from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.pipeline import LaneStep, Pipeline
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.scheduler import Chunk, Scheduler, StepPlan
 from fastdecode.schedule.times import MeasuredTimes
+from fastdecode.text.codec import TextCodec
 from sworker.sampler import SampledToken
 from sworker.worker import SWorker
 
 if TYPE_CHECKING:
-    from fastdecode.engine.workers import Newcomers
+    from fastdecode.engine.fleet.workers import Newcomers
 
 logger = logging.getLogger(__name__)
 

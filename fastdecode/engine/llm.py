@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, WorkerError
-from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
+from fastdecode.core.sequence import Prompt, PromptRequest, Request, RequestOutput, SamplingParams
 from fastdecode.core.trace import Trace
-from fastdecode.engine.launch import RunningEngine
 from fastdecode.engine.progress import Progress
+from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.stats import EngineStats
-from fastdecode.engine.text import TextCodec
 from fastdecode.schedule.times import MeasuredTimes
+from fastdecode.text.codec import TextCodec
 from sworker.sampler import validate_for_vocab
-
-Prompt: TypeAlias = "str | Sequence[int]"
 
 # Requests kept queued beside the running ones, as a multiple of those: enough that a freed place is filled at once,
 # few enough that a long input file isn't held in memory.
 QUEUE_AHEAD = 2
-
-
-@dataclass(frozen=True)
-class PromptRequest:
-    """A request as it arrives: its prompt not yet tokenised or checked."""
-
-    request_id: str
-    prompt: Prompt
-    params: SamplingParams
 
 
 class LLM:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastdecode.core.model_spec import Activation, ModelSpec
+from fastdecode.core.model.spec import Activation, ModelSpec
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.model.spec import ModelSpec
 
 
 class RMSNorm(nn.Module):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastdecode.core.rope_spec import RopeSpec
+from fastdecode.core.model.rope import RopeSpec
 
 
 class RotaryTable(nn.Module):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.model.spec import ModelSpec
 from sworker.model.linear import MLP, Embedding, Linear
 from sworker.model.norms import RMSNorm, make_norm
 from sworker.model.rope import RotaryTable
@@ -96,7 +96,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, layers, logits. Made by ``sworker.weights.load_model``, which fills in the weights."""
+    """Embedding, layers, logits. Made by ``sworker.load.weights.load_model``, which fills in the weights."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()

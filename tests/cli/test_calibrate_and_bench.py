@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastdecode.cli import main
+from fastdecode.cli.main import main
 from fastdecode.core.measurement import RProfile, SProfile, read_profile
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
 
-from fastdecode.cli import main
+from fastdecode.cli.main import main
 from fastdecode.core.host import HostFacts, this_host
-from fastdecode.engine.doctor import LinkFacts, WorkerFacts, judge
+from fastdecode.measure.doctor import LinkFacts, WorkerFacts, judge
 from fastdecode.wire.messages import PROTOCOL_VERSION, Report
 
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 HERE = HostFacts(

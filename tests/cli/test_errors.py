@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fastdecode.cli import main
-from fastdecode.cli_errors import as_typed
+from fastdecode.cli.errors import as_typed
+from fastdecode.cli.main import main
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fastdecode.cli import main
+from fastdecode.cli.main import main
 
 Run = Callable[..., tuple[int, list[dict[str, Any]]]]
 
@@ -154,7 +154,7 @@ def test_usage_errors_are_exit_code_2_and_name_the_input(
 
 def test_the_command_is_there_and_starts_without_torch() -> None:
     code = (
-        "import sys, fastdecode.cli as c\n"
+        "import sys, fastdecode.cli.main as c\n"
         "try: c.main(['--help'])\n"
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules"
@@ -166,7 +166,7 @@ def test_the_command_is_there_and_starts_without_torch() -> None:
 def test_a_missing_extra_names_the_pip_command() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import fastdecode.cli as c\n"
+        "import fastdecode.cli.main as c\n"
         "sys.exit(c.main(['generate', '--model', 'm', '--input', 'i', '--output', 'o']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -14,11 +14,11 @@ import pytest
 from mpi_launch import Running, running
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.cli import main
+from fastdecode.cli.main import main
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 

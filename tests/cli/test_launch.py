@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from mpi_launch import needs_mpi, run, running
 
-from fastdecode.cli import main
+from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.wire.mpirun_line import Host, JobLine, parse_hosts, vendor_of
 
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 
 
 def test_hosts() -> None:

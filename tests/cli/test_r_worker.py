@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from mpi_launch import Running, running
 
-from fastdecode.cli import main
+from fastdecode.cli.main import main
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.spec import AttentionSpec, KVSpec
@@ -39,13 +39,13 @@ from rworker.worker import start_worker_thread
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
-from fastdecode.wire.zmq import ZmqHub
-from fastdecode.wire.zmq_access import ClusterKey
+from fastdecode.wire.zmq.access import ClusterKey
+from fastdecode.wire.zmq.hub import ZmqHub
 
 WAIT_S = 120.0
 SPEC = AttentionSpec(4, 2, 32, scale=0.2)
 HELLO = Hello(PROTOCOL_VERSION, "a model", KVSpec(2, 2, 32, DType.FLOAT32, 32), (SPEC, SPEC), DType.FLOAT32)
-R_WORKER = [sys.executable, "-m", "fastdecode.cli", "r-worker", "--threads", "1", "--kv-memory-gb", "0.001"]
+R_WORKER = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--threads", "1", "--kv-memory-gb", "0.001"]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
@@ -114,7 +114,7 @@ def test_it_serves_one_after_another_under_a_key(expected: list[np.ndarray], tmp
 def test_it_ends_when_its_s_worker_is_killed() -> None:
     with r_worker("--silence-s", "1") as (job, address):
         script = (
-            "import signal, sys; from fastdecode.wire.zmq import ZmqHub; from test_r_worker import HELLO; "
+            "import signal, sys; from fastdecode.wire.zmq.hub import ZmqHub; from test_r_worker import HELLO; "
             "hub = ZmqHub(); c = hub.add(sys.argv[1]); c.send(HELLO); print(c.receive(100)); signal.pause()"
         )
         paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), PATHS["PYTHONPATH"]])

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from fastdecode.cli import main
-from fastdecode.cli_run_batch import resume_command
+from fastdecode.cli.main import main
+from fastdecode.cli.run_batch import resume_command
 
 # How often a running job is killed; more is a soak test.
 NUM_KILLS = int(os.environ.get("FASTDECODE_TEST_KILLS", "2"))
@@ -45,7 +45,7 @@ class Command:
         return main([*self._words, *options])
 
     def start(self, *options: str) -> subprocess.Popen[str]:
-        code = "import sys; from fastdecode.cli import main; sys.exit(main(sys.argv[1:]))"
+        code = "import sys; from fastdecode.cli.main import main; sys.exit(main(sys.argv[1:]))"
         command = [sys.executable, "-c", code, *self._words, *options]
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdecode.cli_simulate import add_simulate
+from fastdecode.cli.simulate import add_simulate
 from fastdecode.core.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdecode.cli import main
+from fastdecode.cli.main import main
 
 DOCS = Path(__file__).parents[2] / "docs" / "sizing.md"
 EXAMPLES = re.findall(r"```console\n\$ fastdecode (size [^\n]*)\n(.*?)```", DOCS.read_text("utf-8"), flags=re.S)
@@ -195,7 +195,7 @@ def test_plot_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_it_starts_without_torch_and_numba() -> None:
     code = (
-        "import sys; from fastdecode.cli import main; "
+        "import sys; from fastdecode.cli.main import main; "
         f"code = main(['size', *{QUESTION!r}]); "
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib', 'safetensors'} & set(sys.modules); "
         "sys.exit(code or (3 if heavy else 0))"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CheckpointError, ConfigError, FastDecodeError, UnsupportedModelError
-from fastdecode.core.families import alibi_slopes, read_model_spec
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.model.families import alibi_slopes, read_model_spec
+from fastdecode.core.model.spec import ModelSpec
 
 LLAMA2_7B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "bos_token_id": 1, "eos_token_id": 2,
@@ -335,6 +335,7 @@ def test_any_config_is_read_or_refused(name: str, changes: dict[str, Any], rope:
 
 def test_needs_no_torch() -> None:
     code = (
-        "import sys, fastdecode.core.families; assert not {'torch', 'safetensors', 'transformers'} & set(sys.modules)"
+        "import sys, fastdecode.core.model.families; "
+        "assert not {'torch', 'safetensors', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

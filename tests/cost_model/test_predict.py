@@ -15,7 +15,7 @@ from cost_model.shapes import CONFIGS
 from cost_model.stages import Link, Provenance, RPart, SPart
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
-from fastdecode.core.families import read_model_spec
+from fastdecode.core.model.families import read_model_spec
 
 SPEC = read_model_spec(CONFIGS["Llama-2 7B"], name="Llama-2 7B")
 stage = st.floats(1e-6, 1e-2)

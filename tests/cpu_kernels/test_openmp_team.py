@@ -10,7 +10,7 @@ import torch
 
 from cpu_kernels import BlockLayout, allocate_pool, append, attend
 from cpu_kernels.team import OpenMPTeam
-from sworker.threads import openmp_library
+from sworker.kernels.threads import openmp_library
 
 LAYOUT = BlockLayout(4, 64, "bfloat16", 32)
 LENGTHS = np.array([1, 700, 64, 2500, 33], np.int32)

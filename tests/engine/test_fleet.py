@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.engine.fleet import Fleet
+from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.wire.messages import Accepted, OpenSequence
 from fastdecode.wire.transport import TIMEOUT, timeout_error
 

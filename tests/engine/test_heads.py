@@ -16,7 +16,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.engine.heads import HeadsHub, share_heads
+from fastdecode.engine.fleet.heads import HeadsHub, share_heads
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fastdecode.core.sequence import Parts, Request, SamplingParams, Sequence
-from fastdecode.engine.layout import StepBatch
-from fastdecode.engine.pipeline import LaneStep
+from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.pipeline import LaneStep
 from fastdecode.schedule.scheduler import Chunk
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 

@@ -11,12 +11,12 @@ from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.config import EngineConfig
-from fastdecode.engine.llm import PromptRequest
-from fastdecode.engine.memory import FreeMemory
-from fastdecode.engine.resolve import resolve
+from fastdecode.core.sequence import PromptRequest
+from fastdecode.engine.setup.memory import FreeMemory
+from fastdecode.engine.setup.resolve import resolve
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes
-from sworker.weights import load_spec
+from sworker.load.weights import load_spec
 
 REQUESTS = [
     PromptRequest(str(i), prompt, SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True, n=1 + i % 2))

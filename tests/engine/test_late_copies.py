@@ -13,7 +13,8 @@ from torch import Tensor
 from trouble import crash_after
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine import attend, launch, resolve
+from fastdecode.engine.setup import launch, resolve
+from fastdecode.engine.step import remote as attend
 from sworker.buffers import LENT_LAYERS, Staging
 from sworker.graphs import StepGraphs
 

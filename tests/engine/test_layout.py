@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 
 from fastdecode.core.sequence import Parts, Request, SamplingParams, Sequence, part_id
-from fastdecode.engine.layout import StepBatch
+from fastdecode.engine.step.layout import StepBatch
 from fastdecode.schedule.scheduler import Chunk
 
 MEMBER = st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(1, 20))  # worker, cached, new

@@ -8,9 +8,9 @@ import pytest
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.families import read_model_spec
-from fastdecode.engine.memory import CUDA_RESERVE_BYTES, GRAPH_BYTES, FreeMemory, KVDemand, StepSizes, plan_memory
-from fastdecode.engine.resolve import ResolvedConfig, resolve
+from fastdecode.core.model.families import read_model_spec
+from fastdecode.engine.setup.memory import CUDA_RESERVE_BYTES, GRAPH_BYTES, FreeMemory, KVDemand, StepSizes, plan_memory
+from fastdecode.engine.setup.resolve import ResolvedConfig, resolve
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 
 GB = 10**9

@@ -13,9 +13,9 @@ import torch
 from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine import launch, resolve
+from fastdecode.engine.setup import launch, resolve
 from sworker.graphs import StepGraphs
-from sworker.weights import load_model
+from sworker.load.weights import load_model
 
 
 def live_tensor_bytes() -> int:

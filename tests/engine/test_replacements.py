@@ -10,11 +10,11 @@ pytest.importorskip("zmq")
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.engine.replacements import Replacements
+from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
-from fastdecode.wire.zmq import ZmqHub
-from fastdecode.wire.zmq_line import wait_for
-from fastdecode.wire.zmq_listener import ZmqListener
+from fastdecode.wire.zmq.hub import ZmqHub
+from fastdecode.wire.zmq.line import wait_for
+from fastdecode.wire.zmq.listener import ZmqListener
 from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
 from rworker.worker import serve

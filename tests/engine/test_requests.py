@@ -10,7 +10,7 @@ import pytest
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, ConfigError, ModelError, RequestError
-from fastdecode.engine.llm import PromptRequest
+from fastdecode.core.sequence import PromptRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -13,13 +13,13 @@ import torch
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError
-from fastdecode.engine.memory import FreeMemory
-from fastdecode.engine.resolve import ResolvedConfig, resolve
+from fastdecode.engine.setup.memory import FreeMemory
+from fastdecode.engine.setup.resolve import ResolvedConfig, resolve
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.wire.arrays import MAX_BODY_BYTES
 from fastdecode.wire.messages import MAX_SEQUENCE_TOKENS
 from sworker.graphs import MAX_GRAPHS
-from sworker.weights import load_spec
+from sworker.load.weights import load_spec
 
 GB = 10**9
 FREE = FreeMemory(64 * GB, 78 * GB, 80 * GB)

@@ -18,8 +18,8 @@ from trouble import crash_after, give
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
 from fastdecode.core.sequence import Parts, Request, Sequence, part_of
-from fastdecode.engine.guests import GuestMerge
-from fastdecode.engine.layout import StepBatch
+from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.parts import GuestMerge
 from fastdecode.schedule.scheduler import Chunk
 from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor

@@ -16,8 +16,8 @@ from small_tokenizers import (
 )
 
 from fastdecode.core.sequence import SamplingParams
-from fastdecode.engine.detokenizer import Vocabulary, detokenizer_for
-from fastdecode.engine.text import SequenceText, TextCodec
+from fastdecode.text.codec import SequenceText, TextCodec
+from fastdecode.text.detokenizer import Vocabulary, detokenizer_for
 
 
 class Letters:

@@ -17,10 +17,10 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.spec import AttentionSpec
 from sworker import prefill
 from sworker.buffers import Staging
-from sworker.fused import fuse
 from sworker.graphs import StepGraphs
+from sworker.kernels.fused import fuse
+from sworker.load.weights import load_model
 from sworker.prefill import local_causal_attention
-from sworker.weights import load_model
 from sworker.worker import SWorker
 
 pytestmark = [

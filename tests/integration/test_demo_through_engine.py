@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.cli import main
+from fastdecode.cli.main import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CHECKPOINT = EXAMPLES / "model" / "checkpoint"

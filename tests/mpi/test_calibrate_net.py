@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run
 
-from fastdecode.cli import main
+from fastdecode.cli.main import main
 from fastdecode.core.measurement import NetProfile, read_profile
 
 pytestmark = needs_mpi
 
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 
 
 def test_from_two_ranks_to_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, run, running
 
-from fastdecode.cli import main
+from fastdecode.cli.main import main
 
 pytestmark = needs_mpi
 
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 
 
 def write_requests(path: Path, max_tokens: int) -> None:

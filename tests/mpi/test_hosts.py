@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from mpi_launch import needs_mpi, run, running
 
-from fastdecode.cli import main
+from fastdecode.cli.main import main
 
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 HOSTS = ("s0", "r0", "r1")
 NETWORK = "10.77.0.0/24"

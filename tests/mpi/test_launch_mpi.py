@@ -9,9 +9,9 @@ import pytest
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire import mpi_job
+from fastdecode.wire.mpi import job as mpi_job
 
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli"]
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
@@ -78,12 +78,12 @@ def test_an_r_worker_may_not_be_the_first_rank() -> None:
 
 CRASH = """
 import sys
-from fastdecode.wire import mpi_job
+from fastdecode.wire.mpi import job as mpi_job
 job = mpi_job.join()
 if job.rank == int(sys.argv[1]):
     raise RuntimeError("a mistake")
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.mpi import connect_to_s_worker, connect_workers
+from fastdecode.wire.mpi.hub import connect_to_s_worker, connect_workers
 if job.rank == 0:
     hub = connect_workers(job)
     try:

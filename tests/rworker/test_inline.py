@@ -33,7 +33,7 @@ from rworker.inline import WORKER, InlineConnection, InlineHub, make_inline_work
 from rworker.instructions import Compute, CopyBlocks, Prepare
 from rworker.state import RWorkerState
 from rworker.worker import Executor, start_worker_thread
-from sworker.threads import openmp_library
+from sworker.kernels.threads import openmp_library
 
 SPEC = AttentionSpec(6, 2, 16, scale=0.25)
 HELLO = Hello(PROTOCOL_VERSION, "hash", KVSpec(2, 2, 16, DType.FLOAT32, 16), (SPEC, SPEC), DType.FLOAT32)

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from sworker.graphs import StepGraphs
-from sworker.parallel import Ranks, mirror
-from sworker.sharding import Shard, parallelize
-from sworker.weights import load_model
+from sworker.load.weights import load_model
+from sworker.ranks.parallel import Ranks, mirror
+from sworker.ranks.sharding import Shard, parallelize
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

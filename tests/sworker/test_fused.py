@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from sworker import fused, fused_numba
-from sworker.fused import FusedRMSNorm, FusedRotary, Kernels, fuse, fuse_checked
-from sworker.weights import load_model
+from sworker.kernels import fused, fused_numba
+from sworker.kernels.fused import FusedRMSNorm, FusedRotary, Kernels, fuse, fuse_checked
+from sworker.load.weights import load_model
 from sworker.worker import SWorker
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cas
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
-    from sworker import fused_triton
+    from sworker.kernels import fused_triton
 
     return Case(fused_triton, GPU, getattr(torch, dtype))
 

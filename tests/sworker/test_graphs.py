@@ -12,9 +12,9 @@ import torch
 from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine import launch, resolve
+from fastdecode.engine.setup import launch, resolve
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, StepGraphs
-from sworker.weights import load_model
+from sworker.load.weights import load_model
 from sworker.worker import PaddedPass, SWorker
 
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ import pytest
 import torch
 from checkpoints import oracle, prompts
 
+from sworker.load.weights import load_model
 from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import forward
-from sworker.weights import load_model
 
 NUM_TOKENS = 72
 LENGTHS = (5, 23, 1)  # the longest is longer than every window

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from fastdecode.core.families import read_model_spec
-from fastdecode.core.model_spec import ModelSpec
+from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.model.spec import ModelSpec
 from sworker.model.rope import RotaryTable, frequencies
 
 _SIZES = {

@@ -12,9 +12,9 @@ import pytest
 import torch
 from checkpoints import FAMILIES, prompts
 
+from sworker.load.weights import load_model, load_spec
 from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import Model, forward
-from sworker.weights import load_model, load_spec
 
 Make = Callable[..., Path]
 

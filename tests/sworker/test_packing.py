@@ -9,9 +9,9 @@ import pytest
 import torch
 from checkpoints import FAMILIES
 
+from sworker.kernels.packing import PackedLinear, pack
+from sworker.load.weights import load_model
 from sworker.model.linear import Linear
-from sworker.packing import PackedLinear, pack
-from sworker.weights import load_model
 
 
 def linear(dtype: torch.dtype, *, bias: bool) -> Linear:

@@ -19,11 +19,11 @@ from checkpoints import prompts
 
 from fastdecode.core.errors import ConfigError, WorkerError
 from sworker.graphs import StepGraphs
+from sworker.load.weights import load_model
 from sworker.model.reference import ReferenceAttention
-from sworker.parallel import ParallelSWorker, Ranks
-from sworker.peers import PeerWatch
-from sworker.sharding import Shard, parallelize
-from sworker.weights import load_model
+from sworker.ranks.parallel import ParallelSWorker, Ranks
+from sworker.ranks.peers import PeerWatch
+from sworker.ranks.sharding import Shard, parallelize
 from sworker.worker import SWorker
 
 # Fused by kind, by head, transposed; gated or not; tied; biases that may be added once only; a vocabulary of 211.

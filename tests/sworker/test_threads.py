@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from sworker.threads import openmp_library
+from sworker.kernels.threads import openmp_library
 
 OWN = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, UnsupportedModelError
-from sworker.weights import load_model, load_spec, model_hash
+from sworker.load.weights import load_model, load_spec, model_hash
 
 Make = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
@@ -353,7 +353,7 @@ import sys
 sys.modules["torch"] = None
 from fastdecode.core.errors import MissingExtraError
 try:
-    import sworker.weights
+    import sworker.load.weights
 except MissingExtraError as error:
     assert 'pip install "fastdecode[sworker]"' in str(error), error
 else:

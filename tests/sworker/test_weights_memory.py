@@ -21,7 +21,7 @@ _CONFIG = {
 _MEASURE = """
 import sys, torch
 from pathlib import Path
-from sworker.weights import load_model
+from sworker.load.weights import load_model
 
 def memory(field):  # bytes
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]

@@ -26,9 +26,9 @@ from fastdecode.core.errors import ConfigError  # noqa: E402
 from fastdecode.wire import codec  # noqa: E402
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, OpenSequence  # noqa: E402
 from fastdecode.wire.transport import CLOSED, TIMEOUT  # noqa: E402
-from fastdecode.wire.zmq import ZmqHub  # noqa: E402
-from fastdecode.wire.zmq_access import ClusterKey, check_address  # noqa: E402
-from fastdecode.wire.zmq_listener import ZmqListener  # noqa: E402
+from fastdecode.wire.zmq.access import ClusterKey, check_address  # noqa: E402
+from fastdecode.wire.zmq.hub import ZmqHub  # noqa: E402
+from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
 
 HELLO = to_r_worker()[0]
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -354,7 +354,9 @@ def test_an_idle_s_worker_is_not_lost(stage: Stage, hub: ZmqHub) -> None:
 def test_an_r_worker_notices_that_its_s_worker_is_gone(stage: Stage, how: int) -> None:
     """The S-worker is a puppet's process this time: a hub over there, a listener here."""
     listener = ZmqListener(ANY_PORT, "here", silence_s=0.5)
-    script = "import signal, sys; from fastdecode.wire.zmq import ZmqHub; from messages_for_tests import to_r_worker; "
+    script = (
+        "import signal, sys; from fastdecode.wire.zmq.hub import ZmqHub; from messages_for_tests import to_r_worker; "
+    )
     script += "ZmqHub().add(sys.argv[1]).send(to_r_worker()[0]); signal.pause()"
     paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
     try:

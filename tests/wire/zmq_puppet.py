@@ -11,8 +11,8 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from puppet import WAIT_S, obey  # noqa: E402
 
-from fastdecode.wire.zmq_access import ClusterKey  # noqa: E402
-from fastdecode.wire.zmq_listener import ZmqListener  # noqa: E402
+from fastdecode.wire.zmq.access import ClusterKey  # noqa: E402
+from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
 
 
 class Side:

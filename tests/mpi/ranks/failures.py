@@ -13,9 +13,9 @@ import pytest
 from messages_for_tests import attend
 from transport_suite import WAIT_S, code_of
 
-from fastdecode.wire import mpi as mpi_transport
-from fastdecode.wire.mpi import connect_workers
-from fastdecode.wire.mpi_job import before_leaving_stuck
+from fastdecode.wire.mpi import hub as mpi_transport
+from fastdecode.wire.mpi.hub import connect_workers
+from fastdecode.wire.mpi.job import before_leaving_stuck
 from fastdecode.wire.transport import CLOSED, TIMEOUT
 
 STUCK_AFTER_S = 0.2

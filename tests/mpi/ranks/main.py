@@ -16,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3])]
 import pytest  # noqa: E402
 from puppet import Puppets, obey  # noqa: E402
 
-from fastdecode.wire import mpi_job  # noqa: E402
+from fastdecode.wire.mpi import job as mpi_job  # noqa: E402
 
 
 class Job:
@@ -45,7 +45,7 @@ def main(file: str, socket: str, *options: str) -> tuple[int, bool]:
         return code, plugin.end_job
 
     def open_connection(tag: int, **options: Any) -> tuple[Any, None]:
-        from fastdecode.wire.mpi import connect_to_s_worker
+        from fastdecode.wire.mpi.hub import connect_to_s_worker
 
         return connect_to_s_worker(job, tag=tag).connections[0], None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire import mpi_job
-from fastdecode.wire.mpi_job import MpiJob, receive_text, send_text
+from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi.job import MpiJob, receive_text, send_text
 
 WAIT_S = 60.0
 

@@ -14,7 +14,7 @@ from messages_for_tests import attend, same
 from transport_suite import WAIT_S, MakeStar, TransportSuite, code_of
 
 from fastdecode.wire.messages import Accepted, FromRWorker, OpenSequence
-from fastdecode.wire.mpi import MpiHub
+from fastdecode.wire.mpi.hub import MpiHub
 
 
 @pytest.fixture

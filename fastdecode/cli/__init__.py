@@ -1,0 +1,1 @@
+"""The ``fastdecode`` command: one module a subcommand."""

@@ -1,0 +1,224 @@
+"""``fastdecode calibrate``: measure this machine, for ``fastdecode size`` to plan with.
+
+``s`` measures the S-part of a model on a device and needs torch; ``r`` measures the R-part of its head shape on this
+host, ``net`` the way to an R-worker of an MPI job and back; these do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fastdecode.cli.options import tell
+from fastdecode.core.errors import ConfigError, MissingExtraError
+
+MAX_SIZES = 64
+LINK_BLOCK_SIZE = 16
+"""Tokens in a KV block while a link is measured: a sequence has few, so that many fit into little memory."""
+
+
+def add_calibrate(commands: Any) -> None:
+    """Add the subcommand to the parser's subcommands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "calibrate",
+        help="measure this machine, to plan with `fastdecode size`",
+        description="Measure the S-part on a device (s), the R-part on a host (r), or the network between an S-worker "
+        "and an R-worker (net), into a profile for `size`.",
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    _add_s(kinds)
+    _add_r(kinds)
+    _add_net(kinds)
+
+
+def _add_s(kinds: Any) -> None:
+    parser = kinds.add_parser("s", help="T(B) of the S-part over batch sizes, and prompts over their lengths")
+    parser.set_defaults(run=run_calibrate_s)
+    _add_shared(parser, "Hugging Face model directory")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument("--batches", type=_sizes, metavar="N,N,...", help="batch sizes (default: 1,2,4,...,256)")
+    parser.add_argument("--prompts", type=_sizes, metavar="N,N,...", help="prompt lengths (default: 16,64,256,1024)")
+
+
+def _add_r(kinds: Any) -> None:
+    parser = kinds.add_parser("r", help="time of a cached token over sequences and contexts, and the read ceiling")
+    parser.set_defaults(run=run_calibrate_r)
+    _add_shared(parser, "model directory, config.json, or a name that `size` knows")
+    parser.add_argument("--sequences", type=_sizes, metavar="N,N,...", help="on each R-worker (default: 1,4,16,64)")
+    parser.add_argument("--contexts", type=_sizes, metavar="N,N,...", help="tokens (default: 64,256,1024,4096)")
+    parser.add_argument("--max-memory-gb", type=float, default=2.0, metavar="GB", help="while measuring (default: 2)")
+
+
+def _add_net(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "net",
+        help="round trip, bandwidth and cost of a message to an R-worker, over MPI",
+        description="Measure the way to the first R-worker of an MPI job: "
+        "mpirun -n 1 fastdecode calibrate net ... : -n 1 fastdecode r-worker",
+    )
+    parser.set_defaults(run=run_calibrate_net)
+    _add_common(parser, "model directory, config.json, or a name that `size` knows: its head shape is sent")
+    parser.add_argument("--batches", type=_sizes, metavar="N,N,...", help="sequences (default: 1,16,64,256,1024)")
+
+
+def _add_shared(parser: argparse.ArgumentParser, model: str) -> None:
+    _add_common(parser, model)
+    parser.add_argument("--kv-dtype", default="auto", help="KV cache; auto is --dtype")
+    parser.add_argument("--block-size", type=int, default=64, metavar="N", help="tokens in a KV block (default: 64)")
+    parser.add_argument("--r-workers", type=int, default=1, metavar="N", help="R-workers of this host (default: 1)")
+    parser.add_argument("--r-threads", type=int, metavar="N", help="threads of each; default: the cores shared out")
+    parser.add_argument("--kv-memory-gb", type=float, metavar="GB", help="KV cache of each R-worker in earnest")
+
+
+def _add_common(parser: argparse.ArgumentParser, model: str) -> None:
+    parser.add_argument("--model", required=True, metavar="M", help=model)
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the profile, JSON")
+    parser.add_argument("--dtype", default="auto", help="weights and activations; auto is the checkpoint's")
+    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="of each size (default: 9)")
+    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers: 1,8,64") from None
+    if not 1 <= len(sizes) <= MAX_SIZES or sizes[0] < 1 or sizes[-1] > 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} must be 1 to {MAX_SIZES} whole numbers from 1 to {1 << 20}")
+    return sizes
+
+
+def _check_repeats(args: argparse.Namespace) -> None:
+    if not 1 <= args.repeats <= 10_000:
+        raise ConfigError(f"--repeats {args.repeats} is not a whole number from 1 to 10000")
+
+
+def run_calibrate_s(args: argparse.Namespace) -> int:
+    """Measure the S-part. Returns the exit code."""
+    from fastdecode.core.config import EngineConfig
+    from fastdecode.core.measurement import write_profile
+
+    _check_repeats(args)
+    config = EngineConfig(
+        model=args.model,
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        device=args.device,
+        r_workers=args.r_workers,
+        r_threads=args.r_threads,
+        kv_memory_gb=args.kv_memory_gb,
+        block_size=args.block_size,
+    )
+    try:
+        from fastdecode.measure.calibrate import SEffort, calibrate_s
+    except ModuleNotFoundError as error:
+        if error.name in ("torch", "safetensors", "tokenizers"):
+            raise MissingExtraError(str(error.name), "sworker", "fastdecode calibrate s (an S-worker)") from None
+        raise
+    default = SEffort()
+    effort = SEffort(args.batches or default.batches, args.prompts or default.prompts, args.repeats)
+    profile = calibrate_s(config, effort, tell)
+    write_profile(args.out, profile)
+    for point in profile.layer:
+        timing = point.timing
+        tell(f"  T({point.size}) = {timing.median_s * 1e6:,.0f} us a layer (spread {timing.spread:.1%})")
+    tell(f"wrote {args.out}; use it with: fastdecode size --gpu {args.out}")
+    return 0
+
+
+def run_calibrate_r(args: argparse.Namespace) -> int:
+    """Measure the R-part. Returns the exit code."""
+    from cost_model.fit import fit_decode
+    from cost_model.shapes import read_model
+    from fastdecode.core.dtype import DType
+    from fastdecode.core.machine import available_cores
+    from fastdecode.core.measurement import write_profile
+    from rworker.measure import Effort, Host, measure_r_part
+
+    _check_repeats(args)
+    spec = read_model(args.model)
+    dtype = spec.dtype if args.dtype == "auto" else DType.parse(args.dtype)
+    kv_dtype = dtype if args.kv_dtype == "auto" else DType.parse(args.kv_dtype, option="kv_dtype", of_kv=True)
+    if not 1 <= args.r_workers <= 4096 or not 1 <= (args.r_threads or 1) <= 4096:
+        raise ConfigError(f"--r-workers {args.r_workers} and --r-threads {args.r_threads} must be within 1..4096")
+    if not 0.001 <= args.max_memory_gb <= 65536:
+        raise ConfigError(f"--max-memory-gb {args.max_memory_gb} is not a number of GB from 0.001 to 65536")
+    host = Host(args.r_workers, args.r_threads or max(1, available_cores() // args.r_workers))
+    default = Effort()
+    effort = Effort(
+        sequences=args.sequences or default.sequences,
+        contexts=args.contexts or default.contexts,
+        repeats=args.repeats,
+        max_kv_bytes=int(args.max_memory_gb * 1e9) // args.r_workers,
+    )
+    tell(f"R-part: {host.num_workers} R-worker(s) of {host.num_threads} thread(s), KV cache in {kv_dtype}")
+    kv = spec.kv_spec(kv_dtype, args.block_size)
+    profile = measure_r_part(host, kv, spec.attention, dtype, _memory_bytes(args), effort)
+    write_profile(args.out, profile)
+    fit = fit_decode(profile.decode)
+    ceiling = sorted(profile.read_bytes_per_s)[len(profile.read_bytes_per_s) // 2]
+    rate = kv.token_bytes / kv.num_layers / fit.token_s if fit.token_s > 0 else float("inf")
+    tell(
+        f"  R = {fit.token_s * 1e9:.3g} ns a cached token and layer ({rate / 1e9:.3g} GB/s of a read ceiling of "
+        f"{ceiling / 1e9:.3g}), {fit.sequence_s * 1e6:.3g} us a sequence, {fit.call_s * 1e6:.3g} us a call; fit error "
+        f"{fit.relative_error:.1%}"
+    )
+    tell(f"wrote {args.out}; use it with: fastdecode size --cpu {args.out}")
+    return 0
+
+
+def run_calibrate_net(args: argparse.Namespace) -> int:
+    """Measure the way to the first R-worker of this MPI job. Returns the exit code."""
+    from cost_model.shapes import read_model
+    from cost_model.stages import Link
+    from fastdecode.core.dtype import DType
+    from fastdecode.core.machine import this_machine
+    from fastdecode.core.measurement import NetProfile, write_profile
+    from fastdecode.wire.measure import measure_link
+    from fastdecode.wire.messages import Shutdown
+    from fastdecode.wire.mpi import job as mpi_job
+    from fastdecode.wire.mpi.hub import connect_workers
+
+    _check_repeats(args)
+    spec = read_model(args.model)
+    dtype = spec.dtype if args.dtype == "auto" else DType.parse(args.dtype)
+    job = mpi_job.join()
+    hub = connect_workers(job)
+    batches = args.batches or (1, 16, 64, 256, 1024)
+    try:
+        times = measure_link(
+            hub.connections[0],
+            spec.kv_spec(dtype, LINK_BLOCK_SIZE),
+            spec.attention[0],
+            dtype,
+            batches,
+            repeats=args.repeats,
+        )
+    finally:
+        for connection in hub.connections:
+            connection.send(Shutdown())
+        hub.close()
+    machine = this_machine("network", ("numpy", "mpi4py", "fastdecode"))
+    profile = NetProfile(machine, f"MPI ({job.library})", times.transfer, times.round_trip, times.message)
+    write_profile(args.out, profile)
+    link = Link.from_profile(profile)
+    tell(
+        f"  round trip {link.round_trip_s * 1e6:.3g} us, {link.bytes_per_s / 1e9:.3g} GB/s each way, a message costs "
+        f"the S-worker's thread {link.message_s * 1e6:.3g} us"
+    )
+    tell(f"wrote {args.out}; use it with: fastdecode size --nic {args.out}")
+    return 0
+
+
+def _memory_bytes(args: argparse.Namespace) -> int:
+    """Of each R-worker's KV cache: as given, or half of the free memory shared out, which is the engine's default."""
+    import psutil
+
+    if args.kv_memory_gb is None:
+        num_workers: int = args.r_workers
+        return int(psutil.virtual_memory().available) // 2 // num_workers
+    if not 1e-3 <= args.kv_memory_gb <= 1e6:
+        raise ConfigError(f"--kv-memory-gb {args.kv_memory_gb} is not a number of GB from 0.001 to 1000000")
+    gigabytes: float = args.kv_memory_gb
+    return int(gigabytes * 1e9)

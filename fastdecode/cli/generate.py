@@ -1,0 +1,104 @@
+"""``fastdecode generate``: every prompt of a JSON Lines file, in the file's order."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from fastdecode.cli.options import (
+    EXIT_SOME_FAILED,
+    EXIT_WORKERS_LOST,
+    add_engine_options,
+    add_exit_code_option,
+    add_sampling_options,
+    engine_options,
+    sampling_defaults,
+    tell,
+)
+from fastdecode.cli.r_worker import serve_if_r_rank
+from fastdecode.core.errors import MissingExtraError
+
+
+def add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="complete every prompt of a JSON Lines file",
+        description="Complete every prompt of a JSON Lines file. Input lines: "
+        '{"id": ..., "prompt": "..."} or {"id": ..., "prompt_token_ids": [...]}, with sampling parameters beside.',
+    )
+    parser.set_defaults(run=_generate)
+    files = parser.add_argument_group("files")
+    files.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
+    files.add_argument("--input", "-i", required=True, type=Path, metavar="FILE", help="requests, JSON Lines")
+    files.add_argument(
+        "--output",
+        "-o",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="completions, JSON Lines; replaced if it exists",
+    )
+    files.add_argument("--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON")
+    files.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events")
+    files.add_argument("--show", action="store_true", help="also print the completions")
+    add_engine_options(parser)
+    add_sampling_options(parser)
+    add_exit_code_option(parser)
+    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+
+def _generate(args: argparse.Namespace) -> int:
+    serve_if_r_rank(args, engine_options(args))
+    defaults = sampling_defaults(args)
+    try:
+        from fastdecode.engine.llm import LLM
+        from fastdecode.engine.progress import Progress
+        from fastdecode.jobs import ordered as batch
+        from fastdecode.measure.chrome_trace import open_trace
+        from fastdecode.measure.summary import render, summarise
+    except ModuleNotFoundError as error:
+        if error.name in ("torch", "safetensors", "tokenizers"):
+            raise MissingExtraError(str(error.name), "sworker", "fastdecode generate (an S-worker)") from None
+        raise
+    batch.check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
+    num_requests = batch.count_lines(args.input)
+    with (
+        open_trace(args.trace) as trace,
+        LLM(args.model, progress=tell, trace=trace, **engine_options(args)) as llm,
+        Progress(total=num_requests) as bar,
+    ):
+
+        def on_output(prompt: str | None, line: dict[str, Any]) -> None:
+            bar.done(llm.stats.num_output_tokens, failed="error" in line)
+            if args.show:
+                bar.print(_shown(prompt, line))
+
+        result = batch.run_batch(llm, args.input, args.output, defaults, on_output)
+        args.has_hung_workers = llm.has_hung_r_workers
+        summary = summarise(
+            llm, started_s=args.started_s, num_requests=result.num_requests, num_failed=result.num_failed
+        )
+    if args.summary is not None:
+        batch.write_json(args.summary, summary)
+    print(render(summary), file=sys.stderr)
+    if result.lost is not None:
+        print(f"fastdecode generate: workers were lost: {result.lost}", file=sys.stderr)
+        return EXIT_WORKERS_LOST
+    if result.num_failed:
+        text = f"{result.num_failed} of {result.num_requests} requests failed; see the error lines in {args.output}"
+        print(f"fastdecode generate: {text}", file=sys.stderr)
+        return EXIT_SOME_FAILED
+    return 0
+
+
+def _shown(prompt: str | None, line: dict[str, Any]) -> str:
+    """A completion as a person wants to see it: the end of the prompt, then what the model made of it."""
+    head = f"\n[{line['id']}]"
+    if "error" in line:
+        return f"{head} error {line['error']['code']}: {line['error']['message']}"
+    lead = "" if prompt is None else prompt if len(prompt) <= 400 else "... " + prompt[-400:]
+    parts = line.get("completions", [line])
+    texts = [part["text"] or f"(no text: tokens {part['token_ids']})" for part in parts]
+    return "\n".join([head + " " + lead, *(f"  => {text.strip()}" for text in texts)])

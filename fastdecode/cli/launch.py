@@ -1,0 +1,162 @@
+"""``fastdecode launch``: build the mpirun line for a list of hosts, show it, and run it.
+
+Exit codes: the S-worker's own where it can be had (on this host), else mpirun's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fastdecode.cli.options import tell
+from fastdecode.core.errors import ConfigError
+from fastdecode.wire.mpirun_line import JobLine, parse_hosts, vendor_of
+
+COMMANDS = ("generate", "run-batch", "doctor", "calibrate")
+_LOCAL = ("localhost", "127.0.0.1")
+
+
+def add_launch(commands: Any) -> None:
+    """Add the subcommand to the parser's subcommands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "launch",
+        help="run generate, run-batch, doctor or calibrate over MPI on a list of hosts",
+        description="Build the mpirun line, show it, and run it: fastdecode launch --hosts a:2,b:2 -- generate ...",
+    )
+    parser.set_defaults(run=run_launch)
+    parser.add_argument(
+        "--hosts", required=True, metavar="A:2,B:2", help="hosts and their R-workers; one for each NUMA node is best"
+    )
+    parser.add_argument("--s-host", metavar="HOST", help="where the S-worker runs (default: the first of --hosts)")
+    parser.add_argument("--interface", metavar="NET", help="MPI's network: an interface such as eth0, or 10.0.0.0/24")
+    parser.add_argument("--r-threads", type=int, metavar="N", help="CPU threads of each R-worker (default: its share)")
+    parser.add_argument(
+        "--kv-memory-gb", type=float, metavar="GB", help="KV cache of each R-worker (default: its share)"
+    )
+    parser.add_argument("--no-numa", action="store_true", help="don't bind R-workers to NUMA nodes")
+    parser.add_argument("--mpirun", metavar="FILE", help="the launcher (default: beside this Python, else from PATH)")
+    parser.add_argument(
+        "--mpirun-arg", action="append", default=[], metavar="ARG", help="a further word for mpirun; repeatable"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show the line, and do nothing else")
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS))
+    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+
+def run_launch(args: argparse.Namespace) -> int:
+    """Show the line and run it. Returns the exit code."""
+    command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
+    if not command or command[0] not in COMMANDS:
+        raise ConfigError(f"say what to run behind --: one of {', '.join(COMMANDS)}, with its options")
+    with tempfile.TemporaryDirectory(prefix="fd") as directory:
+        report = Path(directory, "exit-code")
+        line = _line(args, command, report)
+        if args.dry_run:
+            print(line.shown())
+            return 0
+        tell(line.shown())
+        code = _run(line.words())
+        return _truthful(code, report if "--exit-code-file" in line.s_command else None)
+
+
+def _run(words: list[str]) -> int:
+    """Run mpirun to its end. Who stops us stops it, and it isn't killed: to see the ranks off takes it a while."""
+    started: list[subprocess.Popen[bytes]] = []
+    stops: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        stops.append(number)
+        for mpirun in started:
+            mpirun.terminate()
+
+    before = signal.signal(signal.SIGTERM, stop)  # before there is anything that it would leave behind
+    try:
+        with subprocess.Popen(words) as mpirun:
+            started.append(mpirun)
+            if stops:
+                mpirun.terminate()
+            while True:
+                try:
+                    return mpirun.wait()
+                except KeyboardInterrupt:
+                    if not os.isatty(0):  # a terminal has told it already
+                        mpirun.send_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _truthful(mpirun_code: int, report: Path | None) -> int:
+    """The S-worker's word counts: mpirun may fail when an R-worker was lost, though every request was answered, and not
+    fail when the S-worker died."""
+    code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
+    if report is None:
+        return code
+    try:
+        return int(report.read_text())
+    except (OSError, ValueError):
+        return code or 1
+
+
+def _line(args: argparse.Namespace, command: list[str], report: Path) -> JobLine:
+    hosts = parse_hosts(args.hosts)
+    mpirun = _mpirun(args.mpirun)
+    s_command = [*_fastdecode(), *command]
+    s_host = args.s_host or hosts[0].name
+    can_tell = command[0] != "calibrate" and s_host in (*_LOCAL, socket.gethostname())
+    if can_tell and not args.dry_run:
+        s_command += ["--exit-code-file", str(report)]
+    r_command = [*_fastdecode(), "r-worker"]
+    r_command += [] if args.no_numa else ["--numa-node", "auto"]
+    r_command += [] if args.r_threads is None else ["--threads", str(args.r_threads)]
+    r_command += [] if args.kv_memory_gb is None else ["--kv-memory-gb", str(args.kv_memory_gb)]
+    return JobLine(
+        tuple(s_command),
+        tuple(r_command),
+        hosts,
+        vendor=vendor_of(_version(mpirun)),
+        mpirun=mpirun,
+        s_host=args.s_host,
+        interface=args.interface,
+        extra=tuple(args.mpirun_arg),
+        as_root=os.geteuid() == 0,
+        num_s_ranks=_tensor_parallel(command),
+    )
+
+
+def _tensor_parallel(command: list[str]) -> int:
+    """The N of ``--tp N``, which generate and run-batch check."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tp", default="1")
+    tp: str = parser.parse_known_args(command)[0].tp
+    return int(tp) if tp.isdecimal() and 1 <= int(tp) <= 64 else 1
+
+
+def _mpirun(given: str | None) -> str:
+    """The launcher of the MPI that mpi4py will load, as far as one can tell: that beside this Python."""
+    beside = Path(sys.executable).with_name("mpirun")
+    found = given or (str(beside) if beside.exists() else shutil.which("mpirun"))
+    if found is None:
+        raise ConfigError('there is no mpirun: pip install "fastdecode[mpi]" brings one, or say --mpirun FILE')
+    return found
+
+
+def _version(mpirun: str) -> str:
+    try:
+        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{mpirun} --version: {error}") from None
+    return done.stdout + done.stderr
+
+
+def _fastdecode() -> list[str]:
+    """How to run this program on every host: installed at the same place on all of them."""
+    script = Path(sys.executable).with_name("fastdecode")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "fastdecode.cli.main"]

@@ -1,0 +1,97 @@
+"""The ``fastdecode`` command. Each subcommand imports what it needs when it runs, so that none pays for another's.
+
+Exit codes: 0 done; 1 an unexpected failure; 2 usage, options or model directory; 3 some requests failed, the others
+are done; 4 workers were lost; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from fastdecode import __version__
+from fastdecode.cli.bench import add_bench
+from fastdecode.cli.calibrate import add_calibrate
+from fastdecode.cli.doctor import add_doctor
+from fastdecode.cli.errors import as_typed
+from fastdecode.cli.generate import add_generate
+from fastdecode.cli.launch import add_launch
+from fastdecode.cli.options import EXIT_INTERRUPTED, EXIT_WORKERS_LOST
+from fastdecode.cli.r_worker import add_r_worker
+from fastdecode.cli.run_batch import add_run_batch
+from fastdecode.cli.simulate import add_simulate
+from fastdecode.cli.size import add_size
+from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.wire.mpi import job as mpi_job
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand. Returns the exit code; in an MPI job, leaves the job with it and doesn't return."""
+    args = _parser().parse_args(argv)
+    exit_code_file: Path | None = getattr(args, "exit_code_file", None)
+    if exit_code_file is not None:
+        mpi_job.before_leaving_stuck(partial(_note, path=exit_code_file))
+    code = _run(args, argv)
+    if exit_code_file is not None:
+        _note(code, exit_code_file)
+    if "mpi4py.MPI" in sys.modules and mpi_job.launched_size() is not None:
+        # Ranks that hang would keep the launcher waiting for ever: have it end them.
+        mpi_job.leave(code, end_job=code == EXIT_WORKERS_LOST or getattr(args, "has_hung_workers", False))
+    return code
+
+
+def _note(code: int, path: Path) -> None:
+    """Leave the exit code where a launcher can't change it."""
+    try:
+        path.write_text(f"{code}\n")
+    except OSError as error:
+        print(f"--exit-code-file {path}: {error.strerror}", file=sys.stderr)
+
+
+def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    args.started_s = time.perf_counter()
+    args.argv = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(
+        level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except FastDecodeError as error:
+        print(f"fastdecode {args.command}: {as_typed(str(error), vars(args))}", file=sys.stderr)
+        return 2 if isinstance(error, RequestError) else error.exit_code
+    except KeyboardInterrupt:
+        print(f"fastdecode {args.command}: interrupted; what was done is in the output", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our stdout went away; that is their good right.
+        sys.stderr.close()
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastdecode",
+        description="Decode large batches on few GPUs: weights on S-workers, KV cache and attention on R-workers.",
+    )
+    parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_generate(commands)
+    add_run_batch(commands)
+    add_size(commands)
+    add_calibrate(commands)
+    add_bench(commands)
+    add_simulate(commands)
+    add_r_worker(commands)
+    add_launch(commands)
+    add_doctor(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""``fastdecode r-worker``: keep the KV cache of somebody else's sequences, and compute their attention.
+
+Two ways to be reached. As a rank of an MPI job: every rank but the first is an R-worker. Or with ``--bind``, at an
+address that S-workers connect to over ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fastdecode.core.errors import ConfigError, MissingExtraError
+from fastdecode.wire.mpi import job as mpi_job
+
+if TYPE_CHECKING:
+    from fastdecode.wire.mpi.job import MpiJob
+    from fastdecode.wire.zmq.listener import ZmqListener
+    from rworker.attention import AttentionExecutor
+    from rworker.state import RWorkerState
+
+logger = logging.getLogger(__name__)
+
+# Of the memory that is free on a host, what the KV caches of its R-workers take together if nobody says.
+DEFAULT_KV_SHARE = 0.5
+MAX_THREADS = 4096
+_PARENT_INTERVAL_S = 0.5
+
+
+def add_r_worker(commands: Any) -> None:
+    parser = commands.add_parser(
+        "r-worker",
+        help="serve as an R-worker, in an MPI job or at an address",
+        description="Serve as an R-worker. In an MPI job: mpirun -n 1 fastdecode generate ... : -n 3 fastdecode "
+        "r-worker. At an address: fastdecode r-worker --bind tcp://HOST:PORT, and on the S-worker's host fastdecode "
+        "generate --transport zmq --r-worker tcp://HOST:PORT ...",
+    )
+    parser.set_defaults(run=_r_worker)
+    resources = parser.add_argument_group("resources")
+    resources.add_argument(
+        "--kv-memory-gb",
+        type=float,
+        metavar="GB",
+        help="KV cache; default: half of the host's free memory, shared out among the job's ranks there",
+    )
+    resources.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads; default: one for each CPU that is its own, or a share of those that all ranks may use",
+    )
+    resources.add_argument("--cpus", metavar="LIST", help="run on these CPUs only, such as 0-15,32-47")
+    resources.add_argument(
+        "--numa-node", metavar="N", help="run on the CPUs of this NUMA node only; auto: the job's ranks take turns"
+    )
+    address = parser.add_argument_group("at an address")
+    address.add_argument("--bind", metavar="ADDRESS", help="tcp://HOST:PORT; off loopback a key is needed too")
+    address.add_argument("--key", type=Path, metavar="FILE", help="the cluster's key, the same file on every host")
+    address.add_argument("--name", metavar="NAME", help="what to be called in logs; default: the host and port")
+    address.add_argument(
+        "--silence-s", type=float, default=5.0, metavar="S", help="give up a silent S-worker after this (default: 5)"
+    )
+    address.add_argument("--model-hash", metavar="HASH", help="serve S-workers that run this model only")
+    address.add_argument("--keep-serving", action="store_true", help="when an S-worker leaves, wait for the next")
+    address.add_argument(
+        "--new-key", type=Path, metavar="FILE", help="write a new key to this file, and do nothing else"
+    )
+    parser.add_argument("--exit-with-parent", action="store_true", help="end when whoever started this has ended")
+    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+
+def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
+    """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but the first serves, and doesn't return.
+    With ``--tp 2`` the second mirrors the first."""
+    if args.kv_placement == "gpu" and (mpi_job.launched_size() or 1) > 1:
+        raise ConfigError("--kv-placement gpu has no R-workers for the other ranks to be: start it without a launcher")
+    if args.tp > 1 and mpi_job.launched_size() is not None and 0 < mpi_job.join().rank < args.tp:
+        _mirror_rank_0(args.model, engine_options)
+    if mpi_job.launched_size() is None or args.transport not in ("auto", "mpi") or args.r_worker_addresses:
+        return
+    job = mpi_job.join()
+    if job.rank != mpi_job.S_RANK:
+        serve_rank(job, kv_memory_gb=args.kv_memory_gb, num_threads=args.r_threads)
+
+
+def _mirror_rank_0(model: str, engine_options: dict[str, Any]) -> NoReturn:
+    from fastdecode.core.config import EngineConfig
+    from fastdecode.engine.setup.ranks import mirror_rank_0
+
+    mirror_rank_0(EngineConfig(model=model, **engine_options))
+    mpi_job.leave(0)
+
+
+def _r_worker(args: argparse.Namespace) -> int:
+    if args.new_key is not None:
+        _zmq_access().ClusterKey.create(args.new_key)
+        return 0
+    num_sharing = _bind_cpus(args)
+    if args.exit_with_parent:
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="parent-watch", daemon=True).start()
+    if args.bind is None:
+        if args.key is not None or args.keep_serving or args.model_hash is not None:
+            raise ConfigError("--key, --model-hash and --keep-serving belong to --bind")
+        serve_rank(
+            mpi_job.join(), kv_memory_gb=args.kv_memory_gb, num_threads=args.threads, num_sharing_cpus=num_sharing
+        )
+    if not (math.isfinite(args.silence_s) and 0.1 <= args.silence_s <= 3600):
+        raise ConfigError(f"--silence-s={args.silence_s} is not a number of seconds from 0.1 to 3600")
+    return _serve_at(args)
+
+
+def serve_rank(
+    job: MpiJob, *, kv_memory_gb: float | None, num_threads: int | None, num_sharing_cpus: int | None = None
+) -> NoReturn:
+    """Serve the S-worker, rank 0, until it says Shutdown or is gone; then leave the job.
+
+    Args:
+        kv_memory_gb: KV cache in GB; None: this rank's share of half the free memory.
+        num_threads: CPU threads; None: this rank's CPUs, or its share of the host's.
+        num_sharing_cpus: ranks that run on this one's CPUs; None: all of its host, unless it is bound.
+
+    Raises:
+        ConfigError: an option is out of range, or this is rank 0.
+    """
+    from fastdecode.wire.mpi.hub import connect_to_s_worker
+    from rworker.binding import usable_cpus
+    from rworker.worker import serve
+
+    name = f"rank {job.rank} on {job.host}"
+    num_sharing = mpi_job.local_size()
+    if num_threads is None and num_sharing_cpus is not None:
+        num_threads = max(1, usable_cpus() // num_sharing_cpus)
+    state, executor = _make_worker(name, kv_memory_gb, num_threads, num_sharing=num_sharing)
+    hub = connect_to_s_worker(job)
+    serve(hub.connections[0], state, executor)
+    hub.close()
+    mpi_job.leave(0)
+
+
+def _serve_at(args: argparse.Namespace) -> int:
+    """Serve S-workers that connect to an address: one, or one after another."""
+    access = _zmq_access()
+    from fastdecode.wire.zmq.listener import ZmqListener
+
+    key = None if args.key is None else access.ClusterKey.read(args.key)
+    name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
+    _make_worker(name, args.kv_memory_gb, args.threads)  # find bad options now, not when somebody comes
+    listener = ZmqListener(args.bind, name, key=key, silence_s=args.silence_s)
+    try:
+        print(f"R-worker {name} listens at {listener.address}", flush=True)
+        while _serve_next(listener, args, name) or args.keep_serving:
+            pass
+    finally:
+        listener.close()
+    return 0
+
+
+def _serve_next(listener: ZmqListener, args: argparse.Namespace, name: str) -> bool:
+    """Returns whether it was no job, but somebody who only looked."""
+    from rworker.worker import serve
+
+    connection = listener.accept()
+    assert connection is not None, "it waits for as long as it takes"
+    state, executor = _make_worker(name, args.kv_memory_gb, args.threads, model_hash=args.model_hash)
+    serve(connection, state, executor)
+    return state.was_inspected
+
+
+def _make_worker(
+    name: str,
+    kv_memory_gb: float | None,
+    num_threads: int | None,
+    *,
+    num_sharing: int = 1,
+    model_hash: str | None = None,
+) -> tuple[RWorkerState, AttentionExecutor]:
+    """An R-worker's two halves, with its share of a host that ``num_sharing`` processes use."""
+    from rworker.attention import AttentionExecutor
+    from rworker.binding import is_bound, usable_cpus
+    from rworker.state import RWorkerState
+
+    threads = num_threads
+    if threads is None:
+        threads = usable_cpus() if is_bound() else max(1, usable_cpus() // num_sharing)
+    if not 1 <= threads <= MAX_THREADS:
+        raise ConfigError(f"threads={threads} is not a whole number from 1 to {MAX_THREADS}")
+    kv_bytes = _kv_bytes(kv_memory_gb, num_sharing)
+    state = RWorkerState(name, kv_bytes=kv_bytes, num_threads=threads, model_hash=model_hash)
+    return state, AttentionExecutor(num_threads=threads)
+
+
+def _kv_bytes(kv_memory_gb: float | None, num_sharing: int) -> int:
+    from fastdecode.core.machine import free_memory_bytes
+
+    if kv_memory_gb is None:
+        return int(free_memory_bytes() * DEFAULT_KV_SHARE) // num_sharing
+    if not 0 < kv_memory_gb <= 1e6:
+        raise ConfigError(f"kv_memory_gb={kv_memory_gb} is not a number of GB above 0 and at most 1e6")
+    return int(kv_memory_gb * 1e9)
+
+
+def _bind_cpus(args: argparse.Namespace) -> int | None:
+    """Returns how many ranks share the CPUs, if that is known."""
+    from rworker.binding import bind, numa_node_cpus, numa_nodes, parse_cpu_list
+
+    if args.cpus is not None and args.numa_node is not None:
+        raise ConfigError("give --cpus or --numa-node, not both")
+    if args.cpus is not None:
+        bind(parse_cpu_list(args.cpus))
+    elif args.numa_node == "auto":
+        nodes = numa_nodes()
+        if nodes:
+            bind(numa_node_cpus(nodes[mpi_job.local_rank() % len(nodes)]))
+        return max(1, mpi_job.local_size() // max(1, len(nodes)))
+    elif args.numa_node is not None:
+        if not (args.numa_node.isascii() and args.numa_node.isdigit() and len(args.numa_node) <= 5):
+            raise ConfigError(f"--numa-node={args.numa_node!r} is neither a number nor auto")
+        bind(numa_node_cpus(int(args.numa_node)))
+    return None
+
+
+def _zmq_access() -> Any:
+    try:
+        from fastdecode.wire.zmq import access as zmq_access
+    except ModuleNotFoundError as error:
+        if error.name == "zmq":
+            raise MissingExtraError("pyzmq", "zmq", "an R-worker at an address") from None
+        raise
+    return zmq_access
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has: it is somebody else's child then."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_INTERVAL_S)
+    logger.error("the process that started this R-worker has ended, and so does it")
+    logging.shutdown()
+    os._exit(0)

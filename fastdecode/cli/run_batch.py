@@ -1,0 +1,205 @@
+"""``fastdecode run-batch``: a file of OpenAI batch lines in, a file of answers out; it survives being killed.
+
+Exit codes: 0 every line was answered; 2 usage, or lines that were refused before anything ran; 3 some lines failed, the
+others are done; 4 workers were lost, and lines are left; 130 interrupted. After 4 and 130 (and after any crash) the
+same command with ``--resume`` goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.cli.options import (
+    EXIT_INTERRUPTED,
+    EXIT_SOME_FAILED,
+    EXIT_WORKERS_LOST,
+    add_engine_options,
+    add_exit_code_option,
+    add_sampling_options,
+    engine_options,
+    sampling_defaults,
+    sampling_given,
+    tell,
+)
+from fastdecode.cli.r_worker import serve_if_r_rank
+from fastdecode.core.config import EngineConfig
+from fastdecode.core.errors import MissingExtraError
+from fastdecode.wire.mpi import job as mpi_job
+
+if TYPE_CHECKING:
+    from fastdecode.jobs.job import BatchJob, JobOptions, JobResult
+    from fastdecode.jobs.stopping import Stopping
+
+COMMAND = "fastdecode run-batch"
+
+
+def add_run_batch(commands: Any) -> None:
+    """Add the subcommand to the parser's subcommands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "run-batch",
+        help="answer a file of OpenAI batch lines; can be interrupted and resumed",
+        description="Answer every line of a file, OpenAI batch lines or those of `generate`. Answers are appended as "
+        "they finish. Whatever ends the job, the same command with --resume goes on where it stopped.",
+    )
+    parser.set_defaults(run=run_run_batch)
+    _add_files(parser)
+    _add_job(parser)
+    add_engine_options(parser)
+    add_sampling_options(parser)
+    add_exit_code_option(parser)
+    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("files")
+    group.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
+    group.add_argument("--input", "-i", required=True, type=Path, metavar="FILE", help="requests, JSON Lines")
+    group.add_argument("--output", "-o", required=True, type=Path, metavar="FILE", help="answers, JSON Lines")
+    group.add_argument("--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events")
+    group.add_argument("--chat-template", type=Path, metavar="FILE", help="use this template, not the model's own")
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("job")
+    begin = group.add_mutually_exclusive_group()
+    begin.add_argument("--resume", action="store_true", help="go on with the run that began the output, if any")
+    begin.add_argument("--overwrite", action="store_true", help="throw an existing output away")
+    group.add_argument("--retry-errors", action="store_true", help="with --resume: also run again what had failed")
+    group.add_argument(
+        "--on-error",
+        choices=("refuse", "skip"),
+        default="refuse",
+        help="bad lines in the input: refuse to start and list them, or answer each with an error (default: refuse)",
+    )
+    group.add_argument(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help='what a line\'s "model" may say; repeatable (default: DIR as given, and its last part)',
+    )
+    group.add_argument(
+        "--run-seed", type=int, metavar="N", help="from it and its id comes a line's seed (default: drawn, and kept)"
+    )
+    group.add_argument("--sync-lines", type=int, default=100, metavar="N", help="fsync every N answers (default: 100)")
+    group.add_argument("--sync-s", type=float, default=5.0, metavar="S", help="and every S seconds (default: 5)")
+    group.add_argument(
+        "--grace-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="when interrupted, give the lines that run so long to finish (default: 60)",
+    )
+
+
+def run_run_batch(args: argparse.Namespace) -> int:
+    """Run or resume one job. Returns the exit code."""
+    serve_if_r_rank(args, engine_options(args))
+    sampling_defaults(args)
+    try:
+        from fastdecode.jobs import ordered as batch
+        from fastdecode.jobs.job import open_job
+        from fastdecode.measure.summary import render
+    except ModuleNotFoundError as error:
+        if error.name in ("torch", "safetensors", "tokenizers"):
+            raise MissingExtraError(str(error.name), "sworker", f"{COMMAND} (an S-worker)") from None
+        raise
+    batch.check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
+    config = EngineConfig(model=args.model, **engine_options(args))
+    with open_job(_job_options(args), config, tell) as job:
+        if job.num_pending == 0:
+            tell(f"{COMMAND}: nothing is left to do")
+            return _report(job, job.result(), args)
+        result, summary = _run(job, config, args)
+    if args.summary is not None:
+        batch.write_json(args.summary, summary)
+    tell(render(summary))
+    return _report(job, result, args)
+
+
+def _run(job: BatchJob, config: EngineConfig, args: argparse.Namespace) -> tuple[JobResult, dict[str, Any]]:
+    from fastdecode.engine.llm import LLM
+    from fastdecode.jobs.progress import JobProgress
+    from fastdecode.jobs.stopping import Stopping
+    from fastdecode.measure.chrome_trace import open_trace
+    from fastdecode.measure.summary import summarise
+
+    stopping = Stopping(args.grace_s)
+    mpi_job.before_leaving_stuck(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
+    with (
+        open_trace(args.trace) as trace,
+        LLM(args.model, progress=tell, trace=trace, **engine_options(args)) as llm,
+        JobProgress(sys.stderr) as progress,
+        _interrupts(stopping),
+    ):
+        result = job.run(llm, stopping, progress)
+        return result, summarise(
+            llm, started_s=args.started_s, num_requests=result.num_run, num_failed=result.num_run_failed
+        )
+
+
+def _job_options(args: argparse.Namespace) -> JobOptions:
+    from fastdecode.jobs.job import JobOptions
+
+    return JobOptions(
+        input=args.input,
+        output=args.output,
+        sampling=sampling_given(args),
+        begin="resume" if args.resume else "overwrite" if args.overwrite else "new",
+        retry_errors=args.retry_errors,
+        skip_bad_lines=args.on_error == "skip",
+        served_model_names=tuple(args.served_model_name),
+        chat_template=args.chat_template,
+        run_seed=args.run_seed,
+        sync_lines=args.sync_lines,
+        sync_s=args.sync_s,
+    )
+
+
+@contextlib.contextmanager
+def _interrupts(stopping: Stopping) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM ask the job to stop instead of ending the process."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, f"\n{COMMAND}: {stopping.ask()}\n".encode())
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _report(job: BatchJob, result: JobResult, args: argparse.Namespace) -> int:
+    """Say how it went and, if lines are left, how to go on. Returns the exit code."""
+    failed = f", {result.num_failed} of them with an error" if result.num_failed else ""
+    tell(f"{COMMAND}: {result.num_done} of {result.num_lines} lines are answered in {args.output}{failed}")
+    if result.lost is not None:
+        tell(f"{COMMAND}: workers were lost: {result.lost}")
+    if result.num_done < result.num_lines:
+        tell(f"to go on: {resume_command(args.argv)}")
+    elif result.num_failed:
+        tell(f"to run those again: {resume_command(args.argv)} --retry-errors")
+    if result.interrupted:
+        return EXIT_INTERRUPTED
+    if result.lost is not None:
+        return EXIT_WORKERS_LOST
+    return EXIT_SOME_FAILED if result.num_failed else 0
+
+
+def resume_command(argv: list[str]) -> str:
+    """The command line that goes on with a job that was started with these arguments."""
+    kept = [word for word in argv if word not in ("--overwrite", "--resume", "--retry-errors")]
+    return shlex.join(["fastdecode", *kept, "--resume"])

@@ -1,0 +1,198 @@
+"""Rotary position embedding as numbers: which frequencies turn which part of a head (arXiv 2104.09864)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fastdecode.core.errors import UnsupportedModelError
+from fastdecode.core.model.config_reader import ConfigReader
+
+RopeKind: TypeAlias = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+
+MAX_POSITIONS = 1 << 27
+
+_KINDS: dict[str, RopeKind] = {
+    "default": "default",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",
+}
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """The first ``2 * num_frequencies`` dims of every q and k head turn by ``position * frequency``.
+
+    ``dynamic`` scaling is decided by each token's own position p: it turns as it would in a sequence of exactly p + 1
+    tokens. So a token's q and k never depend on what else is in the batch, on chunking, or on what comes later. Within
+    the original length this is what every implementation computes, and beyond it what decoding token by token with
+    a cache computes; it differs only for *prompts* longer than the original length, which others turn as a whole.
+
+    ``longrope`` has two sets of factors, for texts up to the original length and for longer ones. A cache can't switch
+    midway, so the model's length limit chooses once: long factors only if more than the original length is asked for.
+    """
+
+    kind: RopeKind
+    theta: float
+    dim: int
+    """Dims of a head that turn, as the frequencies' formula has it; if odd, one more turns."""
+    original_max_len: int
+    """Tokens that the model was trained with, before scaling."""
+    factor: float = 1.0
+    attention_factor: float = 1.0
+    """Multiplies cos and sin."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    frequency_factors: tuple[float, ...] = ()
+    """longrope: divides each frequency."""
+
+    @property
+    def num_frequencies(self) -> int:
+        return (self.dim + 1) // 2
+
+
+def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: int | None, *, phi3: bool = False,
+              partial: float = 1.0) -> tuple[RopeSpec, int]:  # fmt: skip
+    """The rotary part of ``config.json``, in the old style (``rope_theta``, ``rope_scaling``) or the new one
+    (``rope_parameters``).
+
+    Args:
+        head_dim: dims of a head.
+        max_positions: ``max_position_embeddings``.
+        max_len: the length limit that was asked for, if any; chooses longrope's factors.
+        phi3: Phi-3 keeps its original length beside the scaling, and calls longrope "su" or "yarn".
+        partial: the family's default for the part of a head that turns.
+
+    Returns:
+        The spec, and the most tokens that the scaled embedding serves.
+
+    Raises:
+        UnsupportedModelError: the scaling is none of ours.
+        CheckpointError: a field is missing or out of range.
+    """
+    rope = config.mapping("rope_parameters", "rope_scaling") or ConfigReader({}, config.where)
+    kind = _read_kind(rope, phi3=phi3)
+    given = {name: value for name, value in rope.fields.items() if value is not None}
+    shared = ConfigReader({**config.fields, **given}, rope.where)
+    theta = shared.number("rope_theta", "rotary_emb_base", default=10000.0)
+    if theta <= 1:
+        raise rope.refuse("rope_theta", theta, "a number above 1")
+    partial = shared.number("partial_rotary_factor", "rotary_pct", high=1.0, default=partial)
+    dim = int(head_dim * partial)
+    if dim < 1 or dim + dim % 2 > head_dim:
+        raise rope.refuse("partial_rotary_factor", partial, f"such that an even part of a head's {head_dim} dims turns")
+    base = RopeSpec(kind, theta, dim, max_positions)
+    match kind:
+        case "default":
+            return base, max_positions
+        case "linear" | "dynamic":
+            factor = _factor(rope)
+            if kind == "dynamic" and dim <= 2:
+                raise rope.refuse("head_dim", head_dim, "such that more than 2 dims turn")
+            scaled = RopeSpec(kind, theta, dim, max_positions, factor)
+            return scaled, min(int(max_positions * factor), MAX_POSITIONS)
+        case "llama3":
+            return _llama3(config, rope, base), max_positions
+        case "yarn":
+            return _yarn(config, rope, base)
+        case "longrope":
+            return _longrope(config, rope, base, max_len, default=4096 if phi3 else max_positions)
+
+
+def _read_kind(rope: ConfigReader, *, phi3: bool) -> RopeKind:
+    if any(isinstance(value, Mapping) for value in rope.fields.values()):
+        raise UnsupportedModelError(
+            f"{rope.where}: different rotary embeddings for different layers aren't implemented."
+        )
+    name = rope.string("rope_type", "type", default="default")
+    if phi3 and name == "yarn":
+        name = "longrope"
+    if name not in _KINDS or "mrope_section" in rope.fields:
+        raise UnsupportedModelError(
+            f"{rope.where}: RoPE scaling {name!r} isn't implemented; those that are: {', '.join(sorted(_KINDS))}."
+        )
+    return _KINDS[name]
+
+
+def _factor(rope: ConfigReader, default: float | None = None) -> float:
+    return rope.number("factor", high=1e6, default=default)
+
+
+def _original_max_len(config: ConfigReader, rope: ConfigReader, default: int) -> int:
+    """A field beside the scaling has precedence over one within it."""
+    name = "original_max_position_embeddings"
+    reader = config if config.fields.get(name) is not None else rope
+    return reader.integer(name, low=2, high=MAX_POSITIONS, default=default)
+
+
+def _llama3(config: ConfigReader, rope: ConfigReader, base: RopeSpec) -> RopeSpec:
+    low, high = rope.number("low_freq_factor", high=1e6), rope.number("high_freq_factor", high=1e6)
+    if high <= low:
+        raise rope.refuse("high_freq_factor", high, f"above low_freq_factor ({low:g})")
+    original = _original_max_len(config, rope, base.original_max_len)
+    return RopeSpec(
+        base.kind, base.theta, base.dim, original, _factor(rope), low_freq_factor=low, high_freq_factor=high
+    )
+
+
+def _yarn(config: ConfigReader, rope: ConfigReader, base: RopeSpec) -> tuple[RopeSpec, int]:
+    """arXiv 2309.00071."""
+    original = _original_max_len(config, rope, base.original_max_len)
+    factor = _factor(rope, default=base.original_max_len / original)
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    attention_factor = rope.optional_number("attention_factor", high=1e6)
+    if attention_factor is None:
+        top, bottom = (
+            rope.optional_number("mscale", high=1e6),
+            rope.optional_number("mscale_all_dim", high=1e6),
+        )
+        attention_factor = mscale(top) / mscale(bottom) if top and bottom else mscale(1.0)
+    spec = RopeSpec(
+        base.kind,
+        base.theta,
+        base.dim,
+        original,
+        factor,
+        attention_factor,
+        beta_fast=rope.number("beta_fast", high=1e6, default=32.0),
+        beta_slow=rope.number("beta_slow", high=1e6, default=1.0),
+        truncate=rope.flag("truncate", True),
+    )
+    return spec, min(max(base.original_max_len, int(original * factor)), MAX_POSITIONS)
+
+
+def _longrope(
+    config: ConfigReader, rope: ConfigReader, base: RopeSpec, max_len: int | None, *, default: int
+) -> tuple[RopeSpec, int]:
+    """arXiv 2402.13753."""
+    max_positions = base.original_max_len
+    original = min(_original_max_len(config, rope, default), max_positions)
+    factor = _factor(rope, default=max_positions / original)
+    attention_factor = rope.optional_number("attention_factor", high=1e6)
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short = rope.numbers("short_factor", base.num_frequencies, high=1e6)
+    long = rope.numbers("long_factor", base.num_frequencies, high=1e6)
+    use_long = max_len is not None and max_len > original
+    spec = RopeSpec(
+        base.kind,
+        base.theta,
+        base.dim,
+        original,
+        factor,
+        attention_factor,
+        frequency_factors=long if use_long else short,
+    )
+    return spec, max_positions if use_long else original

@@ -1,0 +1,129 @@
+"""A decoder-only language model as numbers and flags, read from a Hugging Face ``config.json``.
+
+Everything that builds or plans for a model (the S-part's modules, the R-part's ``AttentionSpec``, the cost model's
+sizes) starts from one ``ModelSpec``; nothing else reads ``config.json``. Which fields a family has, what they are
+called and what they default to is in ``fastdecode.core.model.families``, which reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.model.rope import RopeSpec
+from fastdecode.core.spec import AttentionSpec, KVSpec
+
+NormKind: TypeAlias = Literal["rms", "layer"]
+NormPlacement: TypeAlias = Literal["pre", "post", "sandwich"]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model. Frozen, and valid if it is ``families.read_model_spec``'s; needs no torch."""
+
+    name: str
+    """For messages: usually the model's directory."""
+    family: str
+    """``model_type`` of ``config.json``."""
+    architecture: str
+    """``architectures`` of ``config.json``."""
+    dtype: DType
+    """The dtype that the checkpoint was saved in."""
+
+    vocab_size: int
+    hidden_size: int
+    embedding_size: int
+    """Dims of a token embedding; projected in and out if it isn't ``hidden_size``."""
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention: tuple[AttentionSpec, ...]
+    """One a layer."""
+    max_model_len: int
+    """Most tokens a sequence may have, prompt and output together."""
+
+    activation: Activation
+    norm: NormKind
+    norm_eps: float
+    norm_placement: NormPlacement = "pre"
+    """Of the attention and the MLP: norm before (pre), after the residual sum (post), before and after (sandwich)."""
+    norm_offset: float = 0.0
+    """Added to every norm's weight."""
+    norm_affine: bool = True
+    """False: norms have no weights."""
+    qk_norm: bool = False
+    """Each head's q and k are normed before they turn."""
+    embedding_norm: bool = False
+    final_norm: bool = True
+    gated_mlp: bool = False
+    """act(gate(x)) · up(x), not act(up(x))."""
+    parallel_residual: bool = False
+    """Attention and MLP both read the layer's input."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    rope: RopeSpec | None = None
+    num_learned_positions: int = 0
+    """Rows of the learned position embedding; 0 without one."""
+    learned_position_offset: int = 0
+    """Row of position 0."""
+    embedding_scale: float = 1.0
+    """Multiplies the token embeddings."""
+    logit_softcap: float | None = None
+    tied_embeddings: bool = False
+    """The token embedding is the output projection too."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """Any of these ends a text. Ids outside the vocabulary have been dropped: they can't be drawn."""
+
+    def kv_spec(self, dtype: DType, block_size: int = 64) -> KVSpec:
+        """The KV cache of this model in ``dtype``."""
+        return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, dtype, block_size)
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Output dims of the q, k and v projections."""
+        return (
+            self.num_q_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        )
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Weights of one layer; all layers are alike."""
+        q_size, ups = self.qkv_sizes[0], 2 if self.gated_mlp else 1
+        attention = self.hidden_size * (sum(self.qkv_sizes) + q_size)
+        attention += sum(self.qkv_sizes) * self.qkv_bias + self.hidden_size * self.o_bias
+        mlp = (ups + 1) * self.hidden_size * self.intermediate_size
+        mlp += (ups * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        norms = (4 if self.norm_placement == "sandwich" else 2) * self._norm_parameters
+        return attention + mlp + norms + 2 * self.head_dim * self.qk_norm
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        """Weights of the token and position embeddings, and of the projection and the norm that follow them."""
+        projection = self.hidden_size * self.embedding_size if self.embedding_size != self.hidden_size else 0
+        positions = self.num_learned_positions * self.hidden_size
+        tokens = self.vocab_size * self.embedding_size
+        return tokens + positions + projection + self._norm_parameters * self.embedding_norm
+
+    @property
+    def num_head_parameters(self) -> int:
+        """Weights that turn the last layer's output to logits, without a token embedding that is used again."""
+        projection = self.hidden_size * self.embedding_size if self.embedding_size != self.hidden_size else 0
+        output = 0 if self.tied_embeddings else self.vocab_size * self.embedding_size
+        return projection + output + self._norm_parameters * self.final_norm
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights, shared ones counted once."""
+        return self.num_embedding_parameters + self.num_layers * self.num_layer_parameters + self.num_head_parameters
+
+    @property
+    def _norm_parameters(self) -> int:
+        return self.norm_affine * (2 if self.norm == "layer" else 1) * self.hidden_size

@@ -1,0 +1,1 @@
+"""Which R-workers are there, and what they owe."""

@@ -1,0 +1,322 @@
+"""R-workers that share out the KV heads: each keeps some heads of every sequence (``--r-partition heads``).
+
+However long or short the sequences are, every R-worker then has the same share of every step's work, up to whole heads.
+The engine sees one R-worker. ``HeadsHub`` is that one: it cuts q, k and v by heads on the way out, and puts o together
+on the way back; all else is said to everybody, and answered once all have. Its capacity is that of the smallest.
+
+Who loses one of them loses a part of every sequence. Those that are left then share the heads anew (``Reunion``), and
+the engine recomputes everything, as it does after any loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.spec import AttentionSpec
+from fastdecode.engine.fleet.fleet import GREETING_TIMEOUT_S, RHub
+from fastdecode.engine.fleet.workers import Newcomers, Workers
+from fastdecode.wire.messages import (
+    Accepted,
+    Attend,
+    AttendResult,
+    CloseSequence,
+    ExtendSequence,
+    Failed,
+    ForkSequence,
+    FromRWorker,
+    Hello,
+    OpenSequence,
+    Refused,
+    ToRWorker,
+    Welcome,
+)
+from fastdecode.wire.transport import TIMEOUT, loss
+
+logger = logging.getLogger(__name__)
+
+_ANSWERED = (Hello, OpenSequence, ForkSequence, ExtendSequence, Attend)
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The heads of one R-worker: consecutive KV heads, and the query heads that share them."""
+
+    kv: slice
+    q: slice
+
+    def of(self, spec: AttentionSpec) -> AttentionSpec:
+        """What this R-worker needs to know of a layer."""
+        slopes = None if spec.alibi_slopes is None else spec.alibi_slopes[self.q]
+        num_kv, num_q = self.kv.stop - self.kv.start, self.q.stop - self.q.start
+        return replace(spec, num_q_heads=num_q, num_kv_heads=num_kv, alibi_slopes=slopes)
+
+
+def share_heads(num_q_heads: int, num_kv_heads: int, num_workers: int) -> list[HeadShare]:
+    """As even as whole KV heads allow.
+
+    Raises:
+        ConfigError: there are fewer KV heads than R-workers.
+    """
+    if num_workers > num_kv_heads:
+        raise ConfigError(
+            f"{num_workers} R-workers can't share {num_kv_heads} KV heads: start {num_kv_heads} at most, or place by "
+            "sequence (--r-partition sequences)"
+        )
+    group = num_q_heads // num_kv_heads
+    bounds = [num_kv_heads * i // num_workers for i in range(num_workers + 1)]
+    return [HeadShare(slice(a, b), slice(a * group, b * group)) for a, b in itertools.pairwise(bounds)]
+
+
+class HeadsConnection:
+    """The one R-worker that the engine sees; see ``fastdecode.wire.transport.Connection``."""
+
+    def __init__(self, hub: HeadsHub) -> None:
+        self._hub = hub
+
+    @property
+    def peer(self) -> str:
+        return self._hub.peer
+
+    @property
+    def heard_s(self) -> float | None:
+        return self._hub.heard_s
+
+    def send(self, message: ToRWorker) -> None:
+        self._hub.send(message)
+
+    def receive(self, timeout_s: float | None = None) -> FromRWorker:
+        return self._hub.receive_any(timeout_s)[1]
+
+    def poll(self) -> FromRWorker | None:
+        return self._hub.poll()
+
+    def close(self) -> None:
+        for connection in self._hub.parts.connections:
+            connection.close()
+
+
+class HeadsHub:
+    """See the module, and ``fastdecode.wire.transport.Hub``.
+
+    Args:
+        parts: the real R-workers.
+    """
+
+    def __init__(self, parts: RHub) -> None:
+        self.parts = parts
+        self.dead: dict[int, WorkerError] = {}
+        """The R-workers that are lost, and why."""
+        self.connections = (HeadsConnection(self),)
+        self._shares: dict[int, HeadShare] = {}
+        self._answers: dict[int, deque[FromRWorker]] = {}
+        # Greetings that each has still to answer: what comes before the last Welcome answers what is forgotten.
+        self._greetings: Counter[int] = Counter()
+        self._asked: deque[ToRWorker] = deque()
+        self._broken: WorkerError | None = None
+        self._set_live()
+
+    @property
+    def peer(self) -> str:
+        return f"the group of {', '.join(self.parts.connections[worker].peer for worker in self._answers)}"
+
+    @property
+    def heard_s(self) -> float | None:
+        """When the one that has been silent for longest was heard."""
+        return min((s for s in map(self._heard_s, self._answers) if s is not None), default=None)
+
+    def _heard_s(self, worker: int) -> float | None:
+        return self.parts.connections[worker].heard_s
+
+    def send(self, message: ToRWorker) -> None:
+        if isinstance(message, Hello):
+            self._start_anew(message)
+        if self._broken is not None:
+            raise self._broken
+        if isinstance(message, _ANSWERED):
+            self._asked.append(message)
+        for worker in self._answers:
+            self._greetings[worker] += isinstance(message, Hello)
+            try:
+                self.parts.connections[worker].send(self._part(message, self._shares[worker]))
+            except WorkerError as error:
+                self._find_closed()  # its last words, perhaps
+                self._lose(worker, error)
+                raise self._broken or error from None
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            if self._broken is not None:
+                raise self._broken
+            answer = self._join()
+            if answer is not None:
+                return 0, answer
+            remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                self._arrive(*self.parts.receive_any(remaining_s))
+            except WorkerError as error:
+                if error.code == TIMEOUT:
+                    raise
+                self._find_closed()
+
+    def poll(self) -> FromRWorker | None:
+        if self._broken is not None:
+            raise self._broken
+        self._find_closed()
+        if self._broken is not None:
+            raise self._broken
+        return self._join()
+
+    def give_up_the_slowest(self) -> None:
+        """Somebody has kept us waiting for too long: whoever has answered least, or was heard least lately, is lost."""
+        if self._broken is None:
+            least = min(map(len, self._answers.values()))
+            behind = [worker for worker, answers in self._answers.items() if len(answers) == least]
+            if len(behind) == len(self._answers):
+                behind = [min(behind, key=lambda worker: self._heard_s(worker) or 0.0)]
+            for worker in behind:
+                self._lose(worker, WorkerError("it keeps the others waiting", code=TIMEOUT))
+
+    def _set_live(self) -> None:
+        self._answers = {i: deque() for i in range(len(self.parts.connections)) if i not in self.dead}
+
+    def _start_anew(self, hello: Hello) -> None:
+        """Share the heads among those that are alive. What they have been asked before is forgotten on both sides."""
+        self._asked.clear()
+        self._broken = None
+        self._set_live()
+        kv, spec = hello.kv, hello.attention[0]
+        shares = share_heads(spec.num_q_heads, kv.num_kv_heads, len(self._answers))
+        self._shares = dict(zip(self._answers, shares, strict=True))
+
+    def _part(self, message: ToRWorker, share: HeadShare) -> ToRWorker:
+        if isinstance(message, Attend):
+            # Copies, since a part of the heads doesn't lie in one piece.
+            q, k, v = (
+                np.ascontiguousarray(x[:, heads])
+                for x, heads in ((message.q, share.q), (message.k, share.kv), (message.v, share.kv))
+            )
+            return replace(message, q=q, k=k, v=v)
+        if isinstance(message, Hello):
+            kv = replace(message.kv, num_kv_heads=share.kv.stop - share.kv.start)
+            return replace(message, kv=kv, attention=tuple(share.of(spec) for spec in message.attention))
+        return message
+
+    def _arrive(self, worker: int, answer: FromRWorker) -> None:
+        if worker in self.dead:
+            return  # it was given up, and answers after all
+        if isinstance(answer, Failed):
+            self._lose(worker, WorkerError(f"R-worker {answer.worker} failed: {answer.message}", code=answer.code))
+            return
+        if self._greetings[worker]:
+            self._greetings[worker] -= isinstance(answer, Welcome)
+            if self._greetings[worker] or not isinstance(answer, Welcome):
+                return
+        self._answers[worker].append(answer)
+
+    def _join(self) -> FromRWorker | None:
+        """The answer to what was asked first, once everybody has given it."""
+        if not self._asked or not all(self._answers.values()):
+            return None
+        answers = {worker: queue.popleft() for worker, queue in self._answers.items()}
+        return self._joined(self._asked.popleft(), answers)
+
+    def _joined(self, asked: ToRWorker, answers: dict[int, FromRWorker]) -> FromRWorker:
+        parts = list(answers.values())
+        first = parts[0]
+        if isinstance(asked, Hello):
+            welcomes = [part for part in parts if isinstance(part, Welcome)]
+            return min(welcomes, key=lambda welcome: welcome.num_blocks)
+        if isinstance(asked, Attend):
+            results = [part for part in parts if isinstance(part, AttendResult)]
+            self._check(answers, [(r.step, r.lane, r.layer, r.o.shape[0], r.lse is None) for r in results])
+            o = np.concatenate([result.o for result in results], axis=1)
+            logs = [result.lse for result in results if result.lse is not None]
+            lse = np.concatenate(logs, axis=1) if logs else None
+            return replace(results[0], o=o, lse=lse, compute_s=max(result.compute_s for result in results))
+        self._check(answers, [x.sequence_id for x in parts if isinstance(x, (Accepted, Refused))])
+        refused = next((part for part in parts if isinstance(part, Refused)), None)
+        if refused is not None and not isinstance(asked, ExtendSequence):
+            for worker, part in answers.items():
+                if isinstance(part, Accepted):
+                    self.parts.connections[worker].send(CloseSequence(part.sequence_id))
+        return refused or first
+
+    def _check(self, answers: dict[int, FromRWorker], said: Sequence[object]) -> None:
+        """Everybody has given an answer of the kind that was asked for, to the same question."""
+        if len(said) == len(answers) and all(x == said[0] for x in said):
+            return
+        error = WorkerError(f"{self.peer} answered each something else: are all of the same version?", code="protocol")
+        for worker in answers:
+            self._lose(worker, error)
+        raise error
+
+    def _find_closed(self) -> None:
+        for worker in list(self._answers):
+            try:
+                while worker not in self.dead:
+                    answer = self.parts.connections[worker].poll()
+                    if answer is None:
+                        break
+                    self._arrive(worker, answer)
+            except WorkerError as error:
+                self._lose(worker, error)
+
+    def _lose(self, worker: int, error: WorkerError) -> None:
+        if worker not in self.dead:
+            self.dead[worker] = error
+            logger.error("%s: its heads of every sequence with it", loss(self.parts.connections[worker].peer, error))
+        self._broken = self._broken or error
+
+
+class HeadsWorkers:
+    """R-workers that share the heads, in the place of those that each have their own sequences."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self.hub = HeadsHub(workers.hub)
+        self.num_r_workers = len(workers.hub.connections)
+
+    def replacements(self, hello: Hello) -> Newcomers:
+        return Reunion(self.hub, hello)
+
+    def close(self, lost: Collection[int], timeout_s: float) -> None:
+        if lost:  # the engine may have given up waiting before anybody asked for whom
+            self.hub.give_up_the_slowest()
+        self._workers.close(self.hub.dead, timeout_s)
+
+
+class Reunion:
+    """In the place of the R-workers of whom one is lost come those that are left."""
+
+    def __init__(self, hub: HeadsHub, hello: Hello) -> None:
+        self._hub = hub
+        self._hello = hello
+        self._welcome: Welcome | None = None
+
+    def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
+        """See ``Newcomers``. Waits for their answers: they may have to compile kernels for other numbers of heads."""
+        while self._welcome is None and 0 in lost:
+            self._hub.give_up_the_slowest()
+            if len(self._hub.dead) == len(self._hub.parts.connections):
+                break
+            try:
+                self._hub.send(self._hello)
+                answer = self._hub.receive_any(GREETING_TIMEOUT_S)[1]
+            except WorkerError:
+                continue  # one less
+            assert isinstance(answer, Welcome)
+            self._welcome = answer
+        return {} if self._welcome is None else {0: self._welcome}
+
+    def admit(self, worker: int) -> None:
+        """See ``Newcomers``."""
+        self._welcome = None

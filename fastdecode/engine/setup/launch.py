@@ -1,0 +1,213 @@
+"""From a resolved configuration to a running engine: load the model, start and greet R-workers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from fastdecode.core.config import EngineConfig
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.spec import KVSpec
+from fastdecode.core.trace import Trace
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.fleet.fleet import Fleet, RHub
+from fastdecode.engine.fleet.heads import HeadsWorkers
+from fastdecode.engine.fleet.workers import InlineWorkers, MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
+from fastdecode.engine.setup.ranks import meet_ranks
+from fastdecode.engine.setup.resolve import ResolvedConfig, resolve_for_this_host
+from fastdecode.engine.step.local import LocalAttention, LocalWorkers
+from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.schedule.lanes import LaneControl
+from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.times import MeasuredTimes
+from fastdecode.text.codec import TextCodec
+from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
+from fastdecode.wire.transport import TIMEOUT
+from sworker.dtypes import torch_dtype
+from sworker.graphs import StepGraphs
+from sworker.kernels.fused import fuse
+from sworker.kernels.packing import pack
+from sworker.kernels.threads import openmp_library
+from sworker.load.weights import load_model, load_spec, model_hash
+from sworker.model.skeleton import Model
+from sworker.ranks.parallel import ParallelSWorker, Ranks
+from sworker.ranks.sharding import parallelize
+from sworker.worker import SWorker
+
+logger = logging.getLogger(__name__)
+
+
+class RunningEngine:
+    """An engine, the model that it runs and the R-workers that serve it. Close it when done.
+
+    Args:
+        config: what the user chose.
+        progress: told what is being done, one line at a time.
+        trace: told what every step did.
+        times: what is known of step times before the first one, and told how long each took; None: all is learnt.
+
+    Raises:
+        ConfigError, ModelError: an option or the model directory is bad.
+        WorkerError: an R-worker failed to start, or refused to serve.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[str], None] | None = None,
+        trace: Trace | None = None,
+        times: MeasuredTimes | None = None,
+    ) -> None:
+        tell = progress or logger.info
+        started = time.perf_counter()
+        self.spec = load_spec(config.model)
+        self.resolved = resolve_for_this_host(config, self.spec)
+        self.codec = TextCodec.load(config.model)
+        # R-workers first: that one of them can't be reached is better known before than after a large model is loaded.
+        self._ranks: Ranks | None = None
+        workers = _reach_workers(self.resolved)
+        self._workers: Workers | None = workers
+        self._fleet = Fleet(workers.hub, config.worker_timeout_s, config.worker_silence_s)
+        self.num_r_workers = workers.num_r_workers if isinstance(workers, HeadsWorkers) else len(self._fleet)
+        # The R-workers that are lost, and why.
+        self._lost = workers.hub.dead if isinstance(workers, HeadsWorkers) else self._fleet.lost
+        try:
+            model = self._load_model(tell)
+            tell(_greeting(workers))
+            hello = _hello(self.spec, self.resolved)
+            self.welcomes = self._fleet.greet(hello)
+            self.engine = self._make_engine(model, workers, hello, trace, MeasuredTimes() if times is None else times)
+        except BaseException:
+            self.close()
+            raise
+        self.load_s = time.perf_counter() - started
+
+    def _load_model(self, tell: Callable[[str], None]) -> Model:
+        """The model, or this rank's part of it once the others have been met."""
+        config, resolved = self.resolved.config, self.resolved
+        tell(
+            f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype}): "
+            f"{resolved.memory}"
+        )
+        if config.tp > 1:
+            self._ranks = meet_ranks(config.tp, resolved.device, config.worker_timeout_s)
+        device, shard = (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
+        return load_model(config.model, device=device, dtype=torch_dtype(resolved.dtype), shard=shard)[1]
+
+    def _make_engine(
+        self, model: Model, workers: Workers, hello: Hello, trace: Trace | None, times: MeasuredTimes
+    ) -> Engine:
+        """The engine, once R-workers have said what room they have."""
+        resolved = self.resolved
+        blocks = tuple(welcome.num_blocks for welcome in self.welcomes)
+        s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
+        attention = _attention(workers, self._fleet, self.spec, resolved, s_worker)
+        return Engine(
+            s_worker,
+            Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace),
+            self._fleet,
+            make_scheduler(resolved.schedule, blocks, resolved.config.block_size, times),
+            self.codec,
+            self.spec.eos_token_ids,
+            trace,
+            times,
+            _lane_control(resolved, times),
+            workers.replacements(hello),
+        )
+
+    @property
+    def has_hung_r_workers(self) -> bool:
+        return any(error.code == TIMEOUT for error in self._lost.values())
+
+    @property
+    def num_live_r_workers(self) -> int:
+        return self.num_r_workers - len(self._lost)
+
+    def close(self) -> None:
+        """Stop the R-workers, and S-workers beside this one. Safe to call twice."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close(self._fleet.lost, self.resolved.config.worker_timeout_s)
+
+
+def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> SWorker:
+    """The S-worker as it was configured."""
+    fuse(model, resolved.device)
+    if ranks is not None:
+        parallelize(model, ranks.shard, ranks.add_up)
+        return ParallelSWorker(spec, model, ranks, step_graphs(model, resolved, ranks))
+    if resolved.device.type == "cpu":
+        pack(model)
+    return SWorker(spec, model, resolved.device, step_graphs(model, resolved))
+
+
+def _lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:
+    if not resolved.adapts_lanes:
+        return None
+    return LaneControl(times, resolved.schedule.num_lanes, most=resolved.most_lanes)
+
+
+def step_graphs(model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> StepGraphs | None:
+    """What runs the model's small S-steps as CUDA graphs, if that was chosen. Several S-workers pad to the same
+    buckets, whatever each one's GPU has room for: they add up rows of one shape."""
+    num_lanes, max_graphs = resolved.schedule.num_lanes, resolved.max_graphs
+    if ranks is not None:
+        num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
+    if not max_graphs:
+        return None
+    return StepGraphs(model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs)
+
+
+def _attention(
+    workers: Workers, fleet: Fleet, spec: ModelSpec, resolved: ResolvedConfig, s_worker: SWorker
+) -> Attention:
+    if isinstance(workers, LocalWorkers):
+        return LocalAttention(workers, fleet)
+    return AttentionPlan(spec.attention, resolved.kv_dtype, fleet, s_worker.device, resolved.prompts_on_r)
+
+
+def _greeting(workers: Workers) -> str:
+    """What is being done before the first step, for people."""
+    if isinstance(workers, LocalWorkers):
+        return f"no R-workers: {workers.hub.connections[0].peer}"
+    hub: RHub = workers.hub.parts if isinstance(workers, HeadsWorkers) else workers.hub
+    peers = [connection.peer for connection in hub.connections]
+    return f"greeting {len(peers)} R-worker(s): {', '.join(peers)}"
+
+
+def _reach_workers(resolved: ResolvedConfig) -> Workers:
+    if resolved.transport == "local":
+        return LocalWorkers(resolved.device, resolved.kv_bytes)
+    workers = _reach_r_workers(resolved)
+    return HeadsWorkers(workers) if resolved.config.r_partition == "heads" else workers
+
+
+def _reach_r_workers(resolved: ResolvedConfig) -> Workers:
+    config = resolved.config
+    if resolved.transport == "mpi":
+        return MpiWorkers(config.tp, silence_s=config.worker_silence_s)
+    if resolved.transport == "zmq":
+        return ZmqWorkers(config.r_worker_addresses, key_file=config.key, silence_s=config.worker_silence_s)
+    if resolved.transport == "inline":
+        # A runtime's threads serve both parts only where both want as many.
+        library = openmp_library() if resolved.r_threads == torch.get_num_threads() else None
+        return InlineWorkers(kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads, openmp_library=library)
+    return ThreadWorkers(config.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)
+
+
+def _hello(spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
+    kv = KVSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=resolved.kv_dtype,
+        block_size=resolved.config.block_size,
+    )
+    return Hello(PROTOCOL_VERSION, model_hash(resolved.config.model), kv, spec.attention, resolved.dtype)

@@ -1,0 +1,189 @@
+"""What an engine will take of the host's and the device's memory, computed before anything is loaded.
+
+A pure function of sizes: weights, what a step's rows need at once, pinned memory between device and host, and what is
+left for the KV cache. Estimates err on the large side; what they leave out (a CUDA context, libraries' workspaces) has
+a fixed share of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.model.spec import ModelSpec
+
+HOST_KV_SHARE = 0.5
+"""Of the host memory that the S-part leaves free, what KV caches in this process take unless the user says."""
+CUDA_RESERVE_BYTES = 1 << 30
+"""Workspaces, fragmentation."""
+GRAPH_BYTES = 256 << 10
+"""What a captured graph of a dozen kernels takes of the device's memory, estimated on the large side."""
+_LENT_LAYERS = 5
+"""q, k, v of so many layers may be lent out: see ``sworker.buffers``."""
+_SAMPLED_ELEMENTS = 1 << 24
+"""Logits that the sampler works on at a time, with four 8-byte temporaries."""
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """What this process may still take."""
+
+    host_bytes: int
+    device_bytes: int | None = None
+    """Of the S-worker's GPU; None: the S-part runs on the host."""
+    device_total_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """What an engine's steps are made of."""
+
+    num_lanes: int
+    """Most that there may be."""
+    step_tokens: int
+    """Most rows of a lane's step."""
+    logit_rows: int
+    """Most rows of a step that draw a token, where lanes are fewest."""
+    itemsize: int
+    """Bytes of an activation."""
+    num_shards: int = 1
+    """S-workers that act as one, of which this is one."""
+    num_graphs: int = 0
+    """CUDA graphs that may be captured."""
+    graph_rows: int = 0
+    """Most rows of a step that runs as graphs; 0: none does."""
+
+
+@dataclass(frozen=True)
+class KVDemand:
+    """The KV cache in this process."""
+
+    on_device: bool
+    """Beside the S-part; else on the host."""
+    num_caches: int
+    """R-workers in this process; 0: they are elsewhere, and decide for themselves."""
+    cache_bytes: int | None
+    """Of each; None: what is left."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that an engine will take."""
+
+    weights_bytes: int
+    activation_bytes: int
+    staging_bytes: int
+    """Pinned, on the host."""
+    kv_bytes: int
+    """Of each KV cache in this process."""
+    graph_bytes: int = 0
+    """CUDA graphs, and the lanes' memory that they work on."""
+
+    def __str__(self) -> str:
+        parts = (
+            ("weights", self.weights_bytes),
+            ("activations", self.activation_bytes),
+            ("CUDA graphs", self.graph_bytes),
+            ("staging", self.staging_bytes),
+            ("KV cache", self.kv_bytes),
+        )
+        return ", ".join(f"{name} {_gb(num)}" for name, num in parts if num)
+
+
+def plan_memory(
+    spec: ModelSpec, sizes: StepSizes, kv: KVDemand, free: FreeMemory, *, gpu_memory_fraction: float
+) -> MemoryPlan:
+    """Deal out the memory.
+
+    Args:
+        gpu_memory_fraction: of all of the GPU's memory, what this engine and whoever else is on it may use together.
+
+    Raises:
+        ConfigError: it doesn't fit (code ``out_of_memory``); the message has the numbers.
+    """
+    weights = _weights_bytes(spec, sizes)
+    activations = _activation_bytes(spec, sizes)
+    graphs = _graph_bytes(spec, sizes)
+    s_part = weights + activations + graphs
+    if free.device_bytes is None:
+        staging, where, room = 0, "the host", free.host_bytes
+    else:
+        staging = 0 if kv.on_device else _staging_bytes(spec, sizes)
+        where = f"the GPU (fraction {gpu_memory_fraction:g} of {_gb(free.device_total_bytes)})"
+        used = free.device_total_bytes - free.device_bytes
+        room = int(free.device_total_bytes * gpu_memory_fraction) - used - CUDA_RESERVE_BYTES
+        _check("pinned staging memory", staging, free.host_bytes, "the host", "--max-step-tokens or --lanes")
+    mend = "--max-step-tokens, --max-num-sequences or --lanes, choose a smaller dtype"
+    if graphs:
+        mend += ", set --cuda-graphs off"
+    if free.device_bytes is not None:
+        mend += ", raise --gpu-memory-fraction"
+    of_graphs = f", CUDA graphs {_gb(graphs)}" if graphs else ""
+    what = f"the S-part of {spec.name} (weights {_gb(weights)}, a step's activations {_gb(activations)}{of_graphs})"
+    _check(what, s_part, room, where, mend)
+    if kv.on_device or free.device_bytes is None:
+        kv_room = room - s_part
+    else:
+        where, kv_room = "the host", free.host_bytes - staging
+    if not kv.num_caches:
+        return MemoryPlan(weights, activations, staging, 0, graphs)
+    if kv.cache_bytes is not None:
+        what = f"{kv.num_caches} KV cache(s) of {_gb(kv.cache_bytes)} beside weights and activations"
+        _check(what, kv.cache_bytes * kv.num_caches, kv_room, where, "--kv-memory-gb or --r-workers")
+        return MemoryPlan(weights, activations, staging, kv.cache_bytes, graphs)
+    share = 1.0 if kv.on_device and free.device_bytes is not None else HOST_KV_SHARE
+    return MemoryPlan(weights, activations, staging, int(kv_room * share) // kv.num_caches, graphs)
+
+
+def _weights_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+    parameters = spec.num_parameters * sizes.itemsize // sizes.num_shards
+    rotary = spec.max_model_len * spec.rope.dim * 4 if spec.rope is not None else 0
+    return parameters + rotary
+
+
+def _activation_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+    """What lanes keep between their S-steps, and what the largest S-step needs while it runs."""
+    q, k, v = _qkv_sizes(spec, sizes)
+    kept = (spec.hidden_size + 2 * q + k + v) * sizes.itemsize  # x, q, k, v, o
+    num_logits = sizes.logit_rows * spec.vocab_size
+    logits = num_logits * (sizes.itemsize + 4) + min(num_logits, _SAMPLED_ELEMENTS) * 32
+    return sizes.step_tokens * (kept * sizes.num_lanes + _unit_row_bytes(spec, sizes)) + logits
+
+
+def _unit_row_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+    """What an S-step needs for a row while it runs, and no longer."""
+    inner = spec.intermediate_size // sizes.num_shards
+    ups = 2 if spec.gated_mlp else 1
+    in_mlp = 2 * spec.hidden_size + (ups + 2) * inner
+    in_attention = sum(_qkv_sizes(spec, sizes)) * (2 * sizes.itemsize + 2 * 4)  # rotated, and raised to float32
+    return in_mlp * sizes.itemsize + in_attention
+
+
+def _graph_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+    """Graphs, the pool that they share for what a unit needs while it runs, and the lanes' fixed memory."""
+    q, k, v = _qkv_sizes(spec, sizes)
+    fixed = (spec.hidden_size + q + _LENT_LAYERS * (q + k + v)) * sizes.itemsize * sizes.num_lanes
+    return sizes.num_graphs * GRAPH_BYTES + sizes.graph_rows * (_unit_row_bytes(spec, sizes) + fixed)
+
+
+def _qkv_sizes(spec: ModelSpec, sizes: StepSizes) -> tuple[int, int, int]:
+    """One rank's."""
+    q, k, v = (size // sizes.num_shards for size in spec.qkv_sizes)
+    return q, k, v
+
+
+def _staging_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+    """q, k, v of the layers that may be lent out, and o."""
+    return sizes.num_lanes * (_LENT_LAYERS + 1) * sizes.step_tokens * sum(spec.qkv_sizes) * sizes.itemsize
+
+
+def _check(what: str, num_bytes: int, room: int, where: str, mend: str) -> None:
+    if num_bytes > room:
+        raise ConfigError(
+            f"{what} takes {_gb(num_bytes)}, but {where} has {_gb(max(0, room))} for it: lower {mend}",
+            code="out_of_memory",
+        )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

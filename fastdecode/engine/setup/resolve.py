@@ -1,0 +1,302 @@
+"""From what a user chose to a configuration with nothing left open: the one place where "auto" means something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from fastdecode.core.config import EngineConfig
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import available_cores, free_memory_bytes
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.engine.setup.memory import GRAPH_BYTES, FreeMemory, KVDemand, MemoryPlan, StepSizes, plan_memory
+from fastdecode.schedule.lanes import MAX_AUTO_LANES
+from fastdecode.schedule.options import ScheduleOptions
+from fastdecode.wire.arrays import MAX_BODY_BYTES
+from fastdecode.wire.messages import MAX_SEQUENCE_TOKENS
+from fastdecode.wire.mpi.job import launched_size
+from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets
+from sworker.load.weights import load_spec
+
+_GRAPHS_SHARE = 32
+"""CUDA graphs may take one part in so many of the device's memory."""
+_GUEST_BYTES = MAX_BODY_BYTES // (2 * MAX_AUTO_LANES)
+"""Of a layer's queries that go to closed parts of split sequences: of a lane's prompts, and as many of all decoding
+sequences. So they fit into one message even where lanes have become one whose prompts were booked apart."""
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A configuration with nothing left open."""
+
+    config: EngineConfig
+    dtype: DType
+    kv_dtype: DType
+    device: torch.device
+    """This rank's own."""
+    r_threads: int
+    kv_bytes: int
+    """Of each R-worker in this process."""
+    memory: MemoryPlan
+    max_model_len: int
+    schedule: ScheduleOptions
+    """With the number of lanes to start with."""
+    prompts_on_r: bool
+    """Whether R-workers attend prompts."""
+    adapts_lanes: bool
+    """Whether the number of lanes follows what steps turn out to take."""
+    most_lanes: int
+    """That there may ever be; there is memory for so many."""
+    max_graphs: int
+    """CUDA graphs at most; 0: S-steps run as they are."""
+    transport: str
+    """inproc (R-workers as threads), inline (one in the S-worker's own thread), mpi, zmq, or local (the KV cache is on
+    ``device``)."""
+
+
+def resolve_for_this_host(config: EngineConfig, spec: ModelSpec | None = None, *, rank: int = 0) -> ResolvedConfig:
+    """``resolve`` with what this host has, for one of the S-workers that act as one."""
+    spec = spec or load_spec(config.model)
+    free = free_memory(_device(config.device, rank))
+    return resolve(config, spec, num_cores=available_cores(), free=free, rank=rank)
+
+
+def free_memory(device: torch.device) -> FreeMemory:
+    """What this process may still take of this host and of a device."""
+    if device.type != "cuda":
+        return FreeMemory(free_memory_bytes())
+    free, total = torch.cuda.mem_get_info(device)
+    # What an engine before this one has given back, torch keeps for the next.
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return FreeMemory(free_memory_bytes(), free + kept, total)
+
+
+def resolve(
+    config: EngineConfig, spec: ModelSpec, *, num_cores: int, free: FreeMemory, rank: int = 0
+) -> ResolvedConfig:
+    """Decide everything that the user left open.
+
+    Args:
+        rank: which of the S-workers that act as one this is, counted from 0.
+
+    Raises:
+        ConfigError: the device doesn't exist, max_model_len exceeds the model's, or the memory doesn't suffice.
+    """
+    dtype = spec.dtype if config.dtype == "auto" else DType.parse(config.dtype)
+    kv_dtype = dtype if config.kv_dtype == "auto" else DType.parse(config.kv_dtype, option="kv_dtype", of_kv=True)
+    is_local = config.kv_placement == "gpu"
+    if is_local and not kv_dtype.is_float:
+        raise ConfigError(
+            f"kv_dtype={kv_dtype.value!r} needs R-workers: with kv_placement='gpu' choose float32, bfloat16 or float16"
+        )
+    device = _device(config.device, rank)
+    transport = _transport(config)
+    # Where S-part and R-part share their hardware, lanes would only get into each other's way, and a single R-worker
+    # needs no thread of its own.
+    shares_cores = transport == "inproc" and device.type == "cpu"
+    may_overlap = not is_local and not shares_cores
+    if shares_cores and config.r_workers == 1 and config.lanes in (None, 1):
+        transport = "inline"
+    steps = _Steps(config, spec, dtype, transport, free, uses_graphs=_uses_graphs(config, device))
+    plan = steps.plan(may_overlap=may_overlap)
+    return ResolvedConfig(
+        config=config,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+        r_threads=config.r_threads or max(1, _r_cores(num_cores, device) // config.r_workers),
+        kv_bytes=plan.memory.kv_bytes,
+        memory=plan.memory,
+        max_model_len=_max_model_len(config, spec),
+        schedule=plan.schedule,
+        prompts_on_r=_prompts_on_r(config, device),
+        adapts_lanes=plan.lanes.adapt,
+        most_lanes=plan.lanes.most,
+        max_graphs=steps.max_graphs,
+        transport=transport,
+    )
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """Numbers of lanes that there may be."""
+
+    first: int
+    fewest: int
+    most: int
+
+    @classmethod
+    def fixed(cls, num_lanes: int) -> _Lanes:
+        return cls(num_lanes, num_lanes, num_lanes)
+
+    @property
+    def adapt(self) -> bool:
+        return self.fewest < self.most
+
+
+@dataclass(frozen=True)
+class _StepPlan:
+    lanes: _Lanes
+    schedule: ScheduleOptions
+    memory: MemoryPlan
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What steps will be like: how many lanes, which graphs, and the memory of both."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    dtype: DType
+    transport: str
+    free: FreeMemory
+    uses_graphs: bool
+
+    def plan(self, *, may_overlap: bool) -> _StepPlan:
+        """As many lanes as may be of use and there is memory for.
+
+        Raises:
+            ConfigError: there isn't even enough for the fewest.
+        """
+        refusal: ConfigError | None = None
+        for lanes in self._choices(may_overlap):
+            try:
+                return self._planned(lanes)
+            except ConfigError as error:
+                refusal = error
+        assert refusal is not None
+        raise refusal
+
+    def _choices(self, may_overlap: bool) -> Iterator[_Lanes]:
+        asked = self.config.lanes
+        if asked is not None or not may_overlap:
+            yield _Lanes.fixed(asked or 1)
+            return
+        # Fixed intervals are computed for so many lanes, and no others.
+        if "fixed-f" not in (self.config.schedule, self.config.cold_start):
+            for most in range(MAX_AUTO_LANES, 1, -1):
+                yield _Lanes(2, 1, most)
+        yield _Lanes.fixed(2)
+        yield _Lanes.fixed(1)
+
+    def _planned(self, lanes: _Lanes) -> _StepPlan:
+        config = self.config
+        schedule = replace(_schedule(config, lanes.first), max_guest_rows=self._max_guest_rows)
+        sizes = StepSizes(
+            num_lanes=lanes.most,
+            step_tokens=schedule.max_step_tokens,
+            logit_rows=-(-schedule.max_num_sequences // lanes.fewest),
+            itemsize=self.dtype.size_bytes,
+            num_shards=config.tp,
+            num_graphs=max(self._num_graphs(num_lanes) for num_lanes in range(lanes.fewest, lanes.most + 1)),
+            graph_rows=MAX_GRAPH_ROWS if self.max_graphs else 0,
+        )
+        kv = KVDemand(
+            on_device=self.transport == "local",
+            num_caches={"local": 1, "inline": 1, "inproc": config.r_workers}.get(self.transport, 0),
+            cache_bytes=None if config.kv_memory_gb is None else int(config.kv_memory_gb * 1e9),
+        )
+        memory = plan_memory(self.spec, sizes, kv, self.free, gpu_memory_fraction=config.gpu_memory_fraction)
+        return _StepPlan(lanes, schedule, memory)
+
+    @property
+    def _max_guest_rows(self) -> int:
+        row_bytes = max(spec.num_q_heads * spec.head_dim for spec in self.spec.attention) * self.dtype.size_bytes
+        return max(1, min(_GUEST_BYTES // row_bytes, ScheduleOptions.max_guest_rows))
+
+    @property
+    def max_graphs(self) -> int:
+        if not self.uses_graphs:
+            return 0
+        total = self.free.device_total_bytes
+        return min(MAX_GRAPHS, total // _GRAPHS_SHARE // GRAPH_BYTES) if total else MAX_GRAPHS
+
+    def _num_graphs(self, num_lanes: int) -> int:
+        num_units = self.spec.num_layers + 1
+        return min(
+            self.max_graphs, Buckets.choose(num_lanes, num_units, self.max_graphs).num_graphs(num_lanes, num_units)
+        )
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    max_model_len = config.max_model_len or min(spec.max_model_len, MAX_SEQUENCE_TOKENS)
+    if max_model_len > spec.max_model_len:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the {spec.max_model_len} tokens that {config.model} was made for"
+        )
+    if max_model_len > MAX_SEQUENCE_TOKENS:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the {MAX_SEQUENCE_TOKENS} tokens that kernels can count: lower it"
+        )
+    return max_model_len
+
+
+def _transport(config: EngineConfig) -> str:
+    if config.kv_placement == "gpu":
+        return "local"
+    if config.transport != "auto":
+        return config.transport
+    return "zmq" if config.r_worker_addresses else "inproc" if launched_size() is None else "mpi"
+
+
+def _r_cores(num_cores: int, device: torch.device) -> int:
+    """Cores for R-workers in this process: a GPU needs somebody to feed it at all times, which takes one."""
+    return num_cores - 1 if device.type == "cuda" and num_cores > 2 else num_cores
+
+
+def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
+    if config.kv_placement == "gpu":
+        return False
+    return config.prompt_attention == "r" or (config.prompt_attention == "auto" and device.type == "cpu")
+
+
+def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
+    mode = config.schedule
+    if mode == "auto":
+        mode = "stabilized" if num_lanes > 1 or config.load_limit is not None else "greedy"
+    return ScheduleOptions(
+        mode=mode,  # type: ignore[arg-type]  # checked there, as is cold_start
+        max_num_sequences=config.max_num_sequences,
+        prefill_chunk=config.prefill_chunk,
+        max_step_tokens=config.step_tokens,
+        num_lanes=num_lanes,
+        load_limit=config.load_limit,
+        target_length=config.target_length,
+        interval=config.interval,
+        cold_start=config.cold_start,  # type: ignore[arg-type]
+        learn_lengths=config.learn_lengths,
+        length_quantile=config.length_quantile,
+        split_tokens=config.split_tokens,
+    )
+
+
+def _device(name: str, rank: int) -> torch.device:
+    """The device of one of the S-workers that act as one: GPUs are counted from the one that is named."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r} is not a torch device: use cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r}: the S-part runs on cpu or cuda")
+    if device.type == "cpu":
+        return device
+    index, count = (device.index or 0) + rank, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if rank and count == 1:
+        index = device.index or 0  # the launcher shows every rank a GPU of its own
+    if index >= count:
+        of_rank = f" of S-worker {rank}" if rank else ""
+        raise ConfigError(
+            f"device={name!r}: GPU {index}{of_rank} isn't there, torch sees {count} CUDA devices here; use "
+            "device='cpu', or check the driver and that torch was built for CUDA"
+        )
+    return torch.device("cuda", index)
+
+
+def _uses_graphs(config: EngineConfig, device: torch.device) -> bool:
+    if config.cuda_graphs == "on" and device.type != "cuda":
+        raise ConfigError(f"cuda_graphs='on' needs a CUDA device, not device={config.device!r}: use auto")
+    # Between GPUs a graph holds collectives too, which has been run on no GPU yet: only if it is asked for.
+    return device.type == "cuda" and (config.cuda_graphs == "on" or (config.cuda_graphs == "auto" and config.tp == 1))

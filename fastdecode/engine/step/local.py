@@ -1,0 +1,245 @@
+"""KV on the S-worker's own device (``--kv-placement gpu``): another maker of ``attend``, behind the same engine.
+
+Scheduler, fleet and pipeline see one R-worker more or less: ``LocalHub`` is a hub with one peer, which isn't anywhere
+else. It keeps the same books as an R-worker (``rworker.kv_store``) and answers at once, in the sender's own thread;
+K, V and attention are ``sworker.paged``'s. What it can't do is run beside the S-part, so one lane is enough.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastdecode.core.errors import CapacityError, ProtocolError
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.step.layout import StepBatch
+from fastdecode.wire.messages import (
+    Accepted,
+    AttendResult,
+    BeginStep,
+    CloseSequence,
+    ExtendSequence,
+    Failed,
+    ForkSequence,
+    FromRWorker,
+    Hello,
+    OpenSequence,
+    Refused,
+    ToRWorker,
+    Welcome,
+)
+from fastdecode.wire.transport import closed_error, timeout_error
+from rworker.kv_store import KVStore
+from sworker.paged import PagedKV, PagedStep, Prompt
+
+WORKER = 0
+"""The one peer's index."""
+
+
+class LocalWorkers:
+    """The device in the place of R-workers; see ``fastdecode.engine.fleet.workers.Workers``.
+
+    Args:
+        device: where K and V are kept.
+        kv_bytes: memory for them; as many blocks as fit in it are offered.
+    """
+
+    def __init__(self, device: torch.device, kv_bytes: int) -> None:
+        self.hub = LocalHub(device, kv_bytes)
+
+    def replacements(self, hello: Hello) -> None:
+        return None
+
+    def close(self, lost: Collection[int], timeout_s: float) -> None:
+        self.hub.connections[WORKER].close()
+
+
+class LocalHub:
+    """A hub with one connection, to this very process; see ``fastdecode.wire.transport.Hub``."""
+
+    def __init__(self, device: torch.device, kv_bytes: int) -> None:
+        self.connections = (LocalConnection(device, kv_bytes),)
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
+        return WORKER, self.connections[WORKER].receive(timeout_s)
+
+
+class LocalConnection:
+    """Both sides of a connection: what is sent is done at once; see ``fastdecode.wire.transport.Connection``."""
+
+    def __init__(self, device: torch.device, kv_bytes: int) -> None:
+        self.peer = f"the KV cache on {device}"
+        self._device = device
+        self._kv_bytes = kv_bytes
+        self._answers: deque[FromRWorker] = deque()
+        self._store: KVStore | None = None
+        self._cache: PagedKV | None = None
+
+    heard_s = None
+    """It can't hang alone."""
+
+    def send(self, message: ToRWorker) -> None:
+        """See ``Connection``."""
+        match message:
+            case Hello():
+                self._answers.append(self._greet(message))
+            case OpenSequence() | ForkSequence() | ExtendSequence():
+                self._answers.append(self._reserve(message))
+            case CloseSequence():
+                self.store.close(message.sequence_id)
+            case _:
+                raise AssertionError(f"{type(message).__name__} is for R-workers")
+
+    def receive(self, timeout_s: float | None = None) -> FromRWorker:
+        answer = self.poll()
+        if answer is None:
+            raise timeout_error(self.peer, timeout_s or 0.0)
+        return answer
+
+    def poll(self) -> FromRWorker | None:
+        if self._answers:
+            return self._answers.popleft()
+        if self._store is None:
+            raise closed_error(self.peer, by_peer=False)
+        return None
+
+    def close(self) -> None:
+        self._store = self._cache = None
+
+    @property
+    def store(self) -> KVStore:
+        assert self._store is not None, "not greeted, or closed"
+        return self._store
+
+    @property
+    def cache(self) -> PagedKV:
+        assert self._cache is not None, "not greeted, or closed"
+        return self._cache
+
+    def begin_step(self, begin: BeginStep) -> PagedStep:
+        """Make room for a step's tokens, and say where they go. Rows stand in the order of ``begin``'s sequences:
+        decoded ones, later chunks, first chunks."""
+        appended = self.store.append(begin.sequence_ids, begin.num_new)
+        if appended.copy_sources.size:
+            self.cache.copy_blocks(appended.copy_sources, appended.copy_targets)
+        total = begin.num_past + begin.num_new
+        is_decoded = begin.num_new == 1
+        is_first = ~is_decoded & (begin.num_past == 0)
+        num_decoded, num_first = int(is_decoded.sum()), int(is_first.sum())
+        ends = np.cumsum(begin.num_new, dtype=np.int64)
+        later = tuple(
+            Prompt(slice(int(ends[i] - begin.num_new[i]), int(ends[i])), self._slots(int(begin.sequence_ids[i])))
+            for i in range(num_decoded, len(ends) - num_first)
+        )
+        first_row = int(ends[-1] - begin.num_new[is_first].sum())
+        starts = ends[is_first] - begin.num_new[is_first] - first_row
+        context_lens = np.ascontiguousarray(total[:num_decoded], np.int32)
+        return PagedStep(
+            slots=self._to_device(appended.slots),
+            tables=self._to_device(self.store.block_tables(begin.sequence_ids[:num_decoded])),
+            context_lens=self._to_device(context_lens),
+            context_lens_host=context_lens,
+            later=later,
+            first_rows=slice(first_row, int(ends[-1])),
+            first_starts=tuple(starts.tolist()),
+        )
+
+    def _slots(self, sequence_id: int) -> Tensor:
+        """Slots of all of a sequence's tokens, int64 [L], on the device."""
+        ids = np.array([sequence_id], np.int64)
+        places = np.arange(int(self.store.num_tokens(ids)[0]))
+        size = self.store.block_size
+        table = self.store.block_tables(ids)[0].astype(np.int64)
+        return self._to_device(table[places // size] * size + places % size)
+
+    def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def _greet(self, hello: Hello) -> Welcome | Failed:
+        kv = hello.kv
+        num_blocks = self._kv_bytes // kv.block_bytes
+        if not num_blocks:
+            text = (
+                f"{self._kv_bytes} bytes of KV memory don't hold one KV block of {kv.block_bytes} bytes "
+                f"({kv.num_layers} layers, {kv.block_size} tokens): raise --kv-memory-gb or --gpu-memory-fraction, "
+                "or keep the KV cache on R-workers (--kv-placement r)"
+            )
+            return Failed(self.peer, CapacityError.default_code, text)
+        try:
+            self._cache = PagedKV(kv, hello.attention, num_blocks, self._device)
+        except CapacityError as error:
+            return Failed(self.peer, error.code, error.message)
+        self._store = KVStore(num_blocks, kv.block_size)
+        return Welcome(self.peer, num_blocks, kv.block_size, torch.get_num_threads())
+
+    def _reserve(self, message: OpenSequence | ForkSequence | ExtendSequence) -> Accepted | Refused:
+        store, sequence = self.store, message.sequence_id
+        try:
+            match message:
+                case OpenSequence():
+                    store.open(sequence, message.num_reserved_tokens)
+                case ExtendSequence():
+                    store.extend(sequence, message.num_reserved_tokens)
+                case ForkSequence():
+                    store.fork(message.parent_id, sequence, message.num_shared_tokens, message.num_reserved_tokens)
+        except CapacityError as error:
+            return Refused(sequence, error.code, error.message)
+        return Accepted(sequence)
+
+
+class LocalAttention:
+    """Makes a lane's ``attend`` of every step; see ``fastdecode.engine.step.remote.Attention``."""
+
+    prompts_on_r = False
+
+    def __init__(self, workers: LocalWorkers, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self._connection = workers.hub.connections[WORKER]
+
+    def begin(self, batch: StepBatch) -> LocalStep:
+        return LocalStep(self._connection, batch)
+
+
+class LocalStep:
+    """One lane's step on the device: attended as soon as it is scattered; see ``attend.LaneAttention``."""
+
+    def __init__(self, connection: LocalConnection, batch: StepBatch) -> None:
+        (span,) = batch.spans
+        self.batch = batch
+        self._cache = connection.cache
+        self._paged = connection.begin_step(span.begin)
+        self._o = torch.empty(0)
+        self._is_timed = self._cache.pool.device.type == "cpu"
+        self.r_compute_s = {span.worker: 0.0}
+        """Zero on a GPU, where nobody waits for the end of a layer to take its time."""
+        self.sent_s: Seq[float] = ()
+
+    def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        started = time.perf_counter()
+        self._o = self._cache.attend(layer, q, k, v, self._paged)
+        if self._is_timed:
+            self.r_compute_s[WORKER] += time.perf_counter() - started
+
+    def dispatch(self, *, wait: bool) -> bool:
+        return True
+
+    def deliver(self, worker: int, result: AttendResult) -> None:
+        raise ProtocolError(f"the KV cache on the S-worker's device got an answer for layer {result.layer}")
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    @property
+    def settled(self) -> bool:
+        return True
+
+    def take(self) -> Tensor:
+        return self._o

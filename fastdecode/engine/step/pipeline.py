@@ -1,0 +1,234 @@
+"""The two-stage pipeline: lanes of the running batch that take turns on the S-worker while R-workers attend the others.
+
+A **lane** is a part of the running batch that moves through the layers as one. While lane A's attention runs on the
+R-workers, the S-worker computes lane B::
+
+    S-worker   | A: layer 0 | B: layer 0 | A: layer 1 | B: layer 1 | A: layer 2 | …
+    R-workers               | A: layer 0 | B: layer 0 | A: layer 1 | B: layer 1 | …
+
+Nothing is fixed about whose turn it is. The S-worker takes the lane that has been ready longest, and waits only when no
+lane is ready. Lanes don't share steps either: one that has finished its step starts its next while the others are in
+the middle of theirs. With one lane, S-part and R-part alternate.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.remote import Attention, LaneAttention
+from fastdecode.schedule.lanes import LaneControl
+from fastdecode.schedule.times import MeasuredTimes, RPartTime
+from fastdecode.wire.messages import Accepted, AttendResult, FromRWorker, Refused
+from sworker.worker import Pass, SWorker
+
+
+@dataclass(eq=False)
+class LaneStep:
+    """A lane's step, in flight or just finished."""
+
+    lane: int
+    batch: StepBatch
+    logit_rows: NDArray[np.int64]  # [R]
+    remote: LaneAttention
+    forward: Pass
+    logits: Tensor | None = None  # [R, vocab], once finished
+    s_compute_s: float = 0.0
+    """All that the S-worker's thread did for it so far."""
+    started_s: float = field(default_factory=time.perf_counter)
+    round_trip_s: float = math.inf
+    """The shortest of a layer's ways to an R-worker and back, its compute aside."""
+
+    @property
+    def step(self) -> int:
+        """The step's number; unique among all lanes."""
+        return self.batch.spans[0].begin.step
+
+    @property
+    def r_compute_s(self) -> float:
+        """The busiest R-worker's compute for this step."""
+        return max(self.remote.r_compute_s.values(), default=0.0)
+
+    def tell(self, times: MeasuredTimes, lanes: LaneControl | None, lost: Container[int], completed_s: float) -> None:
+        """Tell how long the finished step's parts took, those of R-workers that are lost aside. ``completed_s``: what
+        drawing tokens and handing them on has taken."""
+        num_decoding = num_prompt_tokens = 0
+        r_parts: dict[int, RPartTime] = {}
+        for span in self.batch.spans:
+            num_new, num_queries = span.begin.num_new, span.begin.num_queries
+            decoding = int((num_new == 1).sum())
+            prompt_tokens = int(num_new.sum()) - decoding
+            num_decoding += decoding
+            num_prompt_tokens += prompt_tokens
+            if span.worker not in lost:
+                # What is attended of what was there before; a prompt's own tokens count as such. One that decodes also
+                # attends to its token.
+                attended = np.where(num_queries > 1, span.begin.num_past, span.begin.num_visible)
+                load = int(attended[num_queries > 0].sum())
+                # Closed parts of split sequences attend prompt tokens that others store.
+                prompt_tokens += int(num_queries[(num_new == 0) & (num_queries > 1)].sum())
+                r_parts[span.worker] = RPartTime(load, prompt_tokens, self.remote.r_compute_s[span.worker])
+        # A GPU works on while this thread is elsewhere.
+        s_part_s = max(self.s_compute_s + completed_s, self.forward.device_s())
+        times.observe(num_decoding, num_prompt_tokens, s_part_s, r_parts)
+        if lanes is not None:
+            loads = {worker: part.load_tokens for worker, part in r_parts.items()}
+            lanes.observe(self.lane, num_decoding, loads, self.round_trip_s * (self.forward.layer + 1))
+
+
+class Pipeline:
+    """Runs lanes' steps side by side. One thread drives it."""
+
+    def __init__(self, s_worker: SWorker, attention: Attention, num_lanes: int, trace: Trace | None = None) -> None:
+        self._trace = trace or NoTrace()
+        self._s_worker = s_worker
+        self._attention = attention
+        self._lanes: list[LaneStep | None] = [None] * num_lanes
+        self._ready: deque[LaneStep] = deque()
+        self._unsent: deque[LaneStep] = deque()  # scattered, but not on the host yet; once a layer
+        self._awaited: dict[int, int] = {}  # sequences, or parts of them, to be opened or extended: by which R-worker
+        self._openings: dict[int, Accepted | Refused] = {}
+        self.wait_s = 0.0
+        """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
+
+    @property
+    def prompts_on_r(self) -> bool:
+        """Whether R-workers attend prompts."""
+        return self._attention.prompts_on_r
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self._lanes)
+
+    def set_num_lanes(self, num_lanes: int) -> None:
+        """From now on there are so many. No step is in flight."""
+        assert not self.in_flight
+        self._lanes = [None] * num_lanes
+
+    @property
+    def idle_lanes(self) -> list[int]:
+        return [lane for lane, step in enumerate(self._lanes) if step is None]
+
+    @property
+    def in_flight(self) -> list[LaneStep]:
+        return [step for step in self._lanes if step is not None]
+
+    def launch(self, lane: int, batch: StepBatch, logit_rows: NDArray[np.int64], planned_s: float = 0.0) -> None:
+        """Start an idle lane's step: embed, the first layer's S-step, and off to the R-workers. ``planned_s``: seconds
+        that it has taken so far."""
+        assert self._lanes[lane] is None
+        started = time.perf_counter()
+        remote = self._attention.begin(batch)
+        forward = self._s_worker.begin(batch.token_ids, batch.positions, lane)
+        step = LaneStep(lane, batch, logit_rows, remote, forward, s_compute_s=planned_s)
+        self._lanes[lane] = step
+        self._scatter(step)
+        self._count_s_part(step, 0, started)
+
+    def run(self) -> LaneStep:
+        """Go on until some lane has finished its step."""
+        while True:
+            self._dispatch(wait=False)
+            self._collect_ready()
+            if not self._ready:
+                if not self._dispatch(wait=True):
+                    self._receive()
+                continue
+            step = self._ready.popleft()
+            if step.logits is None:
+                self._advance(step)
+            if step.logits is not None and step.remote.settled:
+                self._lanes[step.lane] = None
+                # What isn't sent by now was for R-workers that are lost; others may be in their place soon.
+                self._unsent = deque(other for other in self._unsent if other is not step)
+                return step
+
+    def await_openings(self, awaited: dict[int, int]) -> dict[int, Accepted | Refused]:
+        """Wait until every sequence, or part of one, {id: R-worker} that was sent to be opened is accepted, refused, or
+        its R-worker lost. Answers to other lanes' steps that arrive meanwhile are kept."""
+        lost = self._attention.fleet.lost
+        self._awaited, self._openings = awaited, {}
+        while any(i not in self._openings and worker not in lost for i, worker in awaited.items()):
+            self._receive()
+        self._awaited = {}
+        return self._openings
+
+    def _advance(self, step: LaneStep) -> None:
+        started = time.perf_counter()
+        if step.forward.advance(step.remote.take()):
+            self._scatter(step)
+            self._count_s_part(step, step.forward.layer, started)
+        else:
+            step.logits = step.forward.logits(step.logit_rows)
+            self._count_s_part(step, None, started)
+
+    def _count_s_part(self, step: LaneStep, layer: int | None, started: float) -> None:
+        now = time.perf_counter()
+        step.s_compute_s += now - started
+        self._trace.s_part(step.lane, step.step, layer, started, now)
+
+    def _scatter(self, step: LaneStep) -> None:
+        forward = step.forward
+        step.remote.scatter(forward.layer, forward.q, forward.k, forward.v)
+        self._unsent.append(step)
+
+    def _dispatch(self, *, wait: bool) -> bool:
+        """Send what has come to the host, in the order in which it was computed; with ``wait``, at least one layer of
+        a lane. Whether anything went."""
+        sent = False
+        while self._unsent and self._unsent[0].remote.dispatch(wait=wait and not sent):
+            self._unsent.popleft()
+            sent = True
+        return sent
+
+    def _collect_ready(self) -> None:
+        """Queue the lanes that have become able to go on."""
+        for step in self.in_flight:
+            can_go_on = step.remote.ready if step.logits is None else step.remote.settled
+            if can_go_on and step not in self._ready:
+                self._ready.append(step)
+
+    def _receive(self) -> None:
+        started = time.perf_counter()
+        received = self._attention.fleet.receive()
+        now = time.perf_counter()
+        self.wait_s += now - started
+        self._trace.waited(started, now)
+        if received is None:
+            return
+        worker, message = received
+        try:
+            self._route(worker, message)
+        except ProtocolError as error:
+            self._attention.fleet.lose(worker, error)
+
+    def _route(self, worker: int, message: FromRWorker) -> None:
+        if isinstance(message, AttendResult):
+            step = self._lanes[message.lane] if 0 <= message.lane < len(self._lanes) else None
+            if step is None:
+                raise ProtocolError(
+                    f"{self._attention.fleet.peer(worker)} answered for lane {message.lane}, which is idle"
+                )
+            step.remote.deliver(worker, message)
+            sent, now = step.remote.sent_s[message.layer], time.perf_counter()
+            step.round_trip_s = min(step.round_trip_s, now - sent - message.compute_s)
+            self._trace.attended(worker, step.lane, message.step, message.layer, sent, now, message.compute_s)
+        elif isinstance(message, (Accepted, Refused)) and self._is_awaited(worker, message.sequence_id):
+            self._openings[message.sequence_id] = message
+        else:
+            raise ProtocolError(
+                f"{self._attention.fleet.peer(worker)} sent {type(message).__name__}, which nobody asked for"
+            )
+
+    def _is_awaited(self, worker: int, sequence_id: int) -> bool:
+        return self._awaited.get(sequence_id) == worker and sequence_id not in self._openings

@@ -1,0 +1,262 @@
+"""Attention over R-workers for one lane's step: scatter q, k, v; attend prompt chunks here meanwhile; gather o.
+
+``RemoteStep`` belongs to one step of one lane. Layer by layer its caller ``scatter``\\ s, hands it every answer that
+arrives for the lane (``deliver``), and takes ``o`` when the step is ``ready``. It never waits: waiting is the
+pipeline's business, which has other lanes to run.
+
+An R-worker may be lost in the middle of a step. Rows are independent of each other, so the step goes on with zeros for
+that worker's rows, whose results are then thrown away; the other rows notice nothing, and nothing has to be rolled
+back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.spec import AttentionSpec
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.step.layout import LocalSpan, StepBatch, WorkerSpan
+from fastdecode.engine.step.parts import GuestMerge
+from fastdecode.wire.messages import Attend, AttendResult
+from sworker.buffers import LENT_LAYERS, Staged, Staging, as_tensor, to_device
+from sworker.prefill import as_cached, local_causal_attention, merge_attention
+
+# While an R-worker only stores a prompt's K and V, the S-worker computes ahead of it by this many layers at most.
+MAX_OWED_ANSWERS = LENT_LAYERS - 1
+
+
+class LaneAttention(Protocol):
+    """Attention for one step of one lane, layer by layer: ``scatter``, until ``ready``, then ``take``."""
+
+    @property
+    def sent_s(self) -> Seq[float]:
+        """When each layer's q, k and v were ready to go, on ``time.perf_counter``."""
+
+    @property
+    def r_compute_s(self) -> dict[int, float]:
+        """Worker → seconds that it computed."""
+
+    def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Take a layer's q [T, Hq, D], k and v [T, Hkv, D], which may still be on their way to the host."""
+
+    def dispatch(self, *, wait: bool) -> bool:
+        """Send the oldest layer that was scattered and not sent, once it is on the host. False: it isn't there yet, and
+        wasn't to be waited for; True: sent, or nothing was left to send."""
+
+    def deliver(self, worker: int, result: AttendResult) -> None:
+        """Take in a worker's answer."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``take`` may be called."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the step may end."""
+
+    def take(self) -> Tensor:
+        """The layer's o [T, Hq, D]."""
+
+
+class Attention(Protocol):
+    """Makes ``LaneAttention``: on R-workers (``AttentionPlan``) or on the S-worker's device (``LocalAttention``)."""
+
+    @property
+    def fleet(self) -> Fleet: ...
+
+    @property
+    def prompts_on_r(self) -> bool:
+        """Whether R-workers attend prompts; see ``fastdecode.engine.step.layout``."""
+
+    def begin(self, batch: StepBatch) -> LaneAttention:
+        """A step begins: make room for its tokens where their K and V will be."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What every step of one engine has in common, with the KV cache on R-workers."""
+
+    specs: Seq[AttentionSpec]
+    """One a layer."""
+    kv_dtype: DType
+    fleet: Fleet
+    device: torch.device
+    """The S-worker's."""
+    prompts_on_r: bool = False
+    _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
+
+    def begin(self, batch: StepBatch) -> RemoteStep:
+        return RemoteStep(self, batch)
+
+    def staging(self, lane: int) -> Staging:
+        """A lane's memory on the way to R-workers and back."""
+        if lane not in self._staging:
+            self._staging[lane] = Staging(self.device)
+        return self._staging[lane]
+
+
+class RemoteStep:
+    """One lane's step on the R-workers."""
+
+    def __init__(self, plan: AttentionPlan, batch: StepBatch) -> None:
+        self._plan = plan
+        self.batch = batch
+        self._spans = {span.worker: span for span in batch.spans}
+        self._layer = -1
+        self._answered = dict.fromkeys(self._spans, -1)  # the last layer that each worker has answered
+        self._later = {span.worker: _later_chunks(batch, span) for span in batch.spans}
+        self._local_lse: dict[int, Tensor] = {}
+        self._guests = GuestMerge(batch, plan.device) if any(span.guests for span in batch.spans) else None
+        self._o = torch.empty(0)
+        self._staging = plan.staging(batch.spans[0].begin.lane)
+        self._unsent: deque[tuple[int, Staged]] = deque()
+        self.r_compute_s = dict.fromkeys(self._spans, 0.0)
+        self.sent_s: list[float] = []
+        for span in batch.spans:
+            plan.fleet.send(span.worker, span.begin)
+
+    def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Send a layer's q [T, Hq, D], k and v [T, Hkv, D] on their way; attend the prompt chunks' own tokens here."""
+        self._layer = layer
+        self._o = self._staging.begin_layer(q.shape, q.dtype)
+        self._unsent.append((layer, self._staging.send(q, k, v)))
+        self.dispatch(wait=False)
+        spec = self._plan.specs[layer]
+        for local in self.batch.local:
+            part, lse = self._attend_locally(local, spec, q, k, v)
+            self._o[local.rows] = part
+            if local.merge:
+                assert lse is not None
+                self._local_lse[local.rows.start] = lse
+
+    def dispatch(self, *, wait: bool) -> bool:
+        """See ``LaneAttention``."""
+        if not self._unsent:
+            return True
+        layer, staged = self._unsent[0]
+        if not staged.done:
+            if not wait:
+                return False
+            staged.wait()
+        self._unsent.popleft()
+        self.sent_s.append(time.perf_counter())
+        for worker, span in self._spans.items():
+            begin = span.begin
+            q, k, v = staged.q[span.query_rows], staged.k[span.rows], staged.v[span.rows]
+            if span.guests:
+                q = np.concatenate((q, *(staged.q[guests.rows] for guests in span.guests)))
+            self._plan.fleet.send(worker, Attend(begin.step, begin.lane, layer, q, k, v))
+        return True
+
+    def deliver(self, worker: int, result: AttendResult) -> None:
+        """Take in an answer, in the order in which the worker gave them.
+
+        Raises:
+            ProtocolError: it isn't the answer that was due.
+        """
+        span = self._spans.get(worker)
+        due = None if span is None else (span.begin.step, self._answered[worker] + 1)
+        if span is None or (result.step, result.layer) != due or result.layer > self._layer:
+            raise ProtocolError(
+                f"{self._plan.fleet.peer(worker)} answered for step {result.step}, layer {result.layer}, "
+                f"where (step, layer) {due} was due: are both ends of the same version?"
+            )
+        self._answered[worker] += 1
+        self.r_compute_s[worker] += result.compute_s
+        queries = span.query_rows
+        num_queries = num_home = queries.stop - queries.start
+        if span.guests:
+            num_queries += sum(len(guests.rows) for guests in span.guests)
+        if num_queries == 0:
+            return
+        due_shape = (num_queries, *self._o.shape[1:])
+        if result.o.shape != due_shape:
+            raise ProtocolError(
+                f"{self._plan.fleet.peer(worker)} answered o of shape {result.o.shape}, not {due_shape}"
+            )
+        found = None if result.lse is None else result.lse.shape
+        if found != (due_shape[:2] if span.begin.want_lse else None):
+            raise ProtocolError(
+                f"{self._plan.fleet.peer(worker)} answered lse of shape {found}, where "
+                + (f"{due_shape[:2]} was asked" if span.begin.want_lse else "none was asked")
+            )
+        if self._guests is not None:
+            result = self._guests.arrive(span, result, self._o.dtype)
+        if num_home:
+            self._place(span, result)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every row of the layer's o is there, and no worker is too far behind with storing."""
+        return all(
+            worker in self._plan.fleet.lost or self._layer - self._answered[worker] <= self._may_owe(span)
+            for worker, span in self._spans.items()
+        )
+
+    @property
+    def settled(self) -> bool:
+        """Whether every worker has answered everything: the step may end."""
+        lost = self._plan.fleet.lost
+        return all(worker in lost or answered == self._layer for worker, answered in self._answered.items())
+
+    def take(self) -> Tensor:
+        """The layer's o [T, Hq, D]; zeros in the rows of workers that are lost. Only when ``ready``."""
+        self._staging.join()
+        lost = [span.rows for worker, span in self._spans.items() if worker in self._plan.fleet.lost]
+        if lost and len(self._spans) == 1:
+            self._o = torch.zeros_like(self._o)  # nobody writes into what is lent
+        for rows in lost:
+            self._o[rows] = 0
+        if self._guests is not None:
+            self._guests.merge_into(self._o)
+        return self._o
+
+    @staticmethod
+    def _may_owe(span: WorkerSpan) -> int:
+        attends = span.guests or span.query_rows.start < span.query_rows.stop
+        return 0 if attends else MAX_OWED_ANSWERS
+
+    def _attend_locally(
+        self, local: LocalSpan, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = local.rows
+        # Attend to K and V as the cache will hold them, so that where a prompt is cut leaves no trace.
+        k_seen, v_seen = (as_cached(x[rows], self._plan.kv_dtype) for x in (k, v))
+        return local_causal_attention(q[rows], k_seen, v_seen, local.starts, spec, want_lse=local.merge)
+
+    def _place(self, span: WorkerSpan, result: AttendResult) -> None:
+        """Copy a worker's o to its rows, merging the later chunks' with what was attended here."""
+        queries, later = span.query_rows, self._later[span.worker]
+        if later is None:
+            if self._guests is None and self._staging.is_home and queries == slice(0, self._o.shape[0]):
+                self._o = as_tensor(result.o, self._o.dtype)  # lent until the lane's next Attend: o is used by then
+            else:
+                self._staging.receive(result.o, self._o, queries)
+            return
+        remote = to_device(as_tensor(result.o, self._o.dtype), self._o.device)
+        # Decode rows come before the later chunks, which end the span's query rows.
+        split = later.rows.start - queries.start
+        assert result.lse is not None
+        self._o[queries.start : later.rows.start] = remote[:split]
+        remote_lse = to_device(torch.from_numpy(np.ascontiguousarray(result.lse[split:])), self._o.device)
+        self._o[later.rows], lse = merge_attention(
+            self._o[later.rows], self._local_lse[later.rows.start], remote[split:], remote_lse
+        )
+        if self._guests is not None:
+            self._guests.lse[later.rows] = lse
+
+
+def _later_chunks(batch: StepBatch, span: WorkerSpan) -> LocalSpan | None:
+    """The span of later prompt chunks among the rows whose queries a worker attends."""
+    queries = span.query_rows
+    return next((x for x in batch.local if x.merge and queries.start <= x.rows.start < queries.stop), None)

@@ -1,0 +1,1 @@
+"""Files of lines in, files of lines out."""

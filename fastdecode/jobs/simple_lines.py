@@ -1,0 +1,143 @@
+"""The lines of ``fastdecode generate``: a request a line in, an answer a line out.
+
+An input line is ``{"id": …, "prompt": "…"}`` or ``{"id": …, "prompt_token_ids": […]}``, with any sampling parameter
+beside it. An output line is ``{"id", "text", "token_ids", "finish_reason", "usage"}`` (``"completions"`` instead of
+the middle three when n > 1, ``"logprobs"`` when asked for), or ``{"id", "error": {"code", "message"}}``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.sequence import Completion, Prompt, RequestOutput, SamplingParams
+from fastdecode.jobs.line_format import LineError, LineId, LineRequest
+from fastdecode.jobs.lines import load_object, utf8
+from fastdecode.text.codec import TextCodec
+
+SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
+LINE_FIELDS = ("id", "prompt", "prompt_token_ids", *SAMPLING_FIELDS)
+
+
+@dataclass(frozen=True)
+class SimpleRequest:
+    """What a line asks."""
+
+    line_id: LineId
+    prompt: Prompt
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that is no request."""
+
+    line_id: LineId | None
+    error: RequestError
+
+
+def parse_line(raw: bytes, number: int, defaults: SamplingParams) -> SimpleRequest | BadLine:
+    """A request, or what is wrong with it. ``defaults``: what the line doesn't say itself."""
+    line_id: LineId | None = None
+    try:
+        line = load_object(raw, number)
+        given_id = line.get("id")
+        if isinstance(given_id, bool) or not isinstance(given_id, (str, int)) or given_id == "":
+            raise RequestError(f'line {number} has no "id" that is a string or a whole number', code="invalid_id")
+        line_id = utf8(given_id, "id") if isinstance(given_id, str) else given_id
+        _refuse_unknown_fields(line)
+        # null is the same as not given
+        overrides = {name: line[name] for name in SAMPLING_FIELDS if line.get(name) is not None}
+        return SimpleRequest(line_id, _prompt_of(line), replace(defaults, **overrides))
+    except RequestError as error:
+        return BadLine(line_id, error)
+
+
+def _refuse_unknown_fields(line: dict[str, Any]) -> None:
+    for name in line:
+        if name not in LINE_FIELDS:
+            shown = name if len(name) <= 60 else name[:57] + "..."
+            near = difflib.get_close_matches(shown, LINE_FIELDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(LINE_FIELDS)}"
+            raise RequestError(f"unknown field {shown!r}: {hint}", code="unknown_field")
+
+
+def _prompt_of(line: dict[str, Any]) -> Prompt:
+    if ("prompt" in line) == ("prompt_token_ids" in line):
+        raise RequestError('give either "prompt" or "prompt_token_ids"', code="invalid_prompt")
+    if "prompt" in line:
+        if not isinstance(line["prompt"], str):
+            text = (
+                f'"prompt" must be a string, not {type(line["prompt"]).__name__} (token ids go in "prompt_token_ids")'
+            )
+            raise RequestError(text, code="invalid_prompt")
+        return utf8(line["prompt"], "prompt")
+    if not isinstance(line["prompt_token_ids"], list):
+        raise RequestError('"prompt_token_ids" must be a list of token ids', code="invalid_prompt")
+    token_ids: list[int] = line["prompt_token_ids"]
+    return token_ids
+
+
+def output_fields(output: RequestOutput) -> dict[str, Any]:
+    """The fields of an answered request's output line, but its id."""
+    completions = [_completion_fields(completion) for completion in output.completions]
+    num_output = sum(len(completion.token_ids) for completion in output.completions)
+    usage = {
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": num_output,
+        "total_tokens": len(output.prompt_token_ids) + num_output,
+    }
+    body = completions[0] if len(completions) == 1 else {"completions": completions}
+    return {**body, "usage": usage}
+
+
+def _completion_fields(completion: Completion) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+    }
+    if completion.logprobs is not None:
+        line["logprobs"] = [
+            {"token_id": step.token_id, "logprob": step.logprob, "top": [list(pair) for pair in step.top]}
+            for step in completion.logprobs
+        ]
+    return line
+
+
+def error_object(error: FastDecodeError) -> dict[str, str]:
+    """An error as output lines show it."""
+    return {"code": error.code, "message": str(error)}
+
+
+class SimpleLines:
+    """The lines above as a batch job's format. Every answer also tells the ``line`` that it is for, since answers come
+    in the order in which they finish."""
+
+    name: ClassVar[str] = "simple"
+    id_field: ClassVar[str] = "id"
+    duplicate_code: ClassVar[str] = "duplicate_id"
+
+    def __init__(self, defaults: SamplingParams) -> None:
+        self._defaults = defaults
+
+    def parse(self, raw: bytes, number: int) -> LineRequest:
+        item = parse_line(raw, number, self._defaults)
+        if isinstance(item, BadLine):
+            raise LineError(str(item.error), code=item.error.code, line_id=item.line_id)
+        return LineRequest(item.line_id, (item.prompt,), item.params)
+
+    def answer(
+        self, number: int, request: LineRequest, outputs: Sequence[RequestOutput], codec: TextCodec
+    ) -> dict[str, Any]:
+        (output,) = outputs
+        return {"id": request.line_id, "line": number, **output_fields(output)}
+
+    def refusal(self, number: int, line_id: LineId | None, error: FastDecodeError) -> dict[str, Any]:
+        return {"id": line_id, "line": number, "error": error_object(error)}
+
+    def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:
+        return int(answer["line"]), "error" in answer

@@ -1,0 +1,1 @@
+"""What was measured, and what is foretold from it."""

@@ -1,0 +1,226 @@
+"""Is this set of hosts fit to run a job? What ``fastdecode doctor`` asks of every R-worker, and how it judges the
+answers. Judging is pure: facts in, findings out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.host import HostFacts
+from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.wire.measure import RConnection, measure_link
+from fastdecode.wire.messages import PROTOCOL_VERSION, Failed, Inspect, Report
+
+Level = Literal["PASS", "WARN", "FAIL"]
+
+ANSWER_TIMEOUT_S: Final = 30.0
+SLOW_ROUND_TRIP_S: Final = 1e-3
+"""A layer's round trip above this leaves a pipeline of two lanes waiting with most models."""
+SLOW_BYTES_PER_S: Final = 0.5e9
+_BATCHES: Final = (1, 64)
+# What is sent to measure: wide queries, one KV head, so that it is large on the wire and small in memory.
+_PROBE: Final = AttentionSpec(32, 1, 128, scale=1.0)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report."""
+
+    level: Level
+    check: str
+    text: str
+    mend: str = ""
+
+
+@dataclass(frozen=True)
+class LinkFacts:
+    """The way to an R-worker and back, as decode steps see it."""
+
+    round_trip_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """An R-worker; and what went wrong, if it didn't answer or couldn't be measured."""
+
+    peer: str
+    report: Report | None = None
+    link: LinkFacts | None = None
+    error: str = ""
+
+
+def examine(connection: RConnection, *, repeats: int = 10) -> WorkerFacts:
+    """Ask an R-worker about itself, and measure the way to it. It serves a job afterwards as if nothing had been."""
+    report: Report | None = None
+    try:
+        connection.send(Inspect())
+        answer = connection.receive(ANSWER_TIMEOUT_S)
+        if not isinstance(answer, Report):
+            text = answer.message if isinstance(answer, Failed) else f"it answered {type(answer).__name__}"
+            return WorkerFacts(connection.peer, error=text)
+        report = answer
+        kv = KVSpec(1, _PROBE.num_kv_heads, _PROBE.head_dim, DType.FLOAT16, 16)
+        times = measure_link(connection, kv, _PROBE, DType.FLOAT16, _BATCHES, repeats=repeats)
+    except FastDecodeError as error:
+        return WorkerFacts(connection.peer, report, error=error.message)
+    large = times.transfer[-1]
+    link = LinkFacts(times.round_trip.median_s, large.size / large.timing.median_s)
+    return WorkerFacts(connection.peer, report, link)
+
+
+def hash_of_model(directory: str) -> str:
+    """What R-workers that are kept for one model know it by.
+
+    Raises:
+        MissingExtraError: the S-part isn't installed here.
+        CheckpointError: it is no model's directory.
+    """
+    from sworker.load.checkpoint import model_hash  # hosts without the S-part have a doctor, too
+
+    return model_hash(directory)
+
+
+def judge(here: HostFacts, workers: Sequence[WorkerFacts], model_hash: str | None = None) -> list[Finding]:
+    """Everything that can be said of an S-worker's host and its R-workers.
+
+    Args:
+        here: the S-worker's.
+        model_hash: of the model that is to be run.
+    """
+    findings: list[Finding] = []
+    for worker in workers:
+        if worker.error:
+            check = "reach" if worker.report is None else "serve"
+            findings.append(Finding("FAIL", check, f"{worker.peer}: {worker.error}", "start it anew, and see its log"))
+    reports = [worker.report for worker in workers if worker.report is not None]
+    findings += _versions(here, reports)
+    findings += _models(reports, model_hash)
+    findings += _huge_pages(here, reports)
+    findings += _cores(here, reports)
+    findings += _memory(reports)
+    findings += _links(workers)
+    return findings
+
+
+def _versions(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
+    mend = "install the same version of fastdecode everywhere"
+    for report in reports:
+        ours, theirs = here.version("fastdecode"), report.host.version("fastdecode")
+        if report.protocol_version != PROTOCOL_VERSION:
+            text = f"{report.worker} speaks protocol version {report.protocol_version}, we speak {PROTOCOL_VERSION}"
+            yield Finding("FAIL", "versions", text, mend)
+        elif ours != theirs:
+            yield Finding("FAIL", "versions", f"{report.worker} runs fastdecode {theirs}, we run {ours}", mend)
+        for package in ("numpy", "numba", "mpi4py", "pyzmq"):
+            mine, other = here.version(package), report.host.version(package)
+            if mine and other and mine != other:
+                text = f"{report.worker} has {package} {other}, we have {mine}"
+                yield Finding("WARN", "versions", text, f"install the same {package} everywhere")
+        if here.mpi != report.host.mpi and here.mpi and report.host.mpi:
+            text = f"{report.worker} runs {report.host.mpi}, we run {here.mpi}"
+            yield Finding("FAIL", "versions", text, "use one MPI library for the whole job")
+    mpi = f", {here.mpi}" if here.mpi else ""
+    text = f"fastdecode {here.version('fastdecode')}, python {here.version('python')}{mpi}"
+    yield Finding("PASS", "versions", f"{text}; {len(reports)} R-worker(s) answered")
+
+
+def _models(reports: Sequence[Report], model_hash: str | None) -> Iterator[Finding]:
+    kept = {report.worker: report.model_hash for report in reports if report.model_hash}
+    if model_hash is None and kept:
+        yield Finding("WARN", "model", "R-workers are kept for one model each", "say which is to be run: --model DIR")
+    elif model_hash is not None:
+        wrong = {worker: hash for worker, hash in kept.items() if hash != model_hash}
+        for worker, other in wrong.items():
+            text = f"{worker} is kept for the model {other}, to run is {model_hash}"
+            yield Finding("FAIL", "model", text, "start it with another --model-hash, or without")
+        if not wrong:
+            yield Finding("PASS", "model", f"hash {model_hash}; every R-worker serves it")
+
+
+def _huge_pages(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
+    settings = {report.host.host: report.host.huge_pages for report in reports} or {here.host: here.huge_pages}
+    for host, setting in settings.items():
+        if setting == "never":
+            mend = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+            yield Finding("WARN", "huge pages", f"{host}: off; the KV cache is read up to a fifth slower", mend)
+        else:
+            yield Finding("PASS", "huge pages", f"{host}: transparent huge pages are {setting or 'not known here'}")
+
+
+def _cores(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
+    by_host: dict[str, list[Report]] = defaultdict(list)
+    for report in reports:
+        by_host[report.host.host].append(report)
+    for host, together in by_host.items():
+        cpus = {cpu for report in together for cpu in report.host.cpus}
+        num_threads = sum(report.num_threads for report in together)
+        has_s_worker = host == here.host
+        wanted = num_threads + has_s_worker
+        beside = " and the S-worker" if has_s_worker else ""
+        shown = f"{host}: {num_threads} R-worker thread(s){beside} on {len(cpus)} CPU(s)"
+        if cpus and wanted > len(cpus):
+            mend = "fewer --threads (--r-threads), fewer R-workers here, or cores of their own for the S-worker"
+            yield Finding("WARN", "cores", f"{shown}: they take turns", mend)
+        else:
+            yield Finding("PASS", "cores", shown)
+        for report in together:
+            yield from _binding(report)
+
+
+def _binding(report: Report) -> Iterator[Finding]:
+    host, cpus = report.host, set(report.host.cpus)
+    if cpus and report.num_threads > len(cpus):
+        text = f"{report.worker} has {report.num_threads} threads, but may use {len(cpus)} CPU(s)"
+        yield Finding("WARN", "binding", text, "lower --threads, or have the launcher bind it to more (--bind-to none)")
+    nodes = [node for node, listed in enumerate(host.numa_cpus) if cpus & _listed(listed)]
+    if len(nodes) > 1:
+        text = f"{report.worker} may run on {len(nodes)} NUMA nodes: threads read across sockets"
+        yield Finding("WARN", "binding", text, "one R-worker a node: fastdecode r-worker --numa-node auto (or N)")
+    elif nodes:
+        yield Finding("PASS", "binding", f"{report.worker}: {len(cpus)} CPU(s) of NUMA node {nodes[0]}")
+
+
+def _memory(reports: Sequence[Report]) -> Iterator[Finding]:
+    by_host: dict[str, list[Report]] = defaultdict(list)
+    for report in reports:
+        by_host[report.host.host].append(report)
+    for host, together in by_host.items():
+        planned = sum(report.kv_bytes for report in together)
+        free = min(report.host.free_bytes for report in together)
+        shown = f"{host}: {planned / 1e9:.3g} GB for KV caches, {free / 1e9:.3g} GB free"
+        if planned > free:
+            yield Finding("FAIL", "memory", shown, f"at most {free / len(together) / 1e9:.2g} GB each: --kv-memory-gb")
+        elif planned > 0.9 * free:
+            yield Finding("WARN", "memory", f"{shown}: little is left for anything else", "a smaller --kv-memory-gb")
+        else:
+            yield Finding("PASS", "memory", shown)
+
+
+def _links(workers: Sequence[WorkerFacts]) -> Iterator[Finding]:
+    for worker in workers:
+        if worker.link is None:
+            continue
+        link = worker.link
+        shown = (
+            f"{worker.peer}: round trip {link.round_trip_s * 1e6:.0f} us, {link.bytes_per_s / 1e9:.2f} GB/s each way"
+        )
+        if link.round_trip_s > SLOW_ROUND_TRIP_S or link.bytes_per_s < SLOW_BYTES_PER_S:
+            mend = "check that the fast network is used (launch --interface NET), and that ranks don't share CPUs"
+            yield Finding("WARN", "link", f"{shown}: slow", mend)
+        else:
+            yield Finding("PASS", "link", shown)
+
+
+def _listed(text: str) -> set[int]:
+    """``0-3,8`` → the CPUs; nothing for what isn't such a list."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdecimal() and (last or first).isdecimal() and int(last or first) < 1 << 16:
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus

@@ -1,0 +1,122 @@
+"""A steady decode batch: sequences of one length that all step together, timed step by step.
+
+What ``fastdecode calibrate`` and ``fastdecode bench`` measure is the engine itself, through the same ``submit`` and
+``step`` as every other caller's: nothing here knows how a step is scheduled or run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastdecode.core.errors import CapacityError
+from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.engine.setup.launch import RunningEngine
+
+WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class SteadySteps:
+    """Decode steps of one batch, all lanes together."""
+
+    batch: int
+    mean_context_tokens: float
+    """Cached tokens of a sequence, in the middle of the steps."""
+    step_s: tuple[float, ...]
+    """Of each step: one token for every sequence."""
+    r_compute_s: tuple[float, ...]
+    """Of each step: the busiest R-worker's compute."""
+
+    @property
+    def without_r_s(self) -> tuple[float, ...]:
+        """Of each step: all but that."""
+        return tuple(step - r for step, r in zip(self.step_s, self.r_compute_s, strict=True))
+
+
+def time_steady_steps(
+    running: RunningEngine,
+    batch: int,
+    context_tokens: int,
+    num_steps: int,
+    *,
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> SteadySteps:
+    """Run prompts of about ``context_tokens`` random tokens, then time ``num_steps`` steps of the whole batch.
+
+    Greedy sampling; EOS is ignored. The engine is empty before and after.
+
+    Args:
+        batch: sequences; at most what the engine runs at once.
+
+    Raises:
+        CapacityError: the R-workers don't hold the whole batch at once.
+    """
+    engine, num_lanes = running.engine, running.resolved.schedule.num_lanes
+    assert engine.num_unfinished == 0, "the engine is busy"
+    prompt_len = max(1, context_tokens - WARM_UP_STEPS - num_steps // 2)
+    _submit(running, batch, prompt_len, num_steps, seed)
+    try:
+        num_generated = _run_prompts(running, batch, prompt_len)
+        steps, computes = [], []
+        for _ in range(WARM_UP_STEPS + num_steps):
+            r_before, started = engine.stats.r_compute_s, clock()
+            for _ in range(num_lanes):
+                engine.step()
+            steps.append(clock() - started)
+            computes.append(engine.stats.r_compute_s - r_before)
+    finally:
+        engine.cancel_all()
+    context = prompt_len + num_generated / batch + WARM_UP_STEPS + num_steps / 2
+    return SteadySteps(batch, context, tuple(steps[WARM_UP_STEPS:]), tuple(computes[WARM_UP_STEPS:]))
+
+
+def time_prompt(
+    running: RunningEngine, num_tokens: int, *, seed: int = 0, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Seconds from a prompt of so many random tokens to the first token that follows. The engine is empty before and
+    after.
+
+    Raises:
+        CapacityError: the R-workers don't hold such a prompt.
+    """
+    assert running.engine.num_unfinished == 0, "the engine is busy"
+    tokens = tuple(np.random.default_rng(seed).integers(0, running.spec.vocab_size, num_tokens).tolist())
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    started = clock()
+    running.engine.submit(Request("prompt", tokens, params, 1, seed=0))
+    while running.engine.num_unfinished:
+        for output in running.engine.step():
+            if output.error is not None:
+                raise output.error
+    return clock() - started
+
+
+def _submit(running: RunningEngine, batch: int, prompt_len: int, num_steps: int, seed: int) -> None:
+    config = running.resolved.config
+    # Those whose prompt is done early decode while the others' prompts run.
+    budget = max(1, config.step_tokens - batch)
+    prompt_steps = 2 * -(-batch * prompt_len // budget) + -(-prompt_len // config.prefill_chunk)
+    max_tokens = prompt_steps + WARM_UP_STEPS + num_steps + 4
+    rng = np.random.default_rng(seed)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    for index in range(batch):
+        tokens = tuple(rng.integers(0, running.spec.vocab_size, prompt_len).tolist())
+        running.engine.submit(Request(f"steady-{index}", tokens, params, max_tokens, seed=index))
+
+
+def _run_prompts(running: RunningEngine, batch: int, prompt_len: int) -> int:
+    """Step until every prompt is done. Returns the tokens that were generated meanwhile."""
+    stats = running.engine.stats
+    prompts_before, outputs_before = stats.num_prompt_tokens, stats.num_output_tokens
+    while stats.num_prompt_tokens - prompts_before < batch * prompt_len:
+        if running.engine.step():
+            raise CapacityError(
+                f"{batch} sequences of {prompt_len} tokens didn't run all at once: give the R-workers more KV memory "
+                "(--kv-memory-gb), or measure fewer or shorter ones"
+            )
+    return stats.num_output_tokens - outputs_before

@@ -1,0 +1,1 @@
+"""OpenAI's request and answer bodies; knows no line and no socket."""

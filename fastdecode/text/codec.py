@@ -1,0 +1,217 @@
+"""Between text and token ids: the tokenizer of a model directory, and the text of a sequence as it grows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastdecode.core.errors import CheckpointError, MissingExtraError, RequestError
+from fastdecode.core.sequence import SamplingParams
+from fastdecode.text.detokenizer import Detokenizer, NoDetokenizer, Vocabulary, detokenizer_for
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class TextCodec:
+    """A model's tokenizer, or the lack of one: a model without serves token ids only.
+
+    Args:
+        tokenizer: None if the model has none.
+        bos_token_id: put before every prompt that doesn't begin with it after the tokenizer's own post-processing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, bos_token_id: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
+        self._prefix: list[int] = []
+        if tokenizer is not None:
+            # Some tokenizer.json carry the settings that their training ran with.
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            if bos_token_id is not None and tokenizer.encode("").ids[:1] != [bos_token_id]:
+                self._prefix = [bos_token_id]
+
+    @classmethod
+    def load(cls, model_dir: str | Path) -> TextCodec:
+        """Read ``tokenizer.json`` (it may be absent) and what ``tokenizer_config.json`` says of BOS.
+
+        Raises:
+            CheckpointError: a file is there but can't be used.
+            MissingExtraError: the model has a tokenizer, but the package ``tokenizers`` isn't installed.
+        """
+        path = Path(model_dir) / "tokenizer.json"
+        if not path.exists():
+            return cls(None)
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise MissingExtraError("tokenizers", "sworker", f"reading {path}") from None
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(
+                f"{path} is not a tokenizer that the package tokenizers can read ({error}): fetch the file again, or "
+                f"remove it to serve token ids only"
+            ) from None
+        bos = _added_bos_token(path.with_name("tokenizer_config.json"))
+        return cls(tokenizer, None if bos is None else tokenizer.token_to_id(bos))
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The tokens' texts; None without a tokenizer."""
+        return self._vocabulary
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The prompt's token ids, with the special tokens that the model expects around a text, unless the text spells
+        them out itself.
+
+        Raises:
+            RequestError: there is no tokenizer (code ``no_tokenizer``), or the text can't be encoded
+                (``invalid_prompt``).
+        """
+        if self._tokenizer is None:
+            raise RequestError(
+                "the prompt is text, but the model directory has no tokenizer.json: give prompt_token_ids, or add "
+                "the model's tokenizer.json",
+                code="no_tokenizer",
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt holds half a surrogate pair at character {error.start}, which is no text: "
+                f"write the whole character",
+                code="invalid_prompt",
+            ) from None
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises bare Exception
+            raise RequestError(
+                f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids", code="invalid_prompt"
+            ) from None
+        return self._prefix + ids if add_special_tokens else ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of all tokens at once, special tokens left out; empty without a tokenizer."""
+        return "" if self._vocabulary is None else self._vocabulary.text(token_ids)
+
+    def sequence_text(self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> SequenceText:
+        """A new sequence's text. It continues the prompt's: a first word keeps the space before it.
+
+        Raises:
+            RequestError: (code ``no_tokenizer``) stop strings, but no tokenizer to make text of tokens.
+        """
+        if self._vocabulary is not None:
+            detokenizer = detokenizer_for(self._vocabulary, prompt_token_ids)
+            return SequenceText(detokenizer, params.stop, params.min_tokens)
+        if params.stop:
+            raise RequestError(
+                "stop strings need text, but the model directory has no tokenizer.json: use stop_token_ids, or add "
+                "the model's tokenizer.json",
+                code="no_tokenizer",
+            )
+        return SequenceText(NoDetokenizer())
+
+
+class SequenceText:
+    """What one sequence has said so far, and whether it has said a stop string.
+
+    A token that ends the sequence by its id (EOS, ``stop_token_ids``) isn't appended: its text isn't wanted.
+
+    Args:
+        detokenizer: the sequence's own.
+        stop: end the text before the first of these to appear.
+        min_tokens: a stop string that is complete before this many tokens doesn't count.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._pieces: list[str] = []
+        self._tail = ""
+        """The end of the text, in which a stop string may have begun."""
+        self._num_peeked = 0
+        """Characters of the text that is held back that earlier tokens have already been judged by."""
+        self._max_tail = max(map(len, stop), default=1) - 1
+        self._is_over = False
+
+    @property
+    def text(self) -> str:
+        """The text that is final so far; all of it after ``finish`` or after a stop string."""
+        return "".join(self._pieces)
+
+    def append(self, token_id: int) -> bool:
+        """One more token. True if it completed a stop string: the text is cut and over.
+
+        Of several stop strings that one token completes, the one that begins first counts.
+        """
+        assert not self._is_over, "no token follows the end of a text"
+        self._num_tokens += 1
+        if self._add(self._detokenizer.append(token_id)):
+            return True
+        if not (self._stop and self._detokenizer.can_peek):
+            return False
+        # A stop string may be complete in text that is held back only because later bytes might spoil it.
+        held = self._detokenizer.peek()
+        if self._find(held) is not None:
+            return self._add(self._detokenizer.flush())
+        self._num_peeked = len(held)
+        return False
+
+    def finish(self) -> str:
+        """No token follows: adds what was held back, and returns the whole text."""
+        if not self._is_over:
+            self._add(self._detokenizer.flush())
+            self._is_over = True
+        return self.text
+
+    def _add(self, piece: str) -> bool:
+        """Append to the text, or cut it at a stop string and return True."""
+        if not piece:
+            return False
+        found = self._find(piece)
+        self._num_peeked = 0
+        if found is None:
+            self._pieces.append(piece)
+            if self._max_tail:
+                self._tail = (self._tail + piece)[-self._max_tail :]
+            return False
+        if found < len(self._tail):
+            # It began in earlier pieces: take that much of them back.
+            self._pieces = [self.text[: found - len(self._tail)]]
+        else:
+            self._pieces.append(piece[: found - len(self._tail)])
+        self._is_over = True
+        return True
+
+    def _find(self, piece: str) -> int | None:
+        """Where in tail + piece the first stop string begins that this token has completed; None if there is none."""
+        if self._num_tokens < self._min_tokens:
+            return None
+        text, seen = self._tail + piece, len(self._tail) + self._num_peeked
+        places = [text.find(stop, max(0, seen - len(stop) + 1)) for stop in self._stop]
+        return min((place for place in places if place >= 0), default=None)
+
+
+def _added_bos_token(path: Path) -> str | None:
+    """The BOS token, if ``tokenizer_config.json`` says that prompts begin with it."""
+    if not path.exists():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not readable JSON ({error}): fetch the file again, or remove it") from None
+    if not isinstance(config, dict) or config.get("add_bos_token") is not True:
+        return None
+    bos = config.get("bos_token")
+    content = bos.get("content") if isinstance(bos, dict) else bos
+    return content if isinstance(content, str) else None

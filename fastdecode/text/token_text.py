@@ -1,0 +1,53 @@
+"""The text of single tokens, as logprobs show it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastdecode.text.detokenizer import Vocabulary, detokenizer_for
+
+
+class TokenText:
+    """Names tokens in answers.
+
+    Args:
+        vocabulary: None if the model has no tokenizer; then a token is called ``token_id:N``.
+    """
+
+    def __init__(self, vocabulary: Vocabulary | None) -> None:
+        self._vocabulary = vocabulary
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; a special token's name."""
+        vocabulary = self._vocabulary
+        if vocabulary is None:
+            return f"token_id:{token_id}".encode()
+        token = vocabulary.token(token_id)
+        if token is None:
+            return (vocabulary.tokenizer.id_to_token(token_id) or f"token_id:{token_id}").encode()
+        if vocabulary.decoder_types == {"ByteLevel"}:
+            return vocabulary.byte_level_bytes(token_id)
+        fallback = vocabulary.fallback_byte(token_id)
+        if fallback is not None:
+            return fallback
+        # Decoding one token alone would drop the space before a word.
+        return token.replace("\u2581", " ").encode()
+
+    def text_of(self, token_id: int) -> str:
+        """The token as text; ``bytes:\\xNN…`` if its bytes alone are no characters."""
+        raw = self.bytes_of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def offsets(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int], length: int) -> list[int]:
+        """Where in the completion's text, which has this length, each token's text begins."""
+        if self._vocabulary is None:
+            return [0] * len(token_ids)
+        detokenizer = detokenizer_for(self._vocabulary, prompt_token_ids)
+        offsets, end = [], 0
+        for token_id in token_ids:
+            offsets.append(min(end, length))
+            end += len(detokenizer.append(token_id))
+        return offsets

@@ -1,0 +1,245 @@
+"""Connections between the ranks of an MPI job. Point to point and buffers only; no collective, no pickling.
+
+How a message travels is in ``fastdecode.wire.mpi.connection``. Receives for the next few messages are always posted,
+and a large body's is as soon as its head is here. So the next message comes in while the present one is worked on, as
+far as MPI moves anything by itself. Over TCP it doesn't: there, while the caller computes, the **pump**, a thread,
+looks after what is under way every so often, in both directions. Waiting is polite: look a few times, then yield the
+core between looks, then sleep.
+
+Nobody is trusted to be alive. MPI tells of a dead rank where it can (Open MPI under ``--with-ft ulfm``) or ends the
+job. It says nothing of a rank that hangs or can't be reached. So R-workers give signs of life all the time, whatever
+their main thread does, and the caller has deadlines (``heard_s``). MPI itself may never return when a peer on the same
+host was stopped in the middle of writing to shared memory; a watchdog ends the process then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Final, Generic, TypeVar, cast, get_args
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
+from fastdecode.wire.mpi.connection import MpiConnection
+from fastdecode.wire.mpi.job import DEFAULT_TAG, S_RANK, MpiJob, leave_stuck
+from fastdecode.wire.patience import Pump, Watchdog, look_until_found
+from fastdecode.wire.transport import closed_error, timeout_error
+
+SendT = TypeVar("SendT", bound=Message)
+ReceiveT = TypeVar("ReceiveT", bound=Message)
+T = TypeVar("T")
+
+PUMP_INTERVAL_S: Final = 250e-6
+PULSE_S: Final = 0.1
+"""Between two signs of life."""
+_PUMP_RESTS_AFTER_S: Final = 1.0
+_PUMP_GIVES_UP_AFTER_S: Final = 30.0
+_PUMP_RESTS_IN_WAIT_AFTER_S: Final = 0.01
+_LINGER_S: Final = 2.0
+STUCK_AFTER_S: Final = 15.0
+"""A call of MPI's that takes longer never returns."""
+_STUCK_TICKS: Final = 20
+"""In which the watchdog counts that."""
+
+
+class MpiHub(Generic[SendT, ReceiveT]):
+    """Connections to other ranks; see ``fastdecode.wire.transport.Hub``. Close it when done.
+
+    Args:
+        job: this process's part in the job.
+        peers: the other ranks, and what to call them.
+        receives: the messages that they may send.
+        tag: this and the next one are used; two hubs of a rank need tags of their own.
+        pump_interval_s: how often the pump looks while the caller computes; 0: there is no pump.
+        pulse_s: how often to give the peers a sign of life; 0: never.
+        stuck_after_s: end the process when a call of MPI's takes longer. Calls that move large messages take a second.
+    """
+
+    def __init__(
+        self,
+        job: MpiJob,
+        peers: Iterable[tuple[int, str]],
+        receives: frozenset[type[Message]],
+        *,
+        tag: int = DEFAULT_TAG,
+        pump_interval_s: float = PUMP_INTERVAL_S,
+        pulse_s: float = 0.0,
+        stuck_after_s: float = STUCK_AFTER_S,
+    ) -> None:
+        self.job = job
+        self.tag = tag
+        with job.lock:
+            self._connections = tuple(MpiConnection(self, rank, peer, receives) for rank, peer in peers)
+        self._first = 0
+        self._waits_since: float | None = None
+        self._num_looks = 0
+        self._is_in_mpi = False
+        self._watchdog = Watchdog(
+            self._looks,
+            lambda: leave_stuck(stuck_after_s),
+            tick_s=stuck_after_s / _STUCK_TICKS,
+            num_ticks=_STUCK_TICKS,
+        )
+        self._watchdog.start()
+        self._stirred = 0.0
+        self._pump: Pump | None = None
+        self._pulse: Pump | None = None
+        if pump_interval_s > 0 and job.threads_may_take_turns:
+            self._pump = Pump(self._keep_going, pump_interval_s)
+            self._pump.start()
+        if pulse_s > 0 and job.threads_may_take_turns:
+            self._pulse = Pump(self._give_sign, pulse_s)
+            self._pulse.start()
+            self._pulse.wake()
+
+    @property
+    def connections(self) -> tuple[MpiConnection[SendT, ReceiveT], ...]:
+        return self._connections
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
+        return self.wait(self._look_at_all, timeout_s, self._open_peers)
+
+    def close(self) -> None:
+        """Close every connection, and see off what was sent over them, for a few seconds at most."""
+        if self._pulse is not None:
+            self._pulse.stop()
+        for connection in self._connections:
+            connection.close()
+        look_until_found(self._all_left, _LINGER_S)
+        if self._pump is not None:
+            self._pump.stop()
+        with self.job.lock:
+            for connection in self._connections:
+                connection.abandon()
+        self._watchdog.stop()
+
+    def enter_mpi(self) -> None:
+        """The caller is about to use MPI, or to wait for the pump that does: the watchdog has an eye on it."""
+        self._num_looks += 1
+        self._is_in_mpi = True
+
+    def leave_mpi(self) -> None:
+        """The caller is back."""
+        self._is_in_mpi = False
+
+    def _looks(self) -> int | None:
+        return self._num_looks if self._is_in_mpi or self._waits_since is not None else None
+
+    def _all_left(self) -> bool | None:
+        self.enter_mpi()
+        try:
+            with self.job.lock:
+                for connection in self._connections:
+                    connection.advance()
+        finally:
+            self.leave_mpi()
+        return True if not any(connection.is_sending for connection in self._connections) else None
+
+    def wait(self, look: Callable[[], T | None], timeout_s: float | None, whom: Callable[[], str]) -> T:
+        """What ``look`` gives, as soon as it gives anything."""
+
+        def look_once() -> T | None:
+            self._num_looks += 1
+            return look()
+
+        self._waits_since = time.monotonic()
+        try:
+            found = look_until_found(look_once, timeout_s)
+        finally:
+            self._waits_since = None
+            self.stir()
+        if found is None:
+            assert timeout_s is not None
+            raise timeout_error(whom(), timeout_s)
+        return found
+
+    def stir(self) -> None:
+        """The caller goes its way: have the pump look after what is under way."""
+        if self._pump is not None:
+            self._stirred = time.monotonic()
+            self._pump.wake()
+
+    def _open_peers(self) -> str:
+        return " or ".join(x.peer for x in self._connections if x.is_open)
+
+    def _look_at_all(self) -> tuple[int, ReceiveT] | None:
+        """Asks every open connection, each call starting behind the one that answered last."""
+        connections, arrived, any_open = self._connections, None, False
+        with self.job.lock:
+            for i in range(len(connections)):
+                index = (self._first + i) % len(connections)
+                if connections[index].is_open:
+                    any_open = True
+                    arrived = connections[index].look()
+                    if arrived is not None:
+                        break
+        if arrived is not None:
+            self._first = index + 1
+            return index, cast(ReceiveT, arrived.message())
+        if not any_open:
+            raise closed_error(", ".join(x.peer for x in connections) or "every peer", by_peer=True)
+        return None
+
+    def _give_sign(self) -> bool:
+        with self.job.lock:
+            if self.job.over.is_set():
+                return False
+            for connection in self._connections:
+                connection.give_sign()
+        return True
+
+    def _keep_going(self) -> bool:
+        """The pump's work. Returns whether to come again soon."""
+        now, waits_since = time.monotonic(), self._waits_since
+        if waits_since is not None:  # the caller looks after things itself
+            return now - waits_since < _PUMP_RESTS_IN_WAIT_AFTER_S
+        if self.job.lock.acquire(blocking=False):
+            try:
+                if self.job.over.is_set():
+                    return False
+                for connection in self._connections:
+                    connection.advance()
+            finally:
+                self.job.lock.release()
+        patience_s = _PUMP_GIVES_UP_AFTER_S if any(x.is_sending for x in self._connections) else _PUMP_RESTS_AFTER_S
+        return now - self._stirred < patience_s
+
+
+def connect_workers(
+    job: MpiJob, *, tag: int = DEFAULT_TAG, num_s_ranks: int = 1, stuck_after_s: float = STUCK_AFTER_S
+) -> MpiHub[ToRWorker, FromRWorker]:
+    """The S-worker's side: a connection to each R-worker of the job, in the order of their ranks. Never waits.
+
+    Args:
+        num_s_ranks: the first ranks, which are S-workers; this is rank 0, which speaks for all.
+        stuck_after_s: see ``MpiHub``.
+
+    Raises:
+        ConfigError: this isn't the S-worker's rank, or no rank is left to be an R-worker.
+    """
+    if job.rank != S_RANK:
+        raise ConfigError(
+            f"this is rank {job.rank}: in an MPI job the S-worker is rank {S_RANK}, the first that starts"
+        )
+    if job.size <= num_s_ranks:
+        raise ConfigError(
+            f"all {job.size} MPI ranks are S-workers (tp={num_s_ranks}): start more ranks, which will be R-workers",
+            code="too_few_ranks",
+        )
+    peers = [(rank, f"R-worker rank {rank}") for rank in job.r_ranks[num_s_ranks - 1 :]]
+    return MpiHub(job, peers, frozenset(get_args(FromRWorker)), tag=tag, stuck_after_s=stuck_after_s)
+
+
+def connect_to_s_worker(job: MpiJob, *, tag: int = DEFAULT_TAG) -> MpiHub[FromRWorker, ToRWorker]:
+    """An R-worker's side: its one connection. Never waits.
+
+    Raises:
+        ConfigError: this is the S-worker's rank.
+    """
+    if job.rank == S_RANK:
+        raise ConfigError(
+            f"an R-worker was started as rank {S_RANK}, the S-worker's: begin the mpirun line with "
+            "-n 1 fastdecode generate ... and let the R-workers follow behind a colon"
+        )
+    peers = [(S_RANK, f"the S-worker (rank {S_RANK})")]
+    return MpiHub(job, peers, frozenset(get_args(ToRWorker)), tag=tag, pulse_s=PULSE_S)

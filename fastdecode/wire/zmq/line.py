@@ -1,0 +1,236 @@
+"""The ZeroMQ sockets below a connection: how frames get to one peer and back, and how its loss is noticed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from fastdecode.wire import codec
+from fastdecode.wire.arrays import ALIGNMENT, MAX_BODY_BYTES
+from fastdecode.wire.zmq.access import ClusterKey
+
+T = TypeVar("T")
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+GOODBYE: Final = b""
+ARE_YOU_THERE: Final = b"\0"
+LINGER_MS: Final = 2000
+_MAX_MESSAGE_BYTES: Final = codec.MAX_HEAD_BYTES + ALIGNMENT + MAX_BODY_BYTES
+_SLICE_S: Final = 0.05
+"""A wait looks up so often to see whether another thread has closed the connection."""
+_NUM_GLANCES: Final = 100
+"""At the sockets, before a wait sleeps: to be woken takes longer than a quick peer's answer. Between them others may
+have the core, ZeroMQ's own threads for example."""
+_ASK_INTERVAL_S: Final = 1.0
+_RECONNECT_MS: Final = 100
+
+_REFUSED: Final[dict[int, str]] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused our key: is --key the same file on every host?",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it doesn't speak our protocol: does only one side have a --key?",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up while we shook hands: is --key the same on both sides?",
+}
+_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(_REFUSED)
+
+
+class LostError(Exception):
+    """The peer is gone, and everything that it sent has been received."""
+
+
+class Line(Protocol):
+    """One side's way to its peer. Used by one thread at a time."""
+
+    epoch: int
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the peer is known to be at its end."""
+
+    @property
+    def sockets(self) -> Sequence[Socket]:
+        """Readable when ``receive`` might have news."""
+
+    def check(self) -> None:
+        """Note what has happened. Raises LostError."""
+
+    def send(self, data: Any, *, copy: bool) -> None:
+        """Raises LostError."""
+
+    def receive(self) -> zmq.Frame | None:
+        """What came next, or None; never waits. Raises LostError."""
+
+    def close(self) -> None: ...
+
+
+class DealerLine:
+    """The S-worker's line to one R-worker: a socket of its own.
+
+    Args:
+        context: of the hub.
+        address: that the R-worker is bound to. It need not be there yet.
+        key: of the cluster.
+        silence_s: without a sign of life for so long, the R-worker is lost.
+    """
+
+    def __init__(self, context: zmq.Context[Socket], address: str, key: ClusterKey | None, silence_s: float) -> None:
+        self.epoch = 1 + secrets.randbelow(codec.MAX_EPOCH)
+        self._socket = context.socket(zmq.DEALER)
+        set_options(self._socket, address, silence_s)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        if key is not None:
+            self._socket.curve_secretkey, self._socket.curve_publickey = key.secret, key.public
+            self._socket.curve_serverkey = key.public
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self.is_reached = False
+        self._lost = ""
+        self._socket.connect(address)
+
+    @property
+    def sockets(self) -> Sequence[Socket]:
+        return self._socket, self._monitor
+
+    def check(self) -> None:
+        self._read_events()
+        if self._lost:
+            raise LostError(self._lost)
+
+    def send(self, data: Any, *, copy: bool) -> None:
+        if self._lost:
+            raise LostError(self._lost)
+        try:
+            self._socket.send(data, zmq.NOBLOCK, copy=copy)
+        except zmq.ZMQError as error:
+            self._read_events()
+            raise LostError(self._lost or error.strerror) from None
+
+    def receive(self) -> zmq.Frame | None:
+        try:
+            return self._socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            pass
+        self._read_events()
+        if not self._lost:
+            return None
+        try:
+            return self._socket.recv(zmq.NOBLOCK, copy=False)  # it came just before the end
+        except zmq.Again:
+            raise LostError(self._lost) from None
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(LINGER_MS)
+
+    def _read_events(self) -> None:
+        while zmq.zmq_poll([(self._monitor, zmq.POLLIN)], 0):
+            event: int = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_reached = True
+            elif event in _REFUSED:
+                self._lost = _REFUSED[event]
+            elif event == zmq.EVENT_DISCONNECTED and self.is_reached:
+                self._lost = self._lost or "its process has ended, or is silent, or the network to it has failed"
+
+
+class RouterLine:
+    """An R-worker's line to its S-worker: one peer of the socket that it is bound to.
+
+    Args:
+        socket: the listener's.
+        identity: the peer's, which ZeroMQ gave it.
+        epoch: that it began the connection with.
+        receive: gives the next frame of that peer, or None.
+    """
+
+    def __init__(self, socket: Socket, identity: bytes, epoch: int, receive: Callable[[], zmq.Frame | None]) -> None:
+        self.epoch = epoch
+        self._socket = socket
+        self._identity = identity
+        self._receive = receive
+        self._asked_s = time.monotonic()
+
+    is_reached = True
+
+    @property
+    def sockets(self) -> Sequence[Socket]:
+        return (self._socket,)
+
+    def check(self) -> None:
+        pass  # receive asks
+
+    def send(self, data: Any, *, copy: bool) -> None:
+        try:
+            self._socket.send(self._identity, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(data, zmq.NOBLOCK, copy=copy)
+        except zmq.ZMQError:
+            raise LostError("its process has ended, or is silent, or the network to it has failed") from None
+
+    def receive(self) -> zmq.Frame | None:
+        frame = self._receive()
+        now = time.monotonic()
+        if frame is None and now - self._asked_s >= _ASK_INTERVAL_S:
+            self._asked_s = now
+            self.send(ARE_YOU_THERE, copy=True)
+        return frame
+
+    def close(self) -> None:
+        pass  # the socket is the listener's
+
+
+class NoLine:
+    """What is left of a line that has been closed."""
+
+    epoch = 0
+    is_reached = False
+    sockets: Sequence[Socket] = ()
+
+    def check(self) -> None:
+        raise LostError("closed")
+
+    def send(self, data: Any, *, copy: bool) -> None:
+        raise LostError("closed")
+
+    def receive(self) -> zmq.Frame | None:
+        raise LostError("closed")
+
+    def close(self) -> None:
+        pass
+
+
+def set_options(socket: Socket, address: str, silence_s: float) -> None:
+    """What both ends have in common."""
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, 0)  # sending never waits; the protocol bounds what is under way
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.IPV6, "[" in address)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * silence_s / 4)))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * silence_s * 3 / 4)))
+
+
+def wait_for(
+    look: Callable[[], T | None],
+    sockets: Callable[[], Iterable[Socket]],
+    lock: threading.RLock,
+    timeout_s: float | None,
+) -> T | None:
+    """What ``look`` gives once it isn't None; None when the time is over. It looks whenever a socket is readable."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    num_glances = _NUM_GLANCES
+    while True:
+        found = look()
+        remaining_s = _SLICE_S if deadline is None else deadline - time.monotonic()
+        if found is not None or remaining_s <= 0:
+            return found
+        with lock:
+            items = [(socket, zmq.POLLIN) for socket in sockets()]
+            while num_glances and not zmq.zmq_poll(items, 0):
+                num_glances -= 1
+                os.sched_yield()
+            if not num_glances:
+                zmq.zmq_poll(items, max(1, int(1000 * min(remaining_s, _SLICE_S))))

@@ -1,0 +1,1 @@
+"""Kernels put on a model from outside, for CUDA and for CPUs."""

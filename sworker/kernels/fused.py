@@ -1,0 +1,173 @@
+"""Fused kernels, put on a model from outside: the modules that they replace stay as they are for every other device."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sworker.model.linear import ACTIVATIONS, MLP
+from sworker.model.norms import RMSNorm
+from sworker.model.rope import RotaryTable
+from sworker.model.skeleton import AddNorm, Layer, Model
+
+logger = logging.getLogger(__name__)
+
+_GATES = {ACTIVATIONS["silu"]: True, ACTIVATIONS["gelu_tanh"]: False}
+"""Activations that the kernel knows: whether it is SiLU."""
+_ROWS = 3
+_MAX_NORM_SIZE = 1 << 15
+"""Of a row that one program holds."""
+
+
+class Kernels(Protocol):
+    """``fused_triton`` on CUDA, ``fused_numba`` on a CPU. Inputs are dense in their last dim, results everywhere."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        """x / rms(x) · (weight + offset) over the last dim. x [T, size] or [T, H, size], weight [size] → as x."""
+
+    def add_norm(self, x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+        """x + added, rounded, and its ``norm``. x, added [T, size] → [T, size] each."""
+
+    def rotate(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        """x [T, H, D], positions int64 [T] within the table, float32 [P, 2 · N]: cos, then sin → [T, H, D]. The first N
+        dims of a head are turned with the next N."""
+
+    def gate(self, h: Tensor, *, is_silu: bool) -> Tensor:
+        """act(first half) · second half, act rounded. h [T, 2 · size] → [T, size]. SiLU, or GELU by tanh."""
+
+
+class FusedRotary(nn.Module):
+    """``RotaryTable`` in one kernel."""
+
+    def __init__(self, table: RotaryTable, kernels: Kernels) -> None:
+        super().__init__()
+        self.unfused = table
+        self._kernels = kernels
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # x [T, H, D], positions [T] → [T, H, D]
+        return self._kernels.rotate(x, positions, self.unfused.table) if x.shape[0] else x
+
+
+class FusedRMSNorm(nn.Module):
+    """``RMSNorm`` in one kernel."""
+
+    def __init__(self, norm: RMSNorm, kernels: Kernels) -> None:
+        super().__init__()
+        self.unfused = norm
+        self._kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, size] or [T, H, size] → same
+        norm = self.unfused
+        return self._kernels.norm(x, norm.weight, norm.eps, norm.offset) if x.shape[0] else x
+
+
+def fuse(model: Model, device: torch.device) -> bool:
+    """Exchange what there are kernels for. Returns whether it did: not if a device or a dtype has none (CUDA without
+    Triton, float16 on a CPU), nor if a kernel fails, or differs from torch's result by more than rounding."""
+    try:
+        kernels = _kernels_of(device, model.embed_tokens.weight.dtype)
+        return kernels is not None and fuse_checked(model, kernels)
+    except Exception as error:  # compilers, a driver and the kernels raise whatever they like
+        logger.warning("fused kernels can't be used on %s, torch's are: %s", device, str(error).splitlines()[:1])
+        return False
+
+
+def _kernels_of(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return None
+        from sworker.kernels import fused_triton
+
+        return fused_triton
+    from sworker.kernels import fused_numba
+
+    return fused_numba if fused_numba.is_possible(dtype) else None
+
+
+@torch.inference_mode()
+def fuse_checked(model: Model, kernels: Kernels) -> bool:
+    """``fuse`` with these kernels; raises whatever they raise. All parts are exchanged, or none.
+
+    Layers are alike: what the first one's parts say speaks for the others'.
+    """
+    fused: dict[nn.Module, nn.Module] = {}  # by what it replaces; layers share a rotary table
+    for module in model.modules():
+        assert all(x.is_contiguous() for x in module.parameters(recurse=False))  # kernels go by addresses
+        if isinstance(module, RotaryTable):
+            assert module.table.is_contiguous()
+            fused[module] = FusedRotary(module, kernels)
+        elif isinstance(module, RMSNorm) and module.size[0] <= _MAX_NORM_SIZE:
+            fused[module] = FusedRMSNorm(module, kernels)
+    if not _same_parts(model.layers[0], fused, kernels):
+        logger.warning("fused kernels differ from torch's operators here: those are used")
+        return False
+    num_gates = 0
+    for layer in model.layers:
+        if _norms_a_sum(layer, fused):
+            layer.add_norm_kernel = _add_norm_of(layer.mlp_norm, kernels)
+        if layer.mlp.gated and layer.mlp.act in _GATES:
+            layer.mlp.gate_kernel = _gate_of(layer.mlp, kernels)
+            num_gates += 1
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in fused and not isinstance(parent, (FusedRotary, FusedRMSNorm)):
+                setattr(parent, name, fused[child])
+    return bool(fused) or num_gates > 0
+
+
+def _norms_a_sum(layer: Layer, fused: dict[nn.Module, nn.Module]) -> bool:
+    return layer.mlp_norm in fused and layer.placement == "pre" and not layer.parallel
+
+
+def _add_norm_of(rms_norm: nn.Module, kernels: Kernels) -> AddNorm:
+    assert isinstance(rms_norm, RMSNorm)
+
+    def add_normed(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.add_norm(x, a, rms_norm.weight, rms_norm.eps, rms_norm.offset) if x.shape[0] else (x, x)
+
+    return add_normed
+
+
+def _gate_of(mlp: MLP, kernels: Kernels) -> Callable[[Tensor], Tensor]:
+    is_silu = _GATES[mlp.act]
+
+    def gated(h: Tensor) -> Tensor:  # [T, 2 · intermediate] → [T, intermediate]
+        return kernels.gate(h, is_silu=is_silu) if h.shape[0] else h[:, : h.shape[1] // 2]
+
+    return gated
+
+
+def _same_parts(layer: Layer, fused: dict[nn.Module, nn.Module], kernels: Kernels) -> bool:
+    """Whether the kernels say what torch says of a layer's parts."""
+    weight = layer.qkv.weight
+    generator = torch.Generator(weight.device).manual_seed(0)  # torch's own is the caller's
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, device=weight.device, generator=generator).to(weight.dtype)
+
+    x, a = some(_ROWS, weight.shape[1]), some(_ROWS, weight.shape[1])
+    heads = some(_ROWS, 5, layer.head_dim)[:, :3]  # of a fused projection
+    pairs: list[tuple[Tensor, Tensor]] = []
+    if layer.rope in fused:
+        positions = torch.arange(_ROWS, device=weight.device)
+        pairs.append((fused[layer.rope](heads, positions), layer.rope(heads, positions)))
+    for norm, rows in ((layer.attn_norm, x), (layer.q_norm, heads)):
+        if norm in fused:
+            pairs.append((fused[norm](rows), norm(rows)))
+    if _norms_a_sum(layer, fused):
+        pairs += zip(_add_norm_of(layer.mlp_norm, kernels)(x, a), layer.add_norm(x, a), strict=True)
+    if layer.mlp.gated and layer.mlp.act in _GATES:
+        h = some(_ROWS, layer.mlp.up.weight.shape[0])
+        pairs.append((_gate_of(layer.mlp, kernels)(h), layer.mlp.gate(h)))
+    return all(_close(found, expected) for found, expected in pairs)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    # A GPU's exponentials, roots and quotients are a few steps off, which 16-bit dtypes don't see.
+    steps = (32 if expected.dtype == torch.float32 else 4) * torch.finfo(expected.dtype).eps
+    return torch.allclose(found.float(), expected.float(), rtol=steps, atol=steps)

@@ -1,0 +1,116 @@
+"""Parts of a layer between its matrix products, each as one pass over memory, on a CPU. The same functions as in
+``fused_triton``, and the same rounding.
+
+torch takes two to ten operators for each of them, which for a prompt's thousands of rows move several times the bytes,
+and for a few decoded rows cost more to start than to run. Rows are dealt out to the threads of torch's own OpenMP
+runtime, which are awake, as they have just run a matrix product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import cache
+from struct import Struct
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sworker.kernels.row_loops import GATE, JOB_BYTES, NEXT, NORM, NUM_FIELDS, ROTATE, run_job
+from sworker.kernels.threads import openmp_library
+
+_ELEMENTS_ALONE: Final = 1 << 14
+"""Fewer than so many aren't worth a second thread."""
+_ELEMENTS_AT_ONCE: Final = 1 << 13
+"""That a thread takes at a time."""
+_JOB: Final = Struct(f"<{NUM_FIELDS}q2d")
+_ENTRY: Final = ctypes.c_void_p(run_job.address)
+
+
+class _Job(threading.local):
+    """A calling thread's own."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(JOB_BYTES + 64)
+        self.offset = -ctypes.addressof(self.memory) % 64
+        self.address = ctypes.addressof(self.memory) + self.offset
+
+
+_job = _Job()
+
+
+@cache
+def _parallel() -> Callable[..., None] | None:
+    """``GOMP_parallel`` of torch's OpenMP runtime: runs a function on so many threads."""
+    library = openmp_library()
+    if library is None:
+        return None
+    function: Callable[..., None] | None = getattr(ctypes.CDLL(library), "GOMP_parallel", None)
+    return function
+
+
+def is_possible(dtype: torch.dtype) -> bool:
+    """Whether there are kernels for such activations, and threads to run them."""
+    return dtype in (torch.float32, torch.bfloat16) and _parallel() is not None
+
+
+def _run(kind: int, num_rows: int, row_elements: int, *fields: int, eps: float = 0.0, offset: float = 0.0) -> None:
+    """Have a job done. ``fields``: those of ``row_loops``, from _SIZE on, but _IS_WIDE first."""
+    num_threads, parallel = torch.get_num_threads(), _parallel()
+    at_once = max(1, min(_ELEMENTS_AT_ONCE // row_elements, -(-num_rows // num_threads)))
+    is_wide, *others = fields
+    _JOB.pack_into(_job.memory, _job.offset, kind, is_wide, num_rows, at_once, *others, eps, offset)
+    ctypes.c_int64.from_address(_job.address + NEXT).value = 0
+    if num_rows * row_elements < _ELEMENTS_ALONE or parallel is None:
+        run_job.ctypes(_job.address)
+    else:
+        parallel(_ENTRY, ctypes.c_void_p(_job.address), num_threads, 0)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """See ``fused_triton.norm``."""
+    heads, x_head = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    num_rows, size = x.shape[0], x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _run(
+        NORM, num_rows, heads * size, x.dtype == torch.float32, size, heads,
+        x.data_ptr(), x.stride(0), x_head, 0, 0, weight.data_ptr(), 0, out.data_ptr(), 0, eps=eps, offset=offset,
+    )  # fmt: skip
+    return out
+
+
+def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """See ``fused_triton.add_norm``."""
+    num_rows, size = x.shape
+    total, out = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    _run(
+        NORM, num_rows, size, x.dtype == torch.float32, size, 1, x.data_ptr(), x.stride(0), 0,
+        added.data_ptr(), added.stride(0), weight.data_ptr(), total.data_ptr(), out.data_ptr(), 0, eps=eps,
+        offset=offset,
+    )  # fmt: skip
+    return total, out
+
+
+def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """See ``fused_triton.rotate``."""
+    num_rows, heads, size = x.shape
+    assert positions.dtype == torch.int64 and positions.is_contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _run(
+        ROTATE, num_rows, heads * size, x.dtype == torch.float32, size, heads, x.data_ptr(), x.stride(0),
+        x.stride(1), positions.data_ptr(), 0, table.data_ptr(), 0, out.data_ptr(), table.shape[1] // 2,
+    )  # fmt: skip
+    return out
+
+
+def gate(h: Tensor, *, is_silu: bool) -> Tensor:
+    """See ``fused_triton.gate``."""
+    num_rows, size = h.shape[0], h.shape[1] // 2
+    out = torch.empty((num_rows, size), dtype=h.dtype)
+    _run(
+        GATE, num_rows, size, h.dtype == torch.float32, size, 1, h.data_ptr(), h.stride(0), 0, 0, 0, 0, 0,
+        out.data_ptr(), is_silu,
+    )  # fmt: skip
+    return out

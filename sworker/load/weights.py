@@ -1,0 +1,329 @@
+"""From a model directory to a model on a device.
+
+Modules are built without storage; then the tensors stream from disk in the order in which they lie there, one at a
+time, straight to their place on the target device in the target dtype. So the peak is the model's own size and the
+largest tensor's, whatever the number of shards, and every name and shape has been checked before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError
+from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.model.spec import ModelSpec
+from sworker.dtypes import torch_dtype
+from sworker.load.checkpoint import Checkpoint, TensorEntry, model_hash, open_checkpoint
+from sworker.model.families import CHECKPOINT_NAMES, CheckpointNames, Layout, Names, Source
+from sworker.model.linear import Linear
+from sworker.model.rope import RotaryTable
+from sworker.model.skeleton import Model
+from sworker.ranks.sharding import Shard, shard_spec
+
+__all__ = ["load_model", "load_spec", "model_hash", "random_model"]
+
+Progress = Callable[[int, int], None]
+"""Called with bytes read so far and bytes to read."""
+
+_TARGET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype | None = None,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+    shard: Shard | None = None,
+) -> tuple[ModelSpec, Model]:
+    """Read a Hugging Face model directory.
+
+    Args:
+        path: the directory.
+        device: where the weights go.
+        dtype: of weights and activations: float32, float16 or bfloat16; None is the checkpoint's own.
+        max_model_len: a lower length limit than the model's own (see ``read_model_spec``).
+        progress: called after every tensor with bytes read and bytes to read.
+        shard: load this rank's part only; None: all.
+
+    Returns:
+        The whole model's spec, and the model (or its part) in inference mode: no parameter needs a gradient.
+
+    Raises:
+        UnsupportedModelError: the architecture or one of its features isn't implemented.
+        CheckpointError: files are missing, broken, or don't fit ``config.json``.
+        ConfigError: ``max_model_len`` is out of range, the device or the dtype can't be used, or the model doesn't
+            divide into so many shards.
+        CapacityError: the device hasn't the memory.
+    """
+    checkpoint = open_checkpoint(path)
+    spec = _spec(checkpoint, max_model_len)
+    target = _check_device(device)
+    kind = dtype or torch_dtype(spec.dtype)
+    if kind not in _TARGET_DTYPES:
+        raise ConfigError(f"dtype={kind} is not one of {', '.join(map(str, _TARGET_DTYPES))}")
+    with torch.device("meta"):
+        whole = Model(spec)
+        model = whole if shard is None else Model(shard_spec(spec, shard))
+    placements = _plan(checkpoint, spec, whole)
+    _allocate(model, target, kind)
+    _stream(placements, spec, model, shard, progress)
+    return spec, model.eval()
+
+
+def random_model(spec: ModelSpec, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> Model:
+    """A model with random weights, made where it will be: for measurements that need shapes and no sense.
+
+    Raises:
+        ConfigError, CapacityError: as ``load_model``.
+    """
+    target = _check_device(device)
+    with torch.device("meta"):
+        model = Model(spec)
+    _allocate(model, target, dtype)
+    generator = torch.Generator(target).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0 - spec.norm_offset)
+    return model.eval()
+
+
+def load_spec(path: str | Path, *, max_model_len: int | None = None) -> ModelSpec:
+    """What ``load_model`` would return as the spec, without reading a tensor.
+
+    Raises:
+        ModelError, ConfigError: as ``load_model``.
+    """
+    return _spec(open_checkpoint(path), max_model_len)
+
+
+def _spec(checkpoint: Checkpoint, max_model_len: int | None) -> ModelSpec:
+    return read_model_spec(
+        checkpoint.config,
+        name=str(checkpoint.directory),
+        generation_config=checkpoint.generation_config,
+        max_model_len=max_model_len,
+    )
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """One tensor on disk and the rows of our parameter that it fills."""
+
+    entry: TensorEntry
+    module: str
+    """Its path in the model."""
+    parameter: str
+    source: int
+    """Which of the fused projections, counted from 0, that the parameter is made of."""
+    num_sources: int
+    layout: Layout
+
+
+def _plan(checkpoint: Checkpoint, spec: ModelSpec, model: Model) -> list[_Placement]:
+    """Match every parameter with tensors on disk, and every tensor on disk with a parameter; in the order on disk."""
+    names = CHECKPOINT_NAMES[spec.family]
+    prefix = _find_prefix(checkpoint, names)
+    placements: list[_Placement] = []
+    missing: list[str] = []
+    for path, module, sources in _matched_modules(model, names, prefix):
+        for parameter, tensor in module.named_parameters(recurse=False):
+            row_counts = _row_counts(module, tensor, len(sources))
+            for index, (source, num_rows) in enumerate(zip(sources, row_counts, strict=True)):
+                name = f"{source.name}.{parameter}"
+                entry = checkpoint.tensors.get(name)
+                if entry is None:
+                    missing.append(name)
+                else:
+                    layout = source.layout if tensor.dim() == 2 or source.layout == "heads" else "rows"
+                    _check(checkpoint, entry, (num_rows, *tensor.shape[1:]), layout)
+                    placements.append(_Placement(entry, path, parameter, index, len(sources), layout))
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.directory} lacks {_some(missing)}, which its config.json calls for. The weights are "
+            f"incomplete or of another model: fetch them again."
+        )
+    _refuse_unexpected(checkpoint, spec, names, {placement.entry.name for placement in placements})
+    return sorted(placements, key=lambda p: (p.entry.file.name, p.entry.offset))
+
+
+def _find_prefix(checkpoint: Checkpoint, names: CheckpointNames) -> str:
+    embedding = names.model["embed_tokens"]
+    for prefix in names.prefixes:
+        if f"{prefix}{embedding}.weight" in checkpoint.tensors:
+            return prefix
+    raise CheckpointError(
+        f"{checkpoint.directory} lacks the token embedding {names.prefixes[0]}{embedding}.weight. The weights are "
+        f"incomplete or of another architecture than config.json says: fetch them again."
+    )
+
+
+def _matched_modules(
+    model: Model, names: CheckpointNames, prefix: str
+) -> Iterator[tuple[str, nn.Module, tuple[Source, ...]]]:
+    """Every module that has parameters of its own, its path, and the checkpoint's modules that it is made of."""
+    for path, module in model.named_modules():
+        if not list(module.named_parameters(recurse=False)):
+            continue
+        if path == "lm_head":
+            yield path, module, (Source(names.head, "rows"),)
+        elif path.startswith("layers."):
+            _, layer, own = path.split(".", 2)
+            yield path, module, _sources(names.layers[own], prefix + names.layer.format(layer))
+        else:
+            yield path, module, _sources(names.model[path], prefix)
+
+
+def _sources(names: Names, prefix: str) -> tuple[Source, ...]:
+    match names:
+        case str():
+            return (Source(prefix + names, "rows"),)
+        case Source():
+            return (Source(prefix + names.name, names.layout),)
+        case _:
+            return tuple(Source(prefix + name, "rows") for name in names)
+
+
+def _row_counts(module: nn.Module, tensor: Tensor, num_sources: int) -> tuple[int, ...]:
+    """How the rows of a parameter divide among the tensors that fill it."""
+    if num_sources == 1:
+        return (tensor.shape[0],)
+    assert isinstance(module, Linear)
+    return module.splits
+
+
+def _check(checkpoint: Checkpoint, entry: TensorEntry, shape: tuple[int, ...], layout: Layout) -> None:
+    expected = shape[::-1] if layout == "transposed" else shape
+    if entry.shape != expected:
+        raise CheckpointError(
+            f"{entry.file}: {entry.name!r} has the shape {list(entry.shape)}, but config.json "
+            f"calls for {list(expected)}. Config and weights are of different models: fetch both again."
+        )
+    if entry.dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{entry.file}: {entry.name!r} has the dtype {entry.dtype}, not one of {', '.join(_DTYPES)}. Use the "
+            f"checkpoint in float32, float16 or bfloat16 that it was made from."
+        )
+
+
+def _refuse_unexpected(checkpoint: Checkpoint, spec: ModelSpec, names: CheckpointNames, used: set[str]) -> None:
+    harmless = [re.compile(pattern) for pattern in names.harmless]
+    if spec.tied_embeddings:
+        harmless.append(re.compile(re.escape(f"{names.head}.weight")))
+    unexpected = [
+        name for name in checkpoint.tensors if name not in used and not any(p.fullmatch(name) for p in harmless)
+    ]
+    if unexpected:
+        raise CheckpointError(
+            f"{checkpoint.directory} holds {_some(unexpected)}, for which the architecture {spec.architecture} in its "
+            f"config.json has no place. Leaving them out would give wrong text: fetch the config that belongs to them."
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:4])
+    return (
+        f"the tensor {shown}"
+        if len(names) == 1
+        else f"{len(names)} tensors ({shown}{', ...' if len(names) > 4 else ''})"
+    )
+
+
+def _check_device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.empty(0, device=device).device
+        if found.type == "cuda":
+            torch.cuda.set_device(found)  # events and streams belong to the current device
+        return found
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device={str(device)!r} can't be used: {reason}. Name another, e.g. 'cpu'.") from None
+
+
+def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
+    """Give every module storage on the device; weights uninitialised, rotary tables filled."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            try:
+                storage = torch.empty(parameter.shape, dtype=dtype, device=device)
+            except RuntimeError:  # torch.OutOfMemoryError is one, but a CPU's allocator raises it bare
+                size_gib = model.spec.num_parameters * dtype.itemsize / (1 << 30)
+                raise CapacityError(
+                    f"{model.spec.name} takes {size_gib:.1f} GiB in {dtype}, which {device} hasn't free. Choose a "
+                    f"smaller dtype, another device or a smaller model."
+                ) from None
+            setattr(module, name, nn.Parameter(storage, requires_grad=False))
+        if isinstance(module, RotaryTable):
+            module.fill(device)
+
+
+def _stream(
+    placements: list[_Placement], spec: ModelSpec, model: Model, shard: Shard | None, progress: Progress | None
+) -> None:
+    total = sum(placement.entry.num_bytes for placement in placements)
+    # One buffer for all: an allocator may keep freed blocks of this size, which would take a second tensor's room.
+    buffer = torch.empty(max(placement.entry.num_bytes for placement in placements), dtype=torch.uint8)
+    done = 0
+    for placement in placements:
+        module = model.get_submodule(placement.module)
+        target = getattr(module, placement.parameter)
+        assert isinstance(target, Tensor)
+        splits = module.splits if isinstance(module, Linear) else target.shape[:1]
+        if placement.num_sources > 1:
+            target = torch.split(target, list(splits))[placement.source]
+            splits = splits[placement.source :][:1]
+        _place(target, splits, _read(placement.entry, buffer), placement.layout, spec, shard)
+        done += placement.entry.num_bytes
+        if progress is not None:
+            progress(done, total)
+
+
+def _read(entry: TensorEntry, buffer: Tensor) -> Tensor:
+    """The tensor, as a view of the buffer's beginning."""
+    data = buffer[: entry.num_bytes]
+    try:
+        with entry.file.open("rb", buffering=0) as stream:
+            stream.seek(entry.offset)
+            view, filled = memoryview(data.numpy()), 0
+            while filled < entry.num_bytes:  # one call reads 2 GiB at most
+                count = stream.readinto(view[filled:])
+                if not count:
+                    raise CheckpointError(
+                        f"{entry.file} ended while {entry.name!r} was read: is something writing to it?"
+                    )
+                filled += count
+    except OSError as error:
+        raise CheckpointError(f"{entry.file} can't be read: {error.strerror or error}.") from error
+    return data.view(_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _place(
+    target: Tensor, splits: Sequence[int], source: Tensor, layout: Layout, spec: ModelSpec, shard: Shard | None
+) -> None:
+    """Copy a tensor of the checkpoint, or the shard's part of each projection fused in it, to where it belongs.
+    ``splits``: rows of the target that belong to each."""
+    if layout == "transposed":
+        source = source.T
+    elif layout == "heads":  # [Hq, 3, D, …] → q, k, v, each [Hq · D, …]
+        source = source.view(spec.num_q_heads, 3, spec.head_dim, -1).transpose(0, 1).reshape(source.shape)
+    with torch.no_grad():
+        if shard is None:
+            target.copy_(source)
+            return
+        scale = source.shape[0] / target.shape[0]
+        wholes = torch.split(source, [round(rows * scale) for rows in splits] if len(splits) > 1 else source.shape[0])
+        for part, whole in zip(torch.split(target, list(splits)), wholes, strict=True):
+            own = shard.cut(whole, part.shape)
+            part[: own.shape[0]].copy_(own)
+            part[own.shape[0] :].zero_()  # past the vocabulary's end: never looked up

@@ -1,0 +1,1 @@
+"""S-workers that act as one."""

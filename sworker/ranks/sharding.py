@@ -1,0 +1,104 @@
+"""Tensor parallelism, put on a model from outside: which part of every weight a rank holds, and where ranks sum.
+
+The model's code knows nothing of it. A rank builds the model of a smaller spec (``shard_spec``): its share of the
+heads, of the MLP's inner dims and of the vocabulary. ``parallelize`` then exchanges the three modules whose results
+are partial sums: attention's output projection and the MLP's second one (Megatron-LM's row-parallel layers, Shoeybi et
+al., arXiv 1909.08053) and the token embedding. Everything else works on whole hidden states, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.model.spec import ModelSpec
+from sworker.model.linear import Embedding, Linear
+from sworker.model.skeleton import Model
+
+AddUp = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a model."""
+
+    rank: int
+    size: int
+
+    def cut(self, source: Tensor, shape: torch.Size) -> Tensor:
+        """The part of a whole weight that fills a parameter of this shape: along each dim where the parameter is
+        smaller, the rank's share. The last rank's share of a dim that doesn't divide evenly is shorter."""
+        for dim, num in enumerate(shape):
+            if num < source.shape[dim]:
+                first = min(self.rank * num, source.shape[dim])
+                source = source.narrow(dim, first, min(num, source.shape[dim] - first))
+        return source
+
+
+def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
+    """The model that one rank builds.
+
+    Raises:
+        ConfigError: the KV heads or the MLP don't divide evenly.
+    """
+    for what, num in (("KV heads", spec.num_kv_heads), ("dims inside its MLP", spec.intermediate_size)):
+        if num % shard.size:
+            raise ConfigError(f"tp={shard.size} doesn't divide the {num} {what} of {spec.name}: choose a tp that does")
+    return replace(
+        spec,
+        num_q_heads=spec.num_q_heads // shard.size,
+        num_kv_heads=spec.num_kv_heads // shard.size,
+        intermediate_size=spec.intermediate_size // shard.size,
+        vocab_size=-(-spec.vocab_size // shard.size),
+        attention=(),  # attention sees whole heads, on rank 0
+    )
+
+
+class RowParallelLinear(Linear):
+    """A projection whose input dims are spread over ranks: partial products, summed; the bias is added once."""
+
+    def __init__(self, linear: Linear, add_up: AddUp) -> None:
+        super().__init__(1, linear.splits[:0], bias=False)
+        self.splits, self.weight, self.bias = linear.splits, linear.weight, linear.bias
+        self._add_up = add_up
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, in_size / ranks] → [T, out_size]
+        y = F.linear(x, self.weight)
+        self._add_up(y)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(Embedding):
+    """Row lookup in a table whose rows are spread over ranks."""
+
+    def __init__(self, embedding: Embedding, shard: Shard, add_up: AddUp) -> None:
+        super().__init__(0, 1)
+        self.weight = embedding.weight
+        self._first = shard.rank * embedding.weight.shape[0]
+        self._add_up = add_up
+
+    def forward(self, rows: Tensor) -> Tensor:  # [T] → [T, size]
+        own = rows - self._first
+        elsewhere = (own < 0) | (own >= self.weight.shape[0])
+        x = F.embedding(own.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[:, None], 0)
+        self._add_up(x)
+        return x
+
+
+def parallelize(model: Model, shard: Shard, add_up: AddUp) -> None:
+    """Exchange the modules of a rank's model whose results are partial sums.
+
+    Args:
+        add_up: sums all ranks' tensors in place (``Ranks.add_up``).
+    """
+    if shard.size == 1:
+        return
+    model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, shard, add_up)
+    for layer in model.layers:
+        layer.o = RowParallelLinear(layer.o, add_up)
+        layer.mlp.down = RowParallelLinear(layer.mlp.down, add_up)

@@ -1,0 +1,158 @@
+"""Chat templates render as transformers renders them, and can do nothing else."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+
+from fastdecode.core.errors import CheckpointError, ConfigError, RequestError
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.codec import TextCodec
+
+NOW = datetime(2026, 2, 3, 4, 5)
+
+TEMPLATES = {
+    "chatml": "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + "
+    "'<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "llama2": "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if loop.index0 == 0 and system_message %}{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' "
+    "+ message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + content | trim + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + content | trim + ' ' + eos_token }}{% endif %}{% endfor %}",
+    "blocks": """
+{%- set ns = namespace(count=0) %}
+{%- macro head(role) -%}
+<|{{ role }}|>
+{%- endmacro %}
+    {% for message in messages %}
+        {%- if message.role == 'system' %}{% continue %}{% endif %}
+{{ head(message.role) }}
+        {% generation %}
+{{ message.content }}
+        {% endgeneration %}
+        {%- set ns.count = ns.count + 1 %}
+    {% endfor %}
+{{ {"n": ns.count, "text": "<é & 'x'>", "pad": pad_token is defined} | tojson(indent=1) }}
+{%- if tools is not none or documents %}never{% endif %}
+{{ "on" if thinking else "off" }}{{ messages | length }}""",
+}
+
+CHATS: list[list[dict[str, str]]] = [
+    [{"role": "user", "content": "Hello, <|im_end|> <s>world"}],
+    [
+        {"role": "system", "content": " Be brief.\n"},
+        {"role": "user", "content": "Who?  "},
+        {"role": "assistant", "content": "  I."},
+        {"role": "user", "content": "é — 漢字 & <b>"},
+    ],
+]
+
+
+def save_tokenizer(directory: Path, chat_template: str | None) -> Any:
+    """A model directory's tokenizer files as transformers writes them, and transformers' own tokenizer."""
+    import transformers
+
+    alphabet = {token: place for place, token in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(alphabet, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", additional_special_tokens=["<|im_start|>"]
+    )
+    theirs.chat_template = chat_template
+    theirs.save_pretrained(directory)
+    return theirs
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("ends_open", [True, False])
+def test_text_and_tokens_equal_transformers(
+    tmp_path: Path, name: str, chat: list[dict[str, str]], ends_open: bool
+) -> None:
+    theirs = save_tokenizer(tmp_path, TEMPLATES[name])
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    text = template.render(chat, NOW, add_generation_prompt=ends_open, variables={"thinking": True})
+    expected = {"add_generation_prompt": ends_open, "thinking": True}
+    assert text == theirs.apply_chat_template(chat, tokenize=False, **expected)
+    tokens = TextCodec.load(tmp_path).encode(text, add_special_tokens=False)
+    assert tokens == theirs.apply_chat_template(chat, **expected)["input_ids"]
+
+
+def test_a_template_is_found_where_transformers_finds_it(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+    config = tmp_path / "tokenizer_config.json"
+
+    def rendered(override: Path | None = None) -> str:
+        template = ChatTemplate.load(tmp_path, override)
+        assert template is not None
+        return template.render(CHATS[0], NOW)
+
+    config.write_text(json.dumps({"bos_token": {"content": "<b>"}, "chat_template": "config {{ bos_token }}"}))
+    assert rendered() == "config <b>"
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    config.write_text(json.dumps({"chat_template": several}))
+    assert rendered() == "default"
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<e>"}')
+    (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}\n")
+    assert rendered() == "file <e>"
+    (tmp_path / "own.jinja").write_text("own")
+    assert rendered(tmp_path / "own.jinja") == "own"
+    config.write_text(json.dumps({"chat_template": several[:1]}))
+    (tmp_path / "chat_template.jinja").unlink()
+    assert ChatTemplate.load(tmp_path) is None
+
+
+def test_the_date_is_the_runs() -> None:
+    template = ChatTemplate("{% macro d() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ d() }}", "x", {})
+    assert template.render(CHATS[0], NOW) == "03 Feb 2026"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ raise_exception('no system prompts') }}", "no system prompts"),
+        ("{{ messages[0].nothing.at_all }}", "no attribute"),
+        ("{{ 1 / 0 }}", "division"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.__class__.__base__.__subclasses__() }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+        ("{% for i in range(100000000) %}x{% endfor %}", "range"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_a_request_error(source: str, why: str) -> None:
+    with pytest.raises(RequestError, match="chat template") as caught:
+        ChatTemplate(source, "x", {}).render(CHATS[0], NOW)
+    assert caught.value.code == "chat_template_failed"
+    assert why in str(caught.value).lower()
+
+
+def test_what_is_no_template_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="here is not a Jinja template"):
+        ChatTemplate("{% for %}", "here", {})
+    (tmp_path / "bad.jinja").write_text("{{")
+    with pytest.raises(ConfigError, match=r"--chat-template.*bad\.jinja"):
+        ChatTemplate.load(tmp_path, tmp_path / "bad.jinja")
+    with pytest.raises(ConfigError, match="missing"):
+        ChatTemplate.load(tmp_path, tmp_path / "missing")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="tokenizer_config"):
+        ChatTemplate.load(tmp_path)

@@ -1,0 +1,311 @@
+"""OpenAI batch lines: what is understood, what is refused by name, and the shape of answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from fastdecode.core.errors import CapacityError, RequestError
+from fastdecode.core.sequence import Completion, RequestOutput, SamplingParams, TokenLogprob
+from fastdecode.jobs.line_format import Chat, LineError, LineRequest
+from fastdecode.jobs.openai_lines import OpenAILines
+from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
+from fastdecode.text.codec import TextCodec
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def reader(has_chat_template: bool = True, **given: Any) -> RequestReader:
+    return RequestReader(given, ("llama", "dir/llama"), has_chat_template)
+
+
+def line(body: object, url: str = COMPLETIONS_URL, **rest: object) -> bytes:
+    return json.dumps({"custom_id": "x", "method": "POST", "url": url, "body": body, **rest}).encode()
+
+
+def completion(**body: object) -> LineRequest:
+    return reader().read(line({"prompt": "p", **body}), 1)
+
+
+def chat(**body: object) -> LineRequest:
+    return reader().read(line({"messages": USER, **body}, CHAT_URL), 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ([1, 2],)),
+        ([[1, 2], [3]], ([1, 2], [3])),
+        ([[]], ([],)),  # refused later, with the engine's words
+    ],
+)
+def test_the_four_kinds_of_prompt(prompt: object, prompts: tuple[object, ...]) -> None:
+    assert completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [], [1, "a"], ["a", [1]], [True], {"a": 1}, [[1]] * 3000, [None]])
+def test_other_prompts_are_refused(prompt: object) -> None:
+    with pytest.raises(LineError) as caught:
+        completion(prompt=prompt)
+    assert caught.value.param == "prompt"
+    assert caught.value.line_id == "x"
+
+
+def test_openais_defaults_and_the_commands() -> None:
+    assert completion().params == SamplingParams()
+    assert completion().params.max_tokens == 16
+    assert chat().params == SamplingParams(max_tokens=None)
+    given = reader(temperature=0.5, max_tokens=7, logprobs=2)
+    assert given.read(line({"prompt": "p", "temperature": 0}), 1).params == SamplingParams(
+        temperature=0, max_tokens=7, logprobs=2
+    )
+    assert given.read(line({"messages": USER}, CHAT_URL), 1).params.max_tokens == 7
+    assert given.read(line({"messages": USER, "logprobs": False}, CHAT_URL), 1).params.logprobs is None
+
+
+def test_fields_reach_the_sampling_params() -> None:
+    said = {
+        "temperature": 0.5, "top_p": 0.9, "n": 3, "seed": 4, "presence_penalty": 0.1, "frequency_penalty": 0.2,
+        "max_tokens": 9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True,
+    }  # fmt: skip
+    params = completion(**said, stop=["a", "b"], stop_token_ids=[3], logit_bias={"5": -1.5}, logprobs=2).params
+    assert params == SamplingParams(
+        **said,
+        stop=("a", "b"),
+        stop_token_ids=(3,),
+        logit_bias={5: -1.5},
+        logprobs=2,  # type: ignore[arg-type]
+    )
+    assert chat(stop="x").params.stop == ("x",)
+    assert chat(max_completion_tokens=5).params.max_tokens == 5
+    assert chat(max_completion_tokens=5, max_tokens=5).params.max_tokens == 5
+    assert chat(logprobs=True).params.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).params.logprobs == 4
+
+
+@pytest.mark.parametrize("name", sorted(NOT_SUPPORTED))
+@pytest.mark.parametrize("url", [COMPLETIONS_URL, CHAT_URL])
+def test_what_isnt_supported_is_refused_by_name_unless_it_asks_for_nothing(name: str, url: str) -> None:
+    ask = completion if url == COMPLETIONS_URL else chat
+    for nothing in (None, *NOT_SUPPORTED[name]):
+        ask(**{name: nothing})
+    with pytest.raises(LineError) as caught:
+        ask(**{name: {"type": "json_object"}})
+    assert (caught.value.code, caught.value.param) == ("unsupported_field", name)
+    assert name in str(caught.value)
+
+
+def test_best_of_may_be_n() -> None:
+    assert completion(best_of=3, n=3).params.n == 3
+    for body in ({"best_of": 3}, {"best_of": 1, "n": 2}):
+        with pytest.raises(LineError, match="best_of"):
+            completion(**body)
+
+
+@pytest.mark.parametrize(
+    ("ask", "body", "param", "code"),
+    [
+        (completion, {"temprature": 1}, "temprature", "unknown_field"),
+        (completion, {"messages": USER}, "messages", "unknown_field"),
+        (completion, {"temperature": 3000}, "temperature", "invalid_sampling_params"),
+        (completion, {"logprobs": True}, "logprobs", "invalid_sampling_params"),
+        (completion, {"max_tokens": 0}, "max_tokens", "invalid_sampling_params"),
+        (completion, {"model": "gpt-4"}, "model", "model_mismatch"),
+        (completion, {"model": ["llama"]}, "model", "model_mismatch"),
+        (completion, {"return_token_ids": 1}, "return_token_ids", "invalid_value"),
+        (chat, {"prompt": "p"}, "prompt", "unknown_field"),
+        (chat, {"logprobs": 2}, "logprobs", "invalid_value"),
+        (chat, {"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        (chat, {"logprobs": True, "top_logprobs": 1000}, "logprobs", "invalid_sampling_params"),
+        (chat, {"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens", "invalid_value"),
+        (chat, {"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_value"),
+        (chat, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
+        (chat, {"add_generation_prompt": 0}, "add_generation_prompt", "invalid_value"),
+        (chat, {"messages": []}, "messages", "invalid_messages"),
+        (chat, {"messages": "hi"}, "messages", "invalid_messages"),
+        (chat, {"messages": ["hi"]}, "messages[0]", "invalid_messages"),
+        (chat, {"messages": [{"content": "hi"}]}, "messages[0].role", "invalid_messages"),
+        (chat, {"messages": [{"role": "user"}]}, "messages[0].content", "invalid_messages"),
+        (chat, {"messages": [{**USER[0], "name": 5}]}, "messages[0].name", "invalid_messages"),
+        (chat, {"messages": [{**USER[0], "mood": "glad"}]}, "messages[0].mood", "unknown_field"),
+        (chat, {"messages": [{**USER[0], "tool_calls": [{}]}]}, "messages[0].tool_calls", "unsupported_field"),
+        (chat, {"messages": [*USER, {"role": "tool", "content": "4"}]}, "messages[1].role", "unsupported_field"),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content",
+            "unsupported_field",
+        ),
+    ],
+)
+def test_bad_bodies_name_the_field(ask: Any, body: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(LineError) as caught:
+        ask(**body)
+    assert (caught.value.param, caught.value.code, caught.value.line_id) == (param, code, "x")
+
+
+@pytest.mark.parametrize(
+    ("raw", "code", "line_id"),
+    [
+        (b"{", "invalid_json_line", None),
+        (b"[]", "invalid_json_line", None),
+        (b'"\xff"', "invalid_json_line", None),
+        (b"[" * 100_000, "invalid_json_line", None),
+        (b"{}", "invalid_custom_id", None),
+        (line({}, custom_id=5), "invalid_custom_id", None),
+        (line({}, custom_id=""), "invalid_custom_id", None),
+        (line({}, custom_id="x" * 2000), "invalid_custom_id", None),
+        (line({}, custom_id="\ud800"), "invalid_text", None),
+        (line({}, method="GET"), "invalid_method", "x"),
+        (line({}, url="/v1/embeddings"), "url_mismatch", "x"),
+        (line({}, url=["/v1/completions"]), "url_mismatch", "x"),
+        (line([]), "invalid_body", "x"),
+        (line({"prompt": "p"}, extra=1), "unknown_field", "x"),
+    ],
+)
+def test_lines_that_are_no_requests(raw: bytes, code: str, line_id: str | None) -> None:
+    with pytest.raises(LineError) as caught:
+        reader().read(raw, 4)
+    assert (caught.value.code, caught.value.line_id) == (code, line_id)
+
+
+def test_a_chat_needs_a_template() -> None:
+    with pytest.raises(LineError, match="--chat-template") as caught:
+        reader(has_chat_template=False).read(line({"messages": USER}, CHAT_URL), 1)
+    assert caught.value.code == "no_chat_template"
+
+
+def test_messages_are_reduced_to_their_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "system", "content": parts},
+        {"role": "user", "content": "", "name": "Ann", "tool_calls": None, "refusal": None},
+    ]
+    request = chat(messages=messages, chat_template_kwargs={"enable_thinking": False}, add_generation_prompt=False)
+    assert request.prompts == (
+        Chat(
+            [{"role": "system", "content": "a\nb"}, {"role": "user", "content": "", "name": "Ann"}],
+            False,
+            {"enable_thinking": False},
+        ),
+    )
+
+
+def test_the_models_name_is_echoed_and_labels_are_no_matter() -> None:
+    labels = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
+    assert completion(model="dir/llama", **labels).model == "dir/llama"
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+LINES = OpenAILines(reader(), "r1", clock=lambda: 1700000000.5)
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    alphabet = {token: place for place, token in enumerate(sorted(ByteLevel.alphabet()))}
+    vocabulary = {**alphabet, "Ġa": 256, "bc": 257}
+    tokenizer = Tokenizer(BPE(vocabulary, [("Ġ", "a"), ("b", "c")]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens(["<end>"])  # 258
+    return TextCodec(tokenizer)
+
+
+def output(text: str, tokens: tuple[int, ...], *, index: int = 0, logprobs: bool = False) -> RequestOutput:
+    steps = tuple(TokenLogprob(t, -0.5, ((256, -0.25), (t, -0.5))) for t in tokens)
+    done = Completion(index, text, tokens, "length", steps if logprobs else None)
+    return RequestOutput("1.0", None, (1, 2, 3), (done,))
+
+
+def test_a_completions_answer(codec: TextCodec) -> None:
+    request = completion(prompt=["a", "b"], model="llama")
+    answer = LINES.answer(7, request, [output(" a", (256,)), output("bcbc", (257, 257))], codec)
+    assert answer == {
+        "id": "batch_req_r1_7",
+        "custom_id": "x",
+        "response": {
+            "status_code": 200,
+            "request_id": "req_r1_7",
+            "body": {
+                "id": "cmpl-r1-7",
+                "object": "text_completion",
+                "created": 1700000000,
+                "model": "llama",
+                "choices": [
+                    {"index": 0, "text": " a", "logprobs": None, "finish_reason": "length"},
+                    {"index": 1, "text": "bcbc", "logprobs": None, "finish_reason": "length"},
+                ],
+                "usage": {"prompt_tokens": 6, "completion_tokens": 3, "total_tokens": 9},
+            },
+        },
+        "error": None,
+    }
+    assert LINES.identify(answer) == (7, False)
+
+
+def test_a_chats_answer_with_logprobs(codec: TextCodec) -> None:
+    body = LINES.answer(7, chat(logprobs=True), [output("é", (128 + 0, 257), logprobs=True)], codec)["response"]["body"]
+    assert (body["id"], body["object"], body["model"]) == ("chatcmpl-r1-7", "chat.completion", "llama")
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "é", "refusal": None}
+    assert set(choice) == {"index", "message", "logprobs", "finish_reason"}
+    steps = choice["logprobs"]["content"]
+    assert steps[1]["token"] == "bc"
+    assert steps[1]["bytes"] == [98, 99]
+    assert steps[1]["logprob"] == -0.5
+    assert steps[1]["top_logprobs"][0] == {"token": " a", "logprob": -0.25, "bytes": [32, 97]}
+
+
+def test_completions_logprobs_are_by_text(codec: TextCodec) -> None:
+    ids = codec.encode("é")
+    assert len(ids) == 2
+    tokens = (256, *ids, 257, 258)
+    shown = LINES.answer(7, completion(logprobs=1), [output(" aébc", tokens, logprobs=True)], codec)
+    logprobs = shown["response"]["body"]["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [" a", "bytes:\\xc3", "bytes:\\xa9", "bc", "<end>"]
+    assert logprobs["text_offset"] == [0, 2, 2, 3, 5]
+    assert logprobs["token_logprobs"] == [-0.5] * 5
+    assert logprobs["top_logprobs"][3] == {" a": -0.25, "bc": -0.5}
+    assert logprobs["top_logprobs"][0] == {" a": -0.25}  # twice the same text: the likelier counts
+
+
+def test_token_ids_are_given_when_asked_for_or_when_there_is_no_text(codec: TextCodec) -> None:
+    done = output(" a", (256,), logprobs=True)
+    for request, answering in ((completion(return_token_ids=True), codec), (completion(), TextCodec(None))):
+        (choice,) = LINES.answer(1, request, [done], answering)["response"]["body"]["choices"]
+        assert choice["token_ids"] == [256]
+    assert choice["logprobs"]["tokens"] == ["token_id:256"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "param"),
+    [
+        (LineError("m", code="c", param="stream"), 400, "invalid_request_error", "stream"),
+        (RequestError("m", code="prompt_too_long"), 400, "invalid_request_error", None),
+        (RequestError("m", code="non_finite_logits"), 500, "server_error", None),
+        (CapacityError("m"), 503, "server_error", None),
+    ],
+)
+def test_an_error_is_a_response(error: RequestError, status: int, kind: str, param: str | None) -> None:
+    answer = LINES.refusal(3, None, error)
+    assert answer["custom_id"] is None
+    assert answer["error"] is None
+    assert answer["response"]["status_code"] == status
+    shown = answer["response"]["body"]["error"]
+    assert shown == {"message": "m", "type": kind, "param": param, "code": error.code}
+    assert LINES.identify(answer) == (3, True)
+
+
+def test_answers_of_another_run_are_not_ours() -> None:
+    for foreign in ({"id": "batch_req_r2_7"}, {"id": "7"}, {}, {"id": "batch_req_r1_x"}, {"id": "batch_req_r1_7"}):
+        with pytest.raises((KeyError, ValueError, TypeError)):
+            LINES.identify(foreign)

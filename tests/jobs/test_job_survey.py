@@ -1,0 +1,152 @@
+"""What a batch job keeps of its input: sets of lines, duplicates, hashes, in little memory."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastdecode.core.sequence import SamplingParams
+from fastdecode.jobs import lines as lines_module
+from fastdecode.jobs.line_set import DuplicateFinder, LineSet
+from fastdecode.jobs.lines import LineReader
+from fastdecode.jobs.manifest import identify_model
+from fastdecode.jobs.openai_lines import OpenAILines
+from fastdecode.jobs.progress import JobProgress
+from fastdecode.jobs.simple_lines import SimpleLines
+from fastdecode.jobs.survey import is_openai, survey
+from fastdecode.openai.requests import RequestReader
+
+
+@given(st.lists(st.integers(1, 5000)))
+def test_a_line_set_is_a_set(numbers: list[int]) -> None:
+    lines = LineSet()
+    for number in numbers:
+        lines.add(number)
+    assert len(lines) == len(set(numbers))
+    assert all((number in lines) == (number in set(numbers)) for number in range(5100))
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", "é", "", "0", "00"]), max_size=30))
+def test_duplicates_are_found_with_the_line_they_repeat(ids: list[str]) -> None:
+    finder = DuplicateFinder()
+    first: dict[str, int] = {}
+    expected = []
+    for number, line_id in enumerate(ids, start=3):
+        finder.add(number, line_id)
+        if line_id in first:
+            expected.append([number, first[line_id]])
+        first.setdefault(line_id, number)
+    assert finder.find().tolist() == expected
+
+
+def test_a_million_lines_take_a_few_bytes_each() -> None:
+    lines, finder = LineSet(), DuplicateFinder()
+    for number in range(1, 1_000_001):
+        lines.add(number)
+    for number in range(1, 10_001):
+        finder.add(number, f"request-{number}")
+    assert len(lines._bits) <= 2 * 1_000_000 // 8
+    assert len(finder._digests) + len(finder._numbers) == 24 * 10_000
+
+
+def test_lines_are_counted_as_an_editor_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 10)
+    raw = b"one\n\n  \nfour\r\n" + b"x" * 11 + b"\n" + b"y" * 25 + b"\nseven"
+    reader = LineReader(io.BytesIO(raw))
+    assert list(reader) == [(1, b"one\n"), (4, b"four\r\n"), (5, None), (6, None), (7, b"seven")]
+    assert reader.sha256 == hashlib.sha256(raw).hexdigest()
+    assert reader.num_bytes == len(raw)
+
+
+def _openai_line(custom_id: str, **body: Any) -> str:
+    line = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": "p", **body}}
+    return json.dumps(line)
+
+
+def test_a_survey_tells_all_that_is_bad_and_no_more_than_twenty_lines_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    good = [_openai_line(str(i)) for i in range(50)]
+    path.write_text("\n".join([*good, *good[:30], _openai_line("3", stream=True), "{"]))
+    found = survey(path, OpenAILines(RequestReader({}, ("m",), False), ""))
+    assert (found.num_lines, found.last_line, len(found.bad), len(found.duplicates)) == (82, 82, 32, 31)
+    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    text = str(found.refusal(path))
+    assert text.count("duplicate_custom_id") == 20
+    assert "line 51: duplicate_custom_id: its custom_id was used by line 1:" in text
+    assert "and 12 more" in text
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ('{"id": 1, "prompt": "p"}', False),
+        ('{"id": 1, "custom_id": "x"}', True),
+        (_openai_line("x"), True),
+        ("{}", True),
+        ("", True),
+        ('oops\n\n[1]\n{"id": 1}', False),
+    ],
+)
+def test_the_format_is_that_of_the_first_readable_line(tmp_path: Path, first: str, expected: bool) -> None:
+    (tmp_path / "in").write_text(first + "\n" + _openai_line("y"))
+    assert is_openai(tmp_path / "in") is (expected or first == "")
+
+
+def test_a_line_of_the_other_format_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"id": 1, "prompt": "p"}\n' + _openai_line("y"))
+    found = survey(tmp_path / "in", SimpleLines(SamplingParams()))
+    assert [number for number, _ in found.complaints] == [2]
+
+
+def test_a_models_identity_changes_with_each_of_its_files(tmp_path: Path) -> None:
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "a.safetensors": bytes(2_000_000), "README.md": b"hi"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    before = identify_model(tmp_path)
+    assert set(before) == {"config.json", "tokenizer.json", "a.safetensors"}
+    (tmp_path / "README.md").write_bytes(b"other")
+    assert identify_model(tmp_path) == before
+    (tmp_path / "a.safetensors").write_bytes(bytes(1_000_000) + b"\1" * 20_000 + bytes(980_000))
+    assert identify_model(tmp_path) != before
+    (tmp_path / "a.safetensors").write_bytes(bytes(1_999_999) + b"\1")
+    assert identify_model(tmp_path) != before
+    (tmp_path / "a.safetensors").write_bytes(bytes(100))
+    assert identify_model(tmp_path)["a.safetensors"] != before["a.safetensors"]
+    (tmp_path / "own.jinja").write_text("x")
+    assert "--chat-template" in identify_model(tmp_path, tmp_path / "own.jinja")
+
+
+def test_progress_says_what_is_done_and_when_the_rest_will_be() -> None:
+    now, out = [0.0], io.StringIO()
+    progress = JobProgress(out, clock=lambda: now[0])
+    with progress:
+        progress.begin(total=1000, done=400)
+        for second in range(1, 25):
+            now[0] = second
+            state = {"num_failed": 2, "num_tokens": 50 * second, "live_workers": 3, "num_workers": 4}
+            progress.update(done=400 + 2 * second, **state)
+    shown = out.getvalue().splitlines()
+    assert shown == [
+        "lines 420/1000, 2 failed, 50 tok/s, ETA 0:04:50, R-workers 3/4",
+        "lines 440/1000, 2 failed, 50 tok/s, ETA 0:04:40, R-workers 3/4",
+        "lines 448/1000, 2 failed, 50 tok/s, ETA 0:04:36, R-workers 3/4",
+    ]
+
+
+def test_progress_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, out = [0.0], io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    with JobProgress(out, clock=lambda: now[0]) as progress:
+        progress.begin(total=10, done=0)
+        for tick in range(20):
+            now[0] = tick * 0.25
+            progress.update(done=0, num_failed=0, num_tokens=0, live_workers=1, num_workers=1)
+    assert out.getvalue().count("\n") == 1
+    assert out.getvalue().count("\r\x1b[Klines 0/10, 0 failed, 0 tok/s, ETA -, R-workers 1/1") == 10

@@ -1,0 +1,229 @@
+"""The tokenizer wrapper, the incremental detokenizers against decoding at once, and stop strings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizers import (
+    BYTE_TOKENS,
+    LINES,
+    TOKENIZERS,
+    byte_ids,
+    byte_level,
+    id_of,
+    kinds,
+    with_text,
+)
+from tokenizers import Tokenizer, models, processors
+
+from fastdecode.core.errors import CheckpointError, MissingExtraError, RequestError
+from fastdecode.core.sequence import SamplingParams
+from fastdecode.text.codec import TextCodec
+from fastdecode.text.detokenizer import ByteLevelDetokenizer, Vocabulary, WindowDetokenizer, detokenizer_for
+
+
+def pieces_of(kind: str, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    detokenizer = detokenizer_for(Vocabulary(TOKENIZERS[kind]), prompt)
+    return [*map(detokenizer.append, token_ids), detokenizer.flush()]
+
+
+# --- detokenizers ----------------------------------------------------------------------------------------------------
+
+
+@kinds
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_pieces_of_any_tokens_make_the_text_of_all(kind: str, data: st.DataObject) -> None:
+    # Beyond the vocabulary too: models are padded, and tokenizers know fewer ids.
+    ids = data.draw(st.lists(st.integers(0, TOKENIZERS[kind].get_vocab_size() + 3), max_size=40))
+    assert "".join(pieces_of(kind, ids)) == TOKENIZERS[kind].decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma", "metaspace"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_runs_of_bytes_valid_and_not(kind: str, data: st.DataObject) -> None:
+    tokenizer, of_byte = TOKENIZERS[kind], byte_ids(kind)
+    parts = st.one_of(
+        st.text(max_size=4).map(lambda text: text.encode(errors="ignore")),
+        st.binary(max_size=4),
+        st.sampled_from([b"\xf0\x9f\x98", b"\xe4\xbd", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90", b"\xef\xbf\xbd"]),
+    )
+    others = st.sampled_from([id_of(tokenizer, x) for x in ("a", "</s>")])
+    ids: list[int] = []
+    for part in data.draw(st.lists(st.one_of(parts, others), max_size=8)):
+        ids += [of_byte[byte] for byte in part] if isinstance(part, bytes) else [part]
+    assert "".join(pieces_of(kind, ids)) == tokenizer.decode(ids)
+
+
+@with_text
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.sampled_from("ab é你😀\n."), max_size=30))
+def test_no_piece_of_sound_text_is_broken(kind: str, text: str) -> None:
+    ids = TOKENIZERS[kind].encode(text, add_special_tokens=False).ids
+    pieces = pieces_of(kind, ids)
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == TOKENIZERS[kind].decode(ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.integers(0, TOKENIZERS["byte-level"].get_vocab_size() - 1), max_size=30))
+def test_byte_level_text_lags_by_no_more_than_part_of_a_character(ids: list[int]) -> None:
+    detokenizer = ByteLevelDetokenizer(Vocabulary(TOKENIZERS["byte-level"]))
+    text = ""
+    for count, token in enumerate(ids, 1):
+        text += detokenizer.append(token)
+        assert text + detokenizer.peek() == TOKENIZERS["byte-level"].decode(ids[:count])
+        assert len(detokenizer.peek()) <= 3  # of at most three bytes
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "metaspace"])
+def test_a_byte_run_shows_when_it_ends(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    ids = [id_of(tokenizer, x) for x in ("▁The", "<0xE4>", "<0xBD>", "<0xA0>", "<0xC3>", "<0xA9>", "a")]
+    first = " The" if kind == "gemma" else "The"
+    assert pieces_of(kind, ids) == [first, "", "", "", "", "", "你éa", ""]
+    assert pieces_of(kind, ids[:-1])[-1] == "你é"
+    assert pieces_of(kind, ids[:-2])[-1] == "\ufffd" * 4  # as the library decodes a run with a broken end
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "metaspace", "wordpiece"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_output_continues_the_text_of_its_prompt(kind: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind]
+    sound = [i for i in range(tokenizer.get_vocab_size()) if tokenizer.id_to_token(i) not in BYTE_TOKENS]
+    prompt = data.draw(st.lists(st.sampled_from(sound), min_size=1, max_size=10))
+    output = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=20))
+    if all(tokenizer.decode([token]) == "" for token in prompt):
+        return  # then the output begins the text, and how much of its space is dropped hangs on the decoder
+    whole = tokenizer.decode(prompt + output)
+    assert "".join(pieces_of(kind, output, prompt)) == whole[len(tokenizer.decode(prompt)) :]
+
+
+def test_the_space_before_the_first_word_is_kept() -> None:
+    tokenizer = TOKENIZERS["llama"]
+    codec = TextCodec(tokenizer)
+    token = id_of(tokenizer, "▁brown")
+    for prompt, expected in (((), "brown"), ((id_of(tokenizer, "▁quick"),), " brown")):
+        text = codec.sequence_text(SamplingParams(), prompt)
+        text.append(token)
+        assert text.finish() == expected
+
+
+@kinds
+def test_the_cost_of_a_token_does_not_grow(kind: str) -> None:
+    decoded: list[int] = []
+
+    class Spy(Vocabulary):
+        def text(self, token_ids: Sequence[int]) -> str:
+            decoded.append(len(token_ids))
+            return super().text(token_ids)
+
+    tokenizer = TOKENIZERS[kind]
+    ids = [i % tokenizer.get_vocab_size() for i in range(7, 3000, 13)] * 3
+    detokenizer = detokenizer_for(Spy(tokenizer))
+    for token in ids:
+        detokenizer.append(token)
+    if not isinstance(detokenizer, ByteLevelDetokenizer):
+        assert sum(decoded) < 8 * len(ids)
+
+
+def test_special_tokens_and_unknown_ids_do_not_pile_up() -> None:
+    tokenizer = TOKENIZERS["llama"]
+    detokenizer = detokenizer_for(Vocabulary(tokenizer))
+    assert isinstance(detokenizer, WindowDetokenizer)
+    for token in [id_of(tokenizer, "</s>"), 10_000] * 50:
+        assert detokenizer.append(token) == ""
+    assert detokenizer._window == []
+
+
+# --- the codec -------------------------------------------------------------------------------------------------------
+
+
+def save(tokenizer: Tokenizer, folder: Path, config: Any = None) -> Path:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_encode_and_decode(tmp_path: Path) -> None:
+    codec = TextCodec.load(save(byte_level(), tmp_path))
+    assert codec.has_tokenizer
+    for line in LINES:
+        assert codec.decode(codec.encode(line)) == line
+    assert codec.decode([0, *codec.encode("a"), 1, 99_999]) == "a"
+
+
+@pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "special": True}])
+def test_bos_is_added_once_if_the_config_asks_for_it(tmp_path: Path, bos: Any) -> None:
+    plain = byte_level()
+    bare = plain.encode("the end").ids
+    templated = byte_level()
+    templated.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    asks, refrains = {"add_bos_token": True, "bos_token": bos}, {"add_bos_token": False, "bos_token": bos}
+    assert TextCodec.load(save(plain, tmp_path, asks)).encode("the end") == [0, *bare]
+    assert TextCodec.load(save(plain, tmp_path, refrains)).encode("the end") == bare
+    assert TextCodec.load(save(plain, tmp_path, {"add_bos_token": True})).encode("the end") == bare
+    assert TextCodec.load(save(templated, tmp_path, asks)).encode("the end") == [0, *bare, 1]
+    assert TextCodec.load(save(templated, tmp_path, refrains)).encode("the end") == [0, *bare, 1]
+
+
+def test_saved_padding_and_truncation_are_ignored(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    expected = tokenizer.encode(LINES[0]).ids
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=500)
+    assert TextCodec.load(save(tokenizer, tmp_path)).encode(LINES[0]) == expected
+
+
+def test_a_directory_without_a_tokenizer_serves_token_ids_only(tmp_path: Path) -> None:
+    codec = TextCodec.load(tmp_path)
+    assert not codec.has_tokenizer
+    with pytest.raises(RequestError, match=r"no tokenizer.json: give prompt_token_ids") as refused:
+        codec.encode("Hello")
+    assert refused.value.code == "no_tokenizer"
+    with pytest.raises(RequestError, match="stop strings need text"):
+        codec.sequence_text(SamplingParams(stop=("x",)))
+    text = codec.sequence_text(SamplingParams(), (1, 2))
+    assert not text.append(3)
+    assert text.finish() == codec.decode([3]) == ""
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', '{"model": 3}', "\x00\x01"])
+def test_a_broken_tokenizer_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        TextCodec.load(tmp_path)
+
+
+def test_a_broken_tokenizer_config_is_named(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": tr')
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
+        TextCodec.load(tmp_path)
+
+
+def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(byte_level(), tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingExtraError, match=r"fastdecode\[sworker\]"):
+        TextCodec.load(tmp_path)
+
+
+def test_prompts_that_cannot_be_encoded_are_refused() -> None:
+    with pytest.raises(RequestError, match="character 2") as refused:
+        TextCodec(byte_level()).encode("ab\ud83d")
+    assert refused.value.code == "invalid_prompt"
+    with pytest.raises(RequestError, match="can't encode the prompt"):
+        TextCodec(Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))).encode("b")
