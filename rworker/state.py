@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, ProtocolError
-from fastdecode.core.spec import AttentionSpec
+from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, AttentionSpec
 from fastdecode.wire.messages import (
     MAX_ID,
     MAX_LANES,
-    MAX_SEQUENCE_TOKENS,
     MAX_STEP_TOKENS,
     PROTOCOL_VERSION,
     Accepted,

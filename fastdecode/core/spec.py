@@ -18,6 +18,8 @@ MAX_HEADS = 1024
 MAX_HEAD_DIM = 512
 MAX_LAYERS = 4096
 MAX_BLOCK_SIZE = 256
+MAX_SEQUENCE_TOKENS = 1 << 23
+"""Of the longest sequence: kernels count positions in float32, exactly up to twice as many."""
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
+from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.core.model.identity import identify
 from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, SamplingParams
 from fastdecode.engine.llm import LLM
-from fastdecode.engine.setup.memory import FreeMemory
-from fastdecode.engine.setup.resolve import resolve
 from fastdecode.jobs.journal import Journal, Recovered, create, discard, reopen
 from fastdecode.jobs.line_format import Chat, LineError, LineFormat, LineId, LineRequest, Turn
 from fastdecode.jobs.lines import LineReader, too_long
@@ -37,7 +37,6 @@ from fastdecode.jobs.stopping import StopNow, Stopping
 from fastdecode.jobs.survey import Survey, is_openai, survey
 from fastdecode.openai.requests import RequestReader
 from fastdecode.text.chat_template import ChatTemplate
-from sworker.load.weights import load_spec
 
 MAX_SYNC_LINES = 1 << 30
 
@@ -144,15 +143,15 @@ def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Surv
             f"the output {options.output} exists: go on with its run by --resume, or throw it away by --overwrite"
         )
     before = Manifest.read(path) if options.begin == "resume" and (has_output or path.exists()) else None
-    resolved = resolve(config, load_spec(config.model), num_cores=1, free=FreeMemory(1 << 50))
+    identity = identify(config, open_checkpoint(config.model).spec())
     now = new_manifest(
         lines=lines,
         input_sha256=found.sha256,
         sampling=options.sampling,
         model=identify_model(Path(config.model), options.chat_template),
-        dtype=resolved.dtype.value,
-        kv_dtype=resolved.kv_dtype.value,
-        max_model_len=resolved.max_model_len,
+        dtype=identity.dtype.value,
+        kv_dtype=identity.kv_dtype.value,
+        max_model_len=identity.max_model_len,
         run_seed=before.run_seed if before is not None and options.run_seed is None else options.run_seed,
     )
     if before is None:

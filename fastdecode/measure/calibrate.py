@@ -11,11 +11,13 @@ import torch
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.machine import this_machine
 from fastdecode.core.measurement import ModelShape, Point, SProfile, Timing
-from fastdecode.engine.setup.launch import RunningEngine, make_s_worker
+from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.setup.resolve import resolve_for_this_host
+from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.measure.steady import time_prompt, time_steady_steps
 from sworker.dtypes import torch_dtype
-from sworker.load.weights import load_model, load_spec
+from sworker.load.weights import load_model
 from sworker.measure import WARM_UP, measure_s_part
 
 # Whole steps are measured with short contexts, so that the R-workers, which aren't counted, take little of them.
@@ -41,11 +43,12 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
     Raises:
         ConfigError, ModelError: an option or the model directory is bad.
     """
-    spec = load_spec(config.model)
+    checkpoint = open_checkpoint(config.model)
+    spec = checkpoint.spec()
     resolved = resolve_for_this_host(config, spec)
     dtype = torch_dtype(resolved.dtype)
     tell(f"loading {config.model}")
-    _, model = load_model(config.model, device=resolved.device, dtype=dtype)
+    _, model = load_model(checkpoint, device=resolved.device, dtype=dtype)
     tell(f"S-part: {len(effort.batches)} batch sizes, {len(effort.prompts)} prompt lengths, {effort.repeats} repeats")
     s_worker, of_s = make_s_worker(spec, model, resolved), () if resolved.prompts_on_r else effort.prompts
     times = measure_s_part(s_worker, effort.batches, of_s, repeats=effort.repeats)

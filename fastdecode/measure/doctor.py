@@ -11,6 +11,7 @@ from typing import Final, Literal
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.host import HostFacts
+from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.measure import RConnection, measure_link
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed, Inspect, Report
@@ -77,12 +78,9 @@ def hash_of_model(directory: str) -> str:
     """What R-workers that are kept for one model know it by.
 
     Raises:
-        MissingExtraError: the S-part isn't installed here.
         CheckpointError: it is no model's directory.
     """
-    from sworker.load.checkpoint import model_hash  # hosts without the S-part have a doctor, too
-
-    return model_hash(directory)
+    return open_checkpoint(directory).model_hash
 
 
 def judge(here: HostFacts, workers: Sequence[WorkerFacts], model_hash: str | None = None) -> list[Finding]:

@@ -66,7 +66,6 @@ PROTOCOL_VERSION = 2
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
 MAX_LANES = 256
-MAX_SEQUENCE_TOKENS = 1 << 23
 MAX_STEP_TOKENS = 1 << 23
 """That one step of one lane appends on one R-worker, and as many that it attends there. With the longest sequence no
 more than the 2^24 positions that kernels count exactly, in float32."""

@@ -16,17 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError
-from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from sworker.dtypes import torch_dtype
-from sworker.load.checkpoint import Checkpoint, TensorEntry, model_hash, open_checkpoint
 from sworker.model.families import CHECKPOINT_NAMES, CheckpointNames, Layout, Names, Source
 from sworker.model.linear import Linear
 from sworker.model.rope import RotaryTable
 from sworker.model.skeleton import Model
 from sworker.ranks.sharding import Shard, shard_spec
-
-__all__ = ["load_model", "load_spec", "model_hash", "random_model"]
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes to read."""
@@ -36,7 +33,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def load_model(
-    path: str | Path,
+    model: Checkpoint | str | Path,
     *,
     device: str | torch.device,
     dtype: torch.dtype | None = None,
@@ -44,10 +41,10 @@ def load_model(
     progress: Progress | None = None,
     shard: Shard | None = None,
 ) -> tuple[ModelSpec, Model]:
-    """Read a Hugging Face model directory.
+    """Read the weights of a Hugging Face model directory.
 
     Args:
-        path: the directory.
+        model: the directory, opened or not.
         device: where the weights go.
         dtype: of weights and activations: float32, float16 or bfloat16; None is the checkpoint's own.
         max_model_len: a lower length limit than the model's own (see ``read_model_spec``).
@@ -64,19 +61,19 @@ def load_model(
             divide into so many shards.
         CapacityError: the device hasn't the memory.
     """
-    checkpoint = open_checkpoint(path)
-    spec = _spec(checkpoint, max_model_len)
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    spec = checkpoint.spec(max_model_len=max_model_len)
     target = _check_device(device)
     kind = dtype or torch_dtype(spec.dtype)
     if kind not in _TARGET_DTYPES:
         raise ConfigError(f"dtype={kind} is not one of {', '.join(map(str, _TARGET_DTYPES))}")
     with torch.device("meta"):
         whole = Model(spec)
-        model = whole if shard is None else Model(shard_spec(spec, shard))
+        loaded = whole if shard is None else Model(shard_spec(spec, shard))
     placements = _plan(checkpoint, spec, whole)
-    _allocate(model, target, kind)
-    _stream(placements, spec, model, shard, progress)
-    return spec, model.eval()
+    _allocate(loaded, target, kind)
+    _stream(placements, spec, loaded, shard, progress)
+    return spec, loaded.eval()
 
 
 def random_model(spec: ModelSpec, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> Model:
@@ -97,24 +94,6 @@ def random_model(spec: ModelSpec, *, device: str | torch.device, dtype: torch.dt
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0 - spec.norm_offset)
     return model.eval()
-
-
-def load_spec(path: str | Path, *, max_model_len: int | None = None) -> ModelSpec:
-    """What ``load_model`` would return as the spec, without reading a tensor.
-
-    Raises:
-        ModelError, ConfigError: as ``load_model``.
-    """
-    return _spec(open_checkpoint(path), max_model_len)
-
-
-def _spec(checkpoint: Checkpoint, max_model_len: int | None) -> ModelSpec:
-    return read_model_spec(
-        checkpoint.config,
-        name=str(checkpoint.directory),
-        generation_config=checkpoint.generation_config,
-        max_model_len=max_model_len,
-    )
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.config import EngineConfig
+from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import PromptRequest
 from fastdecode.engine.setup.memory import FreeMemory
 from fastdecode.engine.setup.resolve import resolve
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes
-from sworker.load.weights import load_spec
 
 REQUESTS = [
     PromptRequest(str(i), prompt, SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True, n=1 + i % 2))
@@ -69,7 +69,7 @@ def test_the_engine_does_what_its_lane_control_wants(tiny_checkpoint: Callable[.
 
 def test_lanes_adapt_where_the_parts_have_hardware_of_their_own(tiny_checkpoint: Callable[..., Path]) -> None:
     path = str(tiny_checkpoint("llama"))
-    spec = load_spec(path)
+    spec = open_checkpoint(path).spec()
 
     def resolved(**options: object) -> tuple[int, bool]:
         config = EngineConfig(model=path, **options)  # type: ignore[arg-type]

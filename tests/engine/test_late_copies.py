@@ -13,7 +13,7 @@ from torch import Tensor
 from trouble import crash_after
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine.setup import launch, resolve
+from fastdecode.engine.setup import resolve, s_worker
 from fastdecode.engine.step import remote as attend
 from sworker.buffers import LENT_LAYERS, Staging
 from sworker.graphs import StepGraphs
@@ -83,7 +83,7 @@ def test_equal_tokens(lanes: int, graphs: bool, tiny_checkpoint: Callable[..., P
     with (
         mock.patch.object(attend, "Staging", LateStaging),
         mock.patch.object(resolve, "_uses_graphs", return_value=graphs),
-        mock.patch.object(launch, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
+        mock.patch.object(s_worker, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
     ):
         assert run() == expected
     assert NUM_LATE["polls"] > 0 and NUM_LATE["waits"] > 0

@@ -13,7 +13,7 @@ import torch
 from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine.setup import launch, resolve
+from fastdecode.engine.setup import launch, resolve, s_worker
 from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
 
@@ -32,7 +32,7 @@ def test_2000_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., P
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (180, 90, 40)]
     with (
         mock.patch.object(resolve, "_uses_graphs", return_value=True),  # units in fixed memory, not captured
-        mock.patch.object(launch, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
+        mock.patch.object(s_worker, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
         LLM(
             path, lanes=2, r_threads=1, kv_memory_gb=0.01, prefill_chunk=9, dtype="float32", prompt_attention="s"
         ) as llm,

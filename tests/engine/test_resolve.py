@@ -13,13 +13,13 @@ import torch
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.engine.setup.memory import FreeMemory
 from fastdecode.engine.setup.resolve import ResolvedConfig, resolve
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.wire.arrays import MAX_BODY_BYTES
-from fastdecode.wire.messages import MAX_SEQUENCE_TOKENS
 from sworker.graphs import MAX_GRAPHS
-from sworker.load.weights import load_spec
 
 GB = 10**9
 FREE = FreeMemory(64 * GB, 78 * GB, 80 * GB)
@@ -30,7 +30,7 @@ Resolve = Callable[..., ResolvedConfig]
 def resolved(tiny_checkpoint: Callable[..., Path]) -> Resolve:
     """``resolved(num_gpus, rank, **options)``."""
     path = str(tiny_checkpoint("llama"))
-    spec = load_spec(path)
+    spec = open_checkpoint(path).spec()
 
     def make(num_gpus: int, rank: int = 0, **options: object) -> ResolvedConfig:
         config = EngineConfig(model=path, **options)  # type: ignore[arg-type]
@@ -56,14 +56,14 @@ def test_every_rank_has_a_gpu_of_its_own(resolved: Resolve) -> None:
 def test_queries_for_closed_parts_fit_into_a_message(resolved: Resolve) -> None:
     """Even of prompts that were booked in 8 lanes, which have become one, beside all that decode."""
     resolved_ = resolved(0, split_tokens=64)
-    spec = load_spec(resolved_.config.model).attention[0]
+    spec = open_checkpoint(resolved_.config.model).spec().attention[0]
     row_bytes = spec.num_q_heads * spec.head_dim * resolved_.dtype.size_bytes
     assert 1024 * row_bytes < (MAX_AUTO_LANES + 1) * resolved_.schedule.max_guest_rows * row_bytes < MAX_BODY_BYTES
 
 
 def test_contexts_end_where_kernels_stop_counting(tiny_checkpoint: Callable[..., Path]) -> None:
     path = str(tiny_checkpoint("llama"))
-    spec = replace(load_spec(path), max_model_len=1 << 25)
+    spec = replace(open_checkpoint(path).spec(), max_model_len=1 << 25)
     assert resolve(EngineConfig(path), spec, num_cores=1, free=FREE).max_model_len == MAX_SEQUENCE_TOKENS == 1 << 23
     with pytest.raises(ConfigError, match=r"max_model_len=8388609 exceeds the 8388608 tokens"):
         resolve(EngineConfig(path, max_model_len=(1 << 23) + 1), spec, num_cores=1, free=FREE)

@@ -12,7 +12,7 @@ import torch
 from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine.setup import launch, resolve
+from fastdecode.engine.setup import resolve, s_worker
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, StepGraphs
 from sworker.load.weights import load_model
 from sworker.worker import PaddedPass, SWorker
@@ -100,7 +100,7 @@ def test_equal_tokens(lanes: int, kv_placement: str, tiny_checkpoint: Callable[.
     expected = run()
     with (
         mock.patch.object(resolve, "_uses_graphs", return_value=True),
-        mock.patch.object(launch, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
+        mock.patch.object(s_worker, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
     ):
         assert run() == expected
 
@@ -108,9 +108,9 @@ def test_equal_tokens(lanes: int, kv_placement: str, tiny_checkpoint: Callable[.
 def test_several_s_workers_pad_alike_whatever_their_gpus_have_room_for() -> None:
     resolved = mock.Mock(device=CPU, max_graphs=4096)
     resolved.schedule.num_lanes = 4
-    with mock.patch.object(launch, "StepGraphs") as made:
-        launch.step_graphs(mock.Mock(), resolved)
-        launch.step_graphs(mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [min(n, 2) for n in numbers]))
-        no_room = launch.step_graphs(mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [2, 0]))
+    with mock.patch.object(s_worker, "StepGraphs") as made:
+        s_worker.step_graphs(mock.Mock(), resolved)
+        s_worker.step_graphs(mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [min(n, 2) for n in numbers]))
+        no_room = s_worker.step_graphs(mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [2, 0]))
     chosen = [(call.kwargs["num_lanes"], call.kwargs["max_graphs"]) for call in made.call_args_list]
     assert chosen == [(4, 4096), (2, 2)] and no_room is None

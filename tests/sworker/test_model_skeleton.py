@@ -12,7 +12,8 @@ import pytest
 import torch
 from checkpoints import FAMILIES, prompts
 
-from sworker.load.weights import load_model, load_spec
+from fastdecode.core.model.checkpoint import open_checkpoint
+from sworker.load.weights import load_model
 from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import Model, forward
 
@@ -22,7 +23,7 @@ Make = Callable[..., Path]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shapes_without_data(family: str, tiny_checkpoint: Make) -> None:
     """Runs on tensors that have no data: so no layer waits for the device or branches on what it computed."""
-    spec = load_spec(tiny_checkpoint(family))
+    spec = open_checkpoint(tiny_checkpoint(family)).spec()
     with torch.device("meta"):
         model = Model(spec)
         tokens, positions = torch.empty(7, dtype=torch.int64), torch.empty(7, dtype=torch.int64)

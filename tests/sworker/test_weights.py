@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, UnsupportedModelError
-from sworker.load.weights import load_model, load_spec, model_hash
+from fastdecode.core.model.checkpoint import open_checkpoint
+from sworker.load.weights import load_model
 
 Make = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
@@ -88,7 +89,7 @@ def test_shards(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert_same(load(tmp_path), load(source))
-    assert load_spec(tmp_path).num_layers == 3
+    assert open_checkpoint(tmp_path).spec().num_layers == 3
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_progress_ends_at_the_total(llama: Path) -> None:
     calls: list[tuple[int, int]] = []
     load(llama, progress=lambda done, total: calls.append((done, total)))
     done = [call[0] for call in calls]
-    total = 4 * load_spec(llama).num_parameters
+    total = 4 * open_checkpoint(llama).spec().num_parameters
     assert done == sorted(done)
     assert calls[-1] == (total, total)
 
@@ -137,18 +138,18 @@ def test_progress_ends_at_the_total(llama: Path) -> None:
 def test_generation_config_has_precedence(llama: Path, tmp_path: Path) -> None:
     copy = copy_with(llama, tmp_path / "x")
     (copy / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert load_spec(copy).eos_token_ids == (5, 6)
+    assert open_checkpoint(copy).spec().eos_token_ids == (5, 6)
 
 
 def test_model_hash(llama: Path, tiny_checkpoint: Make, tmp_path: Path) -> None:
     copy = copy_with(llama, tmp_path / "a")
-    assert len(model_hash(llama)) == 64
-    assert model_hash(copy) == model_hash(llama), "it isn't a matter of the place"
+    assert len(open_checkpoint(llama).model_hash) == 64
+    assert open_checkpoint(copy).model_hash == open_checkpoint(llama).model_hash, "it isn't a matter of the place"
     edit_config(copy, rope_theta=1e6)
-    assert model_hash(copy) != model_hash(llama)
+    assert open_checkpoint(copy).model_hash != open_checkpoint(llama).model_hash
     half = copy_with(llama, tmp_path / "b", lambda tensors: {n: t.half() for n, t in tensors.items()})
-    assert model_hash(half) != model_hash(llama)
-    assert model_hash(tiny_checkpoint("qwen2")) != model_hash(llama)
+    assert open_checkpoint(half).model_hash != open_checkpoint(llama).model_hash
+    assert open_checkpoint(tiny_checkpoint("qwen2")).model_hash != open_checkpoint(llama).model_hash
 
 
 # --- what must be refused ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from fastdecode.core.config import EngineConfig
+from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import KVSpec
 from fastdecode.core.trace import Trace
@@ -18,6 +19,7 @@ from fastdecode.engine.fleet.heads import HeadsWorkers
 from fastdecode.engine.fleet.workers import InlineWorkers, MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.resolve import ResolvedConfig, resolve_for_this_host
+from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.step.local import LocalAttention, LocalWorkers
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
@@ -28,14 +30,10 @@ from fastdecode.text.codec import TextCodec
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
 from fastdecode.wire.transport import TIMEOUT
 from sworker.dtypes import torch_dtype
-from sworker.graphs import StepGraphs
-from sworker.kernels.fused import fuse
-from sworker.kernels.packing import pack
 from sworker.kernels.threads import openmp_library
-from sworker.load.weights import load_model, load_spec, model_hash
+from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
-from sworker.ranks.parallel import ParallelSWorker, Ranks
-from sworker.ranks.sharding import parallelize
+from sworker.ranks.parallel import Ranks
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
@@ -64,7 +62,8 @@ class RunningEngine:
     ) -> None:
         tell = progress or logger.info
         started = time.perf_counter()
-        self.spec = load_spec(config.model)
+        self._checkpoint = open_checkpoint(config.model)
+        self.spec = self._checkpoint.spec()
         self.resolved = resolve_for_this_host(config, self.spec)
         self.codec = TextCodec.load(config.model)
         # R-workers first: that one of them can't be reached is better known before than after a large model is loaded.
@@ -78,7 +77,7 @@ class RunningEngine:
         try:
             model = self._load_model(tell)
             tell(_greeting(workers))
-            hello = _hello(self.spec, self.resolved)
+            hello = _hello(self._checkpoint, self.spec, self.resolved)
             self.welcomes = self._fleet.greet(hello)
             self.engine = self._make_engine(model, workers, hello, trace, MeasuredTimes() if times is None else times)
         except BaseException:
@@ -96,7 +95,7 @@ class RunningEngine:
         if config.tp > 1:
             self._ranks = meet_ranks(config.tp, resolved.device, config.worker_timeout_s)
         device, shard = (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
-        return load_model(config.model, device=device, dtype=torch_dtype(resolved.dtype), shard=shard)[1]
+        return load_model(self._checkpoint, device=device, dtype=torch_dtype(resolved.dtype), shard=shard)[1]
 
     def _make_engine(
         self, model: Model, workers: Workers, hello: Hello, trace: Trace | None, times: MeasuredTimes
@@ -137,32 +136,10 @@ class RunningEngine:
             workers.close(self._fleet.lost, self.resolved.config.worker_timeout_s)
 
 
-def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> SWorker:
-    """The S-worker as it was configured."""
-    fuse(model, resolved.device)
-    if ranks is not None:
-        parallelize(model, ranks.shard, ranks.add_up)
-        return ParallelSWorker(spec, model, ranks, step_graphs(model, resolved, ranks))
-    if resolved.device.type == "cpu":
-        pack(model)
-    return SWorker(spec, model, resolved.device, step_graphs(model, resolved))
-
-
 def _lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:
     if not resolved.adapts_lanes:
         return None
     return LaneControl(times, resolved.schedule.num_lanes, most=resolved.most_lanes)
-
-
-def step_graphs(model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> StepGraphs | None:
-    """What runs the model's small S-steps as CUDA graphs, if that was chosen. Several S-workers pad to the same
-    buckets, whatever each one's GPU has room for: they add up rows of one shape."""
-    num_lanes, max_graphs = resolved.schedule.num_lanes, resolved.max_graphs
-    if ranks is not None:
-        num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
-    if not max_graphs:
-        return None
-    return StepGraphs(model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs)
 
 
 def _attention(
@@ -202,7 +179,7 @@ def _reach_r_workers(resolved: ResolvedConfig) -> Workers:
     return ThreadWorkers(config.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)
 
 
-def _hello(spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
+def _hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
     kv = KVSpec(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
@@ -210,4 +187,4 @@ def _hello(spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
         dtype=resolved.kv_dtype,
         block_size=resolved.config.block_size,
     )
-    return Hello(PROTOCOL_VERSION, model_hash(resolved.config.model), kv, spec.attention, resolved.dtype)
+    return Hello(PROTOCOL_VERSION, checkpoint.model_hash, kv, spec.attention, resolved.dtype)

@@ -17,7 +17,9 @@ import torch
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.setup.resolve import resolve_for_this_host
+from fastdecode.engine.setup.s_worker import step_graphs
 from fastdecode.wire.mpi import job as mpi_job
 from sworker.dtypes import torch_dtype
 from sworker.kernels.fused import fuse
@@ -60,12 +62,11 @@ def mirror_rank_0(config: EngineConfig) -> None:
         ConfigError, ModelError: as on rank 0.
         WorkerError: another rank is gone.
     """
-    from fastdecode.engine.setup.launch import step_graphs
-
-    resolved = resolve_for_this_host(config, rank=mpi_job.join().rank)
+    checkpoint = open_checkpoint(config.model)
+    resolved = resolve_for_this_host(config, checkpoint.spec(), rank=mpi_job.join().rank)
     ranks = meet_ranks(config.tp, resolved.device, config.worker_timeout_s)
     dtype = torch_dtype(resolved.dtype)
-    spec, model = load_model(config.model, device=ranks.device, dtype=dtype, shard=ranks.shard)
+    spec, model = load_model(checkpoint, device=ranks.device, dtype=dtype, shard=ranks.shard)
     parallelize(model, ranks.shard, ranks.add_up)
     fuse(model, ranks.device)
     mirror(spec, model, ranks, step_graphs(model, resolved, ranks))

@@ -11,15 +11,14 @@ from fastdecode.core.config import EngineConfig
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import available_cores, free_memory_bytes
+from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.memory import GRAPH_BYTES, FreeMemory, KVDemand, MemoryPlan, StepSizes, plan_memory
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.arrays import MAX_BODY_BYTES
-from fastdecode.wire.messages import MAX_SEQUENCE_TOKENS
 from fastdecode.wire.mpi.job import launched_size
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets
-from sworker.load.weights import load_spec
 
 _GRAPHS_SHARE = 32
 """CUDA graphs may take one part in so many of the device's memory."""
@@ -33,15 +32,13 @@ class ResolvedConfig:
     """A configuration with nothing left open."""
 
     config: EngineConfig
-    dtype: DType
-    kv_dtype: DType
+    identity: Identity
     device: torch.device
     """This rank's own."""
     r_threads: int
     kv_bytes: int
     """Of each R-worker in this process."""
     memory: MemoryPlan
-    max_model_len: int
     schedule: ScheduleOptions
     """With the number of lanes to start with."""
     prompts_on_r: bool
@@ -56,10 +53,22 @@ class ResolvedConfig:
     """inproc (R-workers as threads), inline (one in the S-worker's own thread), mpi, zmq, or local (the KV cache is on
     ``device``)."""
 
+    @property
+    def dtype(self) -> DType:
+        """Of weights and activations."""
+        return self.identity.dtype
 
-def resolve_for_this_host(config: EngineConfig, spec: ModelSpec | None = None, *, rank: int = 0) -> ResolvedConfig:
+    @property
+    def kv_dtype(self) -> DType:
+        return self.identity.kv_dtype
+
+    @property
+    def max_model_len(self) -> int:
+        return self.identity.max_model_len
+
+
+def resolve_for_this_host(config: EngineConfig, spec: ModelSpec, *, rank: int = 0) -> ResolvedConfig:
     """``resolve`` with what this host has, for one of the S-workers that act as one."""
-    spec = spec or load_spec(config.model)
     free = free_memory(_device(config.device, rank))
     return resolve(config, spec, num_cores=available_cores(), free=free, rank=rank)
 
@@ -85,12 +94,12 @@ def resolve(
     Raises:
         ConfigError: the device doesn't exist, max_model_len exceeds the model's, or the memory doesn't suffice.
     """
-    dtype = spec.dtype if config.dtype == "auto" else DType.parse(config.dtype)
-    kv_dtype = dtype if config.kv_dtype == "auto" else DType.parse(config.kv_dtype, option="kv_dtype", of_kv=True)
+    identity = identify(config, spec)
     is_local = config.kv_placement == "gpu"
-    if is_local and not kv_dtype.is_float:
+    if is_local and not identity.kv_dtype.is_float:
         raise ConfigError(
-            f"kv_dtype={kv_dtype.value!r} needs R-workers: with kv_placement='gpu' choose float32, bfloat16 or float16"
+            f"kv_dtype={identity.kv_dtype.value!r} needs R-workers: with kv_placement='gpu' choose float32, bfloat16 "
+            "or float16"
         )
     device = _device(config.device, rank)
     transport = _transport(config)
@@ -100,17 +109,15 @@ def resolve(
     may_overlap = not is_local and not shares_cores
     if shares_cores and config.r_workers == 1 and config.lanes in (None, 1):
         transport = "inline"
-    steps = _Steps(config, spec, dtype, transport, free, uses_graphs=_uses_graphs(config, device))
+    steps = _Steps(config, spec, identity.dtype, transport, free, uses_graphs=_uses_graphs(config, device))
     plan = steps.plan(may_overlap=may_overlap)
     return ResolvedConfig(
         config=config,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
+        identity=identity,
         device=device,
         r_threads=config.r_threads or max(1, _r_cores(num_cores, device) // config.r_workers),
         kv_bytes=plan.memory.kv_bytes,
         memory=plan.memory,
-        max_model_len=_max_model_len(config, spec),
         schedule=plan.schedule,
         prompts_on_r=_prompts_on_r(config, device),
         adapts_lanes=plan.lanes.adapt,
@@ -219,19 +226,6 @@ class _Steps:
         return min(
             self.max_graphs, Buckets.choose(num_lanes, num_units, self.max_graphs).num_graphs(num_lanes, num_units)
         )
-
-
-def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    max_model_len = config.max_model_len or min(spec.max_model_len, MAX_SEQUENCE_TOKENS)
-    if max_model_len > spec.max_model_len:
-        raise ConfigError(
-            f"max_model_len={max_model_len} exceeds the {spec.max_model_len} tokens that {config.model} was made for"
-        )
-    if max_model_len > MAX_SEQUENCE_TOKENS:
-        raise ConfigError(
-            f"max_model_len={max_model_len} exceeds the {MAX_SEQUENCE_TOKENS} tokens that kernels can count: lower it"
-        )
-    return max_model_len
 
 
 def _transport(config: EngineConfig) -> str:

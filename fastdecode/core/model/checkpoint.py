@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdecode.core.errors import CheckpointError
+from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.model.spec import ModelSpec
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 256 << 20
@@ -55,6 +57,26 @@ class Checkpoint:
     generation_config: Mapping[str, object]
     tensors: Mapping[str, TensorEntry]
     model_hash: str
+    """An identity for the model: SHA-256 over its config.json and safetensors headers, in hex.
+    The weights aren't read: two fine-tunes of one model that were saved alike have the same."""
+
+    def spec(self, *, max_model_len: int | None = None) -> ModelSpec:
+        """What the model is.
+
+        Args:
+            max_model_len: a length limit other than the model's own (see ``read_model_spec``).
+
+        Raises:
+            UnsupportedModelError: the architecture or one of its features isn't implemented.
+            CheckpointError: ``config.json`` makes no sense.
+            ConfigError: ``max_model_len`` is out of range.
+        """
+        return read_model_spec(
+            self.config,
+            name=str(self.directory),
+            generation_config=self.generation_config,
+            max_model_len=max_model_len,
+        )
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -97,17 +119,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"index and shards are of different versions. Fetch the model again."
             )
     return Checkpoint(directory, config, generation, tensors, digest.hexdigest())
-
-
-def model_hash(path: str | Path) -> str:
-    """An identity for a model: SHA-256 over its config.json and safetensors headers, in hex.
-
-    Cheap: the weights aren't read, so two fine-tunes of one model that were saved alike have the same hash.
-
-    Raises:
-        CheckpointError: as ``open_checkpoint``.
-    """
-    return open_checkpoint(path).model_hash
 
 
 def _read_bytes(file: Path, limit: int) -> bytes:

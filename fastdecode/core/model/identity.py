@@ -1,0 +1,47 @@
+"""What of a configuration a text depends on; all else decides how fast it comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.core.config import EngineConfig
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Of an engine: with another one of these, its tokens would be others."""
+
+    dtype: DType
+    """Of weights and activations."""
+    kv_dtype: DType
+    max_model_len: int
+
+
+def identify(config: EngineConfig, spec: ModelSpec) -> Identity:
+    """What ``config`` makes of a model.
+
+    Raises:
+        ConfigError: ``max_model_len`` exceeds what the model was made for, or what kernels count.
+    """
+    dtype = spec.dtype if config.dtype == "auto" else DType.parse(config.dtype)
+    if config.kv_dtype == "auto":
+        return Identity(dtype, dtype, _max_model_len(config, spec))
+    kv_dtype = DType.parse(config.kv_dtype, option="kv_dtype", of_kv=True)
+    return Identity(dtype, kv_dtype, _max_model_len(config, spec))
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    max_model_len = config.max_model_len or min(spec.max_model_len, MAX_SEQUENCE_TOKENS)
+    if max_model_len > spec.max_model_len:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the {spec.max_model_len} tokens that {config.model} was made for"
+        )
+    if max_model_len > MAX_SEQUENCE_TOKENS:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the {MAX_SEQUENCE_TOKENS} tokens that kernels can count: lower it"
+        )
+    return max_model_len

@@ -1,0 +1,35 @@
+"""The S-worker as it was configured: kernels put on the model, CUDA graphs, and its part of several."""
+
+from __future__ import annotations
+
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.engine.setup.resolve import ResolvedConfig
+from sworker.graphs import StepGraphs
+from sworker.kernels.fused import fuse
+from sworker.kernels.packing import pack
+from sworker.model.skeleton import Model
+from sworker.ranks.parallel import ParallelSWorker, Ranks
+from sworker.ranks.sharding import parallelize
+from sworker.worker import SWorker
+
+
+def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> SWorker:
+    """The S-worker as it was configured."""
+    fuse(model, resolved.device)
+    if ranks is not None:
+        parallelize(model, ranks.shard, ranks.add_up)
+        return ParallelSWorker(spec, model, ranks, step_graphs(model, resolved, ranks))
+    if resolved.device.type == "cpu":
+        pack(model)
+    return SWorker(spec, model, resolved.device, step_graphs(model, resolved))
+
+
+def step_graphs(model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> StepGraphs | None:
+    """What runs the model's small S-steps as CUDA graphs, if that was chosen. Several S-workers pad to the same
+    buckets, whatever each one's GPU has room for: they add up rows of one shape."""
+    num_lanes, max_graphs = resolved.schedule.num_lanes, resolved.max_graphs
+    if ranks is not None:
+        num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
+    if not max_graphs:
+        return None
+    return StepGraphs(model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs)
