@@ -119,8 +119,8 @@ def s_worker(options: argparse.Namespace) -> None:
     from fastdecode.engine.setup.launch import RunningEngine
 
     sums = Sums()
-    config = EngineConfig(
-        model=str(options.model), dtype="bfloat16", transport="mpi", schedule="greedy", max_num_sequences=BATCH,
+    config = EngineConfig.of(
+        str(options.model), dtype="bfloat16", transport="mpi", schedule="greedy", max_num_sequences=BATCH,
         lanes=None if options.delay_s else 1, prefill_chunk=1024, max_step_tokens=BATCH + 2048,
     )  # fmt: skip
     running = RunningEngine(config, trace=sums)

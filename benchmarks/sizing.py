@@ -150,8 +150,8 @@ def calmest(configuration: Configuration, rounds: Sequence[dict[str, float]]) ->
 
 
 def config_of(model: str, kv_dtype: str, r_workers: int) -> EngineConfig:
-    return EngineConfig(
-        model=model,
+    return EngineConfig.of(
+        model,
         dtype="bfloat16",
         kv_dtype=kv_dtype,
         r_workers=r_workers,

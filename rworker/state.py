@@ -157,7 +157,7 @@ class RWorkerState:
         if not num_blocks:
             raise CapacityError(
                 f"{self._kv_bytes} bytes of KV memory don't hold one KV block of {block_bytes} bytes "
-                f"({kv.num_layers} layers, {kv.block_size} tokens): give it more memory (kv_memory_gb)"
+                f"({kv.num_layers} layers, {kv.block_size} tokens): give it more memory (--kv-memory-gb)"
             )
         # Whoever greets again begins anew: what was held and under way before is forgotten.
         self._steps.clear()

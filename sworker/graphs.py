@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastdecode.core.errors import WorkerError
+from fastdecode.core.errors import Given, WorkerError
 from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import LENT_LAYERS
 from sworker.model.skeleton import Model
@@ -212,7 +212,8 @@ class StepGraphs:
             reason = str(error).splitlines()[0]
             raise WorkerError(
                 f"unit {unit} of the S-part, of {bucket} rows, can't be captured as a CUDA graph on {self.device}: "
-                f"{reason}. Run with --cuda-graphs off",
+                f"{reason}. Run with ",
+                Given("cuda_graphs", "off"),
                 code="cuda_graph_failed",
             ) from error
         current.wait_stream(self._stream)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.errors import CapacityError
+from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.buffers import to_device
 from sworker.dtypes import torch_dtype
@@ -82,8 +82,12 @@ class PagedKV:
         except RuntimeError:
             size_gib = num_blocks * kv.block_bytes / (1 << 30)
             raise CapacityError(
-                f"a KV cache of {num_blocks} blocks takes {size_gib:.2f} GiB, which {device} hasn't free: give "
-                "--kv-memory-gb, lower --gpu-memory-fraction, or keep it on R-workers (--kv-placement r)"
+                f"a KV cache of {num_blocks} blocks takes {size_gib:.2f} GiB, which {device} hasn't free: give ",
+                Given("kv_memory_gb"),
+                ", lower ",
+                Given("gpu_memory_fraction"),
+                ", or keep it on R-workers: ",
+                Given("kv_placement", "r"),
             ) from None
         self._slopes = {
             spec: torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)

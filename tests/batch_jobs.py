@@ -36,7 +36,7 @@ class Job:
         self.input.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def open(self, begin: str = "new", **options: Any) -> BatchJob:
-        config = EngineConfig(str(self.model), max_model_len=options.pop("max_model_len", None))
+        config = EngineConfig.of(str(self.model), max_model_len=options.pop("max_model_len", None))
         return open_job(JobOptions(self.input, self.output, begin=begin, **options), config, self.told.append)
 
     def run(self, llm: FakeLLM | None = None, stopping: Stopping | None = None, **options: Any) -> JobResult:

@@ -94,8 +94,8 @@ def _twin(
     longest = replace(planned, context_tokens=min(planned.context_tokens, spec.max_model_len // 2))
     on_cpu = args.device == "cpu"
     twin = scale_down(longest, cores=cores, kv_tokens=kv_tokens, max_batch=MAX_TWIN_BATCH, one_lane=on_cpu)
-    config = EngineConfig(
-        model=args.model,
+    config = EngineConfig.of(
+        args.model,
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=args.device,
@@ -120,10 +120,10 @@ def _calibrate_r(spec: ModelSpec, config: EngineConfig, twin: SteadyBatch) -> RP
         sequences=tuple(sorted({1, max(1, share // 4), share})),
         contexts=tuple(sorted({16, max(16, twin.context_tokens // 4), twin.context_tokens})),
     )
-    kv = spec.kv_spec(DType.parse(config.kv_dtype, option="kv_dtype", of_kv=True), config.block_size)
-    host = Host(twin.r_workers, config.r_threads or 1)
-    memory_bytes = int((config.kv_memory_gb or 1.0) * 1e9)
-    return measure_r_part(host, kv, spec.attention, DType.parse(config.dtype), memory_bytes, effort)
+    kv = spec.kv_spec(DType.parse(config.r_part.kv_dtype, option="kv_dtype", of_kv=True), config.r_part.block_size)
+    host = Host(twin.r_workers, config.r_part.r_threads or 1)
+    memory_bytes = int((config.r_part.kv_memory_gb or 1.0) * 1e9)
+    return measure_r_part(host, kv, spec.attention, DType.parse(config.s_part.dtype), memory_bytes, effort)
 
 
 def _compare(
@@ -142,7 +142,7 @@ def _compare(
     from fastdecode.engine.setup.launch import RunningEngine
     from fastdecode.measure.steady import time_steady_steps
 
-    costs = TokenCosts(spec, DType.parse(config.dtype), config.kv_dtype)
+    costs = TokenCosts(spec, DType.parse(config.s_part.dtype), config.r_part.kv_dtype)
     system = System(
         s=SPart.from_profile(s_profile, costs),
         r=RPart.from_profile(r_profile, costs),

@@ -100,8 +100,8 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
     from fastdecode.core.measurement import write_profile
 
     _check_repeats(args)
-    config = EngineConfig(
-        model=args.model,
+    config = EngineConfig.of(
+        args.model,
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         device=args.device,

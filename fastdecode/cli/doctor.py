@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import add_exit_code_option
 from fastdecode.cli.r_worker import serve_rank
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config import Cluster
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.wire.mpi import job as mpi_job
 
@@ -101,23 +101,21 @@ def _examine_all(args: argparse.Namespace) -> list[WorkerFacts]:
     from fastdecode.engine.fleet.workers import MpiWorkers
     from fastdecode.measure.doctor import examine
 
-    workers = MpiWorkers(silence_s=EngineConfig.worker_silence_s)
+    workers = MpiWorkers(silence_s=Cluster.worker_silence_s)
     found = [examine(connection) for connection in workers.hub.connections]
     workers.close([i for i, facts in enumerate(found) if facts.error], timeout_s=5.0)
     return found
 
 
 def _examine_addresses(args: argparse.Namespace) -> list[WorkerFacts]:
-    EngineConfig(model="-", transport="zmq", r_worker_addresses=args.r_worker_addresses, key=args.key)
+    Cluster(transport="zmq", r_worker_addresses=args.r_worker_addresses, key=args.key)
     from fastdecode.engine.fleet.workers import ZmqWorkers
     from fastdecode.measure.doctor import WorkerFacts, examine
 
     found = []
     for address in args.r_worker_addresses:
         try:
-            workers = ZmqWorkers(
-                [address], key_file=args.key, silence_s=EngineConfig.worker_silence_s, reach_timeout_s=5.0
-            )
+            workers = ZmqWorkers([address], key_file=args.key, silence_s=Cluster.worker_silence_s, reach_timeout_s=5.0)
         except ConfigError:
             raise
         except FastDecodeError as error:

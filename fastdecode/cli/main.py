@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     try:
         return run(args)
     except FastDecodeError as error:
-        print(f"fastdecode {args.command}: {as_typed(str(error), vars(args))}", file=sys.stderr)
+        print(f"fastdecode {args.command}: {as_typed(error, vars(args))}", file=sys.stderr)
         return 2 if isinstance(error, RequestError) else error.exit_code
     except KeyboardInterrupt:
         print(f"fastdecode {args.command}: interrupted; what was done is in the output", file=sys.stderr)

@@ -93,7 +93,7 @@ def _mirror_rank_0(model: str, engine_options: dict[str, Any]) -> NoReturn:
     from fastdecode.core.config import EngineConfig
     from fastdecode.engine.setup.ranks import mirror_rank_0
 
-    mirror_rank_0(EngineConfig(model=model, **engine_options))
+    mirror_rank_0(EngineConfig.of(model, **engine_options))
     mpi_job.leave(0)
 
 

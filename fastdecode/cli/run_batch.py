@@ -115,7 +115,7 @@ def run_run_batch(args: argparse.Namespace) -> int:
             raise MissingExtraError(str(error.name), "sworker", f"{COMMAND} (an S-worker)") from None
         raise
     batch.check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
-    config = EngineConfig(model=args.model, **engine_options(args))
+    config = EngineConfig.of(args.model, **engine_options(args))
     with open_job(_job_options(args), config, tell) as job:
         if job.num_pending == 0:
             tell(f"{COMMAND}: nothing is left to do")

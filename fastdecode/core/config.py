@@ -1,11 +1,18 @@
-"""What a user may choose about an engine. Frozen, and valid from construction on."""
+"""What a user may choose about an engine. Frozen, and valid from construction on.
+
+Options are declared here, with their help, ranges and defaults, and nowhere else: ``LLM(model, **options)``, the
+command line and the checks read them from the fields (``fastdecode.core.options``).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.options import check_options, declared, group_options, option
 
 MAX_R_WORKERS = 4096
 MAX_TP = 64
@@ -14,196 +21,229 @@ TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu")
 PROMPT_ATTENTION = ("auto", "s", "r")
 CUDA_GRAPHS = ("auto", "on", "off")
+SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
+COLD_STARTS = ("headroom", "ramp", "fixed-f", "none")
 _OF_R_WORKERS = (
     "tp", "r_workers", "r_partition", "r_worker_addresses", "transport", "prompt_attention", "split_tokens"
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """Options of an engine. None means "decide for me"; ``resolve`` in the engine decides, in one place.
+class SPart:
+    """The S-part: every layer that has weights. None, and auto, mean "decide for me"."""
 
-    Raises:
-        ConfigError: names the option, its value, and what it may be.
-    """
-
-    model: str
-    """A Hugging Face model directory."""
-    dtype: str = "auto"
-    """Of weights and activations; auto: the checkpoint's."""
-    kv_dtype: str = "auto"
-    """Of the KV cache on the R-workers, also int8 or int4; auto: like ``dtype``."""
-    device: str = "cpu"
-    """Where the S-part runs: cpu, cuda, cuda:1, …"""
-    cuda_graphs: str = "auto"
-    """Run S-steps as CUDA graphs: on, off or auto (on a CUDA device with tp=1)."""
-    tp: int = 1
-    """S-workers that act as one, each with a part of every layer: the first ranks of the MPI job."""
-    kv_placement: str = "r"
-    """Where the KV cache is: r (on R-workers) or gpu (on ``device``, whatever it is; then there are no R-workers)."""
-    prompt_attention: str = "auto"
-    """Who attends the tokens of prompts: s (the S-worker, merged with what R-workers make of earlier chunks) or r (the
-    R-workers, like tokens that decode); auto: the S-worker if it has a GPU, else the R-workers, whose kernels are
-    faster on a CPU than torch's."""
-    transport: str = "auto"
-    """How R-workers are reached: inproc (in this process), mpi (the job's other ranks) or zmq (processes at
-    addresses); auto: zmq if addresses are given, else mpi if a launcher started this process, else inproc."""
-    r_worker_addresses: tuple[str, ...] = ()
-    """Where R-workers listen, tcp://HOST:PORT each; with zmq."""
-    key: str | None = None
-    """File with the cluster's key, for R-workers that aren't on this host; with zmq."""
-    r_workers: int = 1
-    """R-workers to start in this process: threads; a single one beside an S-part on the same cores works in the
-    S-worker's own thread."""
-    r_partition: str = "sequences"
-    """What R-workers share out: sequences (each has whole ones) or heads (each has some KV heads of all sequences)."""
-    split_tokens: int | None = None
-    """Keep sequences that may get longer than this as parts of so many tokens on several R-workers, which attend them
-    together; a multiple of ``block_size``. None: a sequence is on one R-worker."""
-    r_threads: int | None = None
-    """CPU threads of each R-worker; None: this machine's cores shared out among the R-workers."""
-    kv_memory_gb: float | None = None
-    """KV cache of each R-worker in GB (1e9 bytes); None: half of the memory that the S-part leaves free, shared out."""
-    gpu_memory_fraction: float = 0.9
-    """Of a CUDA device's memory, what may be in use, by this engine and whoever else is on it."""
-    block_size: int = 64
-    """Tokens in a KV block."""
-    max_model_len: int | None = None
-    """Most tokens of prompt and completion together; None: the model's own limit."""
-    max_num_sequences: int = 256
-    """Most sequences that run at once."""
-    prefill_chunk: int = 512
-    """Most prompt tokens of one sequence that one step runs; longer prompts take several steps."""
-    max_step_tokens: int | None = None
-    """Most tokens of all sequences that one step runs; None: max_num_sequences + max(2048, prefill_chunk)."""
-    lanes: int | None = None
-    """Parts of the running batch that take turns on the S-worker; None (auto): as many as pay by what steps turn out to
-    take where S-part and R-part have hardware of their own, else 1."""
-    schedule: str = "auto"
-    """stabilized, fixed-f, greedy or synchronized (see ``fastdecode.schedule.modes``); auto: stabilized with two or
-    more lanes, where S-part and R-part overlap, or if there is a ``load_limit``; else greedy."""
-    load_limit: int | None = None
-    """Most cached tokens over all running sequences, W_lim; None: what measured step times say."""
-    target_length: int | None = None
-    """Tokens that a sequence typically generates, S; fixed intervals need it."""
-    interval: int | None = None
-    """Steps between micro-batches, F, of fixed intervals; None: S/16, or S over a lane's sequences if that is more."""
-    cold_start: str = "headroom"
-    """How stabilized fills an empty lane: headroom, ramp, fixed-f or none."""
-    learn_lengths: bool = True
-    """Project load by the lengths of finished requests; else every sequence may run to its max_tokens."""
-    length_quantile: float | None = None
-    """Reserve KV blocks by this quantile of those lengths, not for max_tokens; sequences that outgrow them when blocks
-    have run out are suspended and recomputed."""
-    worker_silence_s: float = 5.0
-    """An R-worker on another process that gives no sign of life for so long is given up: it hangs, or can't be reached.
-    Those that compute do give signs of life."""
-    worker_timeout_s: float = 300.0
-    """How long to wait for the answer of an R-worker that does give signs of life before it is given up."""
+    dtype: str = option(
+        "auto",
+        "weights and activations: float32, bfloat16, float16; auto: the checkpoint's",
+        metavar="DTYPE",
+    )
+    device: str = option("cpu", "where the S-part runs: cpu, cuda, cuda:1, ...", metavar="DEVICE")
+    cuda_graphs: str = option(
+        "auto",
+        "S-steps as CUDA graphs: on, off; auto: on a CUDA device, with one S-worker",
+        choices=CUDA_GRAPHS,
+        metavar="MODE",
+    )
+    tp: int = option(
+        1,
+        "S-workers that act as one, a part of every layer each: the first ranks of an MPI job",
+        low=1,
+        high=MAX_TP,
+    )
+    gpu_memory_fraction: float = option(
+        0.9,
+        "of a GPU's memory, what may be in use by us and others together",
+        low=0.01,
+        high=1.0,
+        unit="all memory",
+        metavar="F",
+    )
+    max_model_len: int | None = option(
+        None,
+        "most tokens of prompt and completion together; default: the model's limit",
+        low=1,
+        high=1 << 30,
+    )
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError("model is empty: give the path of a Hugging Face model directory")
-        for name in ("dtype", "kv_dtype"):
-            if getattr(self, name) != "auto":
-                DType.parse(getattr(self, name), option=name, of_kv=name == "kv_dtype")
-        if self.r_partition not in R_PARTITIONS:
-            raise ConfigError(f"r_partition={self.r_partition!r} is not one of {', '.join(R_PARTITIONS)}")
-        if self.transport not in TRANSPORTS:
-            raise ConfigError(f"transport={self.transport!r} is not one of {', '.join(TRANSPORTS)}")
-        if self.cuda_graphs not in CUDA_GRAPHS:
-            raise ConfigError(f"cuda_graphs={self.cuda_graphs!r} is not one of {', '.join(CUDA_GRAPHS)}")
-        if self.kv_placement not in KV_PLACEMENTS:
-            raise ConfigError(f"kv_placement={self.kv_placement!r} is not one of {', '.join(KV_PLACEMENTS)}")
-        if self.prompt_attention not in PROMPT_ATTENTION:
-            raise ConfigError(f"prompt_attention={self.prompt_attention!r} is not one of {', '.join(PROMPT_ATTENTION)}")
-        self._check_addresses()
-        self._check_int("tp", 1, MAX_TP)
-        self._check_int("r_workers", 1, MAX_R_WORKERS)
-        self._check_int("r_threads", 1, 4096)
-        self._check_int("block_size", 16, 256)
+        check_options(self)
+        if self.dtype != "auto":
+            DType.parse(self.dtype, option="dtype", of_kv=False)
+
+
+@dataclass(frozen=True)
+class RPart:
+    """The R-part: the KV cache, and attention to it."""
+
+    kv_dtype: str = option(
+        "auto",
+        "KV cache: float32, bfloat16, float16, int8, int4; auto: like the activations",
+        metavar="DTYPE",
+    )
+    kv_placement: str = option(
+        "r",
+        "where the KV cache is: r (on R-workers) or gpu (on the S-part's device, whatever it is; no R-workers)",
+        choices=KV_PLACEMENTS,
+        metavar="WHERE",
+    )
+    prompt_attention: str = option(
+        "auto",
+        "who attends the tokens of prompts: the S-worker (s), merged with what R-workers make of earlier chunks, or "
+        "the R-workers (r), like tokens that decode; auto: s on a GPU, else r, whose kernels are faster on a CPU "
+        "than torch's",
+        choices=PROMPT_ATTENTION,
+        metavar="WHO",
+    )
+    r_workers: int = option(
+        1,
+        "R-workers to start in this process: threads; a single one beside an S-part on the same cores works in the "
+        "S-worker's own thread",
+        low=1,
+        high=MAX_R_WORKERS,
+    )
+    r_partition: str = option(
+        "sequences",
+        "each R-worker has some sequences, or some KV heads of every sequence (heads)",
+        choices=R_PARTITIONS,
+        metavar="WHAT",
+    )
+    split_tokens: int | None = option(
+        None,
+        "keep sequences that may get longer as parts of N tokens on several R-workers, which attend them together; "
+        "default: each on one",
+        low=1,
+        high=1 << 30,
+    )
+    r_threads: int | None = option(
+        None,
+        "CPU threads of each R-worker in this process; default: this machine's cores shared out",
+        low=1,
+        high=4096,
+    )
+    kv_memory_gb: float | None = option(
+        None,
+        "KV cache of each R-worker, in GB of 1e9 bytes; default: half of the memory that the S-part leaves free, "
+        "shared out",
+        low=1e-6,
+        high=1e6,
+        unit="GB",
+        metavar="GB",
+    )
+    block_size: int = option(64, "tokens in a KV block; a multiple of 16", low=16, high=256)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.kv_dtype != "auto":
+            DType.parse(self.kv_dtype, option="kv_dtype", of_kv=True)
         if self.block_size % 16:
-            raise ConfigError(f"block_size={self.block_size} is not a multiple of 16, by which kernels read")
-        self._check_split()
-        self._check_placement()
-        self._check_int("max_model_len", 1, 1 << 30)
-        self._check_int("max_num_sequences", 1, 1 << 20)
-        self._check_int("prefill_chunk", 1, 1 << 24)
-        self._check_int("max_step_tokens", 2, 1 << 23)
-        self._check_int("lanes", 1, 64)
-        self._check_float("gpu_memory_fraction", 0.01, 1.0, "all memory")
-        self._check_float("kv_memory_gb", 1e-6, 1e6, "GB")
-        self._check_float("worker_silence_s", 0.5, 3600, "s")
-        self._check_float("worker_timeout_s", 1e-3, 1e6, "s")
-        if self.max_step_tokens is not None and self.max_step_tokens <= self.max_num_sequences:
-            raise ConfigError(
-                f"max_step_tokens={self.max_step_tokens} must exceed max_num_sequences="
-                f"{self.max_num_sequences}: every running sequence decodes one token a step, and prompts need the rest"
-            )
+            raise ConfigError(Given("block_size", self.block_size), " is not a multiple of 16, by which kernels read")
+        if self.split_tokens is not None:
+            self._check_split(self.split_tokens)
 
-    def _check_addresses(self) -> None:
-        """What an address looks like is the transport's business; here, only that there are some where there must."""
-        addresses = self.r_worker_addresses
-        if not isinstance(addresses, (list, tuple)) or not all(isinstance(address, str) for address in addresses):
-            raise ConfigError(f"r_worker_addresses={addresses!r} is not a list of addresses")
-        object.__setattr__(self, "r_worker_addresses", tuple(addresses))
-        if len(set(addresses)) < len(addresses) or len(addresses) > MAX_R_WORKERS:
-            raise ConfigError(f"r_worker_addresses: give each address once, and {MAX_R_WORKERS} at most")
-        if self.transport == "zmq" and not addresses:
-            raise ConfigError("transport='zmq' needs r_worker_addresses: tcp://HOST:PORT of each R-worker")
-        if self.transport in ("inproc", "mpi") and addresses:
+    def _check_split(self, split_tokens: int) -> None:
+        if split_tokens % self.block_size:
+            above = -(-split_tokens // self.block_size) * self.block_size
             raise ConfigError(
-                f"transport={self.transport!r} has no use for r_worker_addresses: leave them out, or use zmq"
-            )
-        for name in ("kv_memory_gb", "r_threads"):
-            if addresses and getattr(self, name) is not None:
-                option = "--" + {"r_threads": "threads"}.get(name, name).replace("_", "-")
-                raise ConfigError(
-                    f"{name} is for R-workers that this process starts; those at addresses have their own: give "
-                    f"{option} to each fastdecode r-worker instead"
-                )
-        if self.key is not None and not addresses:
-            raise ConfigError(f"key={self.key!r} is for R-workers at addresses: give r_worker_addresses too")
-
-    def _check_split(self) -> None:
-        self._check_int("split_tokens", 1, 1 << 30)
-        if self.split_tokens is None:
-            return
-        if self.split_tokens % self.block_size:
-            above = -(-self.split_tokens // self.block_size) * self.block_size
-            raise ConfigError(
-                f"split_tokens={self.split_tokens} is not a multiple of block_size={self.block_size}: take {above}"
+                Given("split_tokens", split_tokens),
+                " is not a multiple of ",
+                Given("block_size", self.block_size),
+                f": take {above}",
             )
         if self.r_partition == "heads":
             raise ConfigError(
-                "split_tokens is for R-workers that each have sequences; with r_partition='heads' each has a part of "
-                "every sequence already: leave one of the two out"
+                Given("split_tokens"),
+                " is for R-workers that each have sequences; with ",
+                Given("r_partition", "heads"),
+                " each has a part of every sequence already: leave one of the two out",
             )
 
-    def _check_placement(self) -> None:
-        """With the KV cache on the device there are no R-workers; whoever asks for some expects others."""
-        if self.kv_placement != "gpu":
-            return
-        for name in _OF_R_WORKERS:
-            value = getattr(self, name)
-            if value != _default(name) and (name, value) != ("prompt_attention", "s"):
-                raise ConfigError(
-                    f"{name}={value!r} is for R-workers, and kv_placement='gpu' has none: leave one of the two out"
-                )
 
-    def _check_int(self, name: str, low: int, high: int) -> None:
-        value = getattr(self, name)
-        if value is None and _may_be_none(name):
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ConfigError(f"{name}={value!r} is not a whole number from {low} to {high}")
+@dataclass(frozen=True)
+class Batching:
+    """What runs together, and when it starts."""
 
-    def _check_float(self, name: str, low: float, high: float, unit: str) -> None:
-        value = getattr(self, name)
-        if value is None and _may_be_none(name):
-            return
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise ConfigError(f"{name}={value!r} is not a number of {unit} from {low:g} to {high:g}")
+    max_num_sequences: int = option(256, "most sequences that run at once", low=1, high=1 << 20)
+    prefill_chunk: int = option(
+        512,
+        "most prompt tokens of one sequence in a step; longer prompts take several steps",
+        low=1,
+        high=1 << 24,
+    )
+    max_step_tokens: int | None = option(
+        None,
+        "most tokens of all sequences in a step; default: the most sequences, and 2048 or one prefill chunk",
+        low=2,
+        high=1 << 23,
+    )
+    lanes: int | None = option(
+        None,
+        "parts of the running batch that take turns on the S-worker; auto (default): as many as pay by what steps "
+        "turn out to take where S-part and R-part have hardware of their own, else 1",
+        low=1,
+        high=64,
+        auto=True,
+    )
+    schedule: str = option(
+        "auto",
+        "stabilized, fixed-f, greedy or synchronized; auto: stabilized with several lanes or a load limit, else greedy",
+        choices=SCHEDULES,
+        metavar="MODE",
+    )
+    load_limit: int | None = option(
+        None,
+        "most cached tokens over all running sequences, W; default: from measured step times",
+        low=1,
+        high=1 << 40,
+        metavar="W",
+    )
+    target_length: int | None = option(
+        None,
+        "tokens that a sequence typically generates, S; needed by fixed intervals",
+        low=1,
+        high=1 << 40,
+        metavar="S",
+    )
+    interval: int | None = option(
+        None,
+        "steps between micro-batches, of fixed intervals; default: S/16, or S over a lane's sequences if that is more",
+        low=1,
+        high=1 << 40,
+        metavar="F",
+    )
+    cold_start: str = option(
+        "headroom",
+        "how stabilized fills an empty lane: headroom, ramp, fixed-f, none",
+        choices=COLD_STARTS,
+        metavar="HOW",
+    )
+    learn_lengths: bool = option(True, "project load by the lengths of finished requests, not by max_tokens")
+    length_quantile: float | None = option(
+        None,
+        "reserve KV blocks by this quantile of finished lengths, and suspend and recompute sequences that outgrow "
+        "them when blocks have run out; default: for max_tokens",
+        low=1e-6,
+        high=1.0,
+        unit="all lengths",
+        metavar="Q",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.max_step_tokens is not None and self.max_step_tokens <= self.max_num_sequences:
+            raise ConfigError(
+                Given("max_step_tokens", self.max_step_tokens),
+                " must exceed ",
+                Given("max_num_sequences", self.max_num_sequences),
+                ": every running sequence decodes one token a step, and prompts need the rest",
+            )
+        if self.length_quantile is not None and not self.learn_lengths:
+            raise ConfigError(Given("length_quantile", self.length_quantile), " needs ", Given("learn_lengths"))
+        if "fixed-f" in (self.schedule, self.cold_start) and self.target_length is None:
+            raise ConfigError(
+                "fixed intervals need ",
+                Given("target_length"),
+                ": tokens that a sequence typically generates",
+            )
 
     @property
     def step_tokens(self) -> int:
@@ -213,9 +253,139 @@ class EngineConfig:
         return self.max_num_sequences + max(2048, self.prefill_chunk)
 
 
-def _default(name: str) -> object:
-    return next(f.default for f in fields(EngineConfig) if f.name == name)
+@dataclass(frozen=True)
+class Cluster:
+    """How R-workers are reached, and how long they may be silent."""
+
+    transport: str = option(
+        "auto",
+        "R-workers are: inproc (in this process), mpi (the job's other ranks), zmq (at addresses); auto: zmq if "
+        "addresses are given, else mpi if a launcher started this process, else inproc",
+        choices=TRANSPORTS,
+        metavar="HOW",
+    )
+    r_worker_addresses: tuple[str, ...] = option(
+        (),
+        "an R-worker's address, tcp://HOST:PORT, where fastdecode r-worker --bind runs; repeatable",
+        flag="--r-worker",
+        metavar="ADDRESS",
+    )
+    key: str | None = option(
+        None, "file with the cluster's key, for R-workers on other hosts; with zmq", metavar="FILE"
+    )
+    worker_silence_s: float = option(
+        5.0,
+        "give up an R-worker (mpi, zmq) that gives no sign of life for so long; those that compute do",
+        low=0.5,
+        high=3600,
+        unit="s",
+        metavar="S",
+    )
+    worker_timeout_s: float = option(
+        300.0,
+        "give up an R-worker that lives, but owes an answer for so long",
+        low=1e-3,
+        high=1e6,
+        unit="s",
+        metavar="S",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        addresses = tuple(self.r_worker_addresses)
+        object.__setattr__(self, "r_worker_addresses", addresses)
+        listed = Given("r_worker_addresses")
+        if len(set(addresses)) < len(addresses) or len(addresses) > MAX_R_WORKERS:
+            raise ConfigError(listed, f": give each address once, and {MAX_R_WORKERS} at most")
+        # What an address looks like is the transport's business; here, only that there are some where there must.
+        if self.transport == "zmq" and not addresses:
+            raise ConfigError(Given("transport", "zmq"), " needs ", listed, ": tcp://HOST:PORT of each R-worker")
+        if self.transport in ("inproc", "mpi") and addresses:
+            raise ConfigError(
+                Given("transport", self.transport),
+                " has no use for ",
+                listed,
+                ": leave them out, or use zmq",
+            )
+        if self.key is not None and not addresses:
+            raise ConfigError(Given("key", self.key), " is for R-workers at addresses: give ", listed, " too")
 
 
-def _may_be_none(name: str) -> bool:
-    return _default(name) is None
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine, in groups. ``resolve`` in the engine decides what is left open, in one place.
+
+    Raises:
+        ConfigError: names the option, its value, and what it may be.
+    """
+
+    model: str
+    """A Hugging Face model directory."""
+    s_part: SPart = field(default_factory=SPart)
+    r_part: RPart = field(default_factory=RPart)
+    batching: Batching = field(default_factory=Batching)
+    cluster: Cluster = field(default_factory=Cluster)
+
+    @classmethod
+    def of(cls, model: str, **options: Any) -> EngineConfig:
+        """From the options of all groups together, by name.
+
+        Raises:
+            ConfigError: there is no such option, or a value makes no sense.
+        """
+        given = group_options(GROUPS, options)
+        return cls(model, **{name: group(**given[name]) for name, group in GROUPS.items()})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """By name, of all groups together: what ``of`` takes."""
+        return {
+            each.name: getattr(getattr(self, name), each.name)
+            for name, group in GROUPS.items()
+            for each in declared(group)
+        }
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError("model is empty: give the path of a Hugging Face model directory")
+        self._check_of_this_process()
+        if self.r_part.kv_placement == "gpu":
+            self._check_none_of_r_workers()
+
+    def _check_of_this_process(self) -> None:
+        """R-workers at addresses have memory and threads of their own."""
+        if not self.cluster.r_worker_addresses:
+            return
+        for name, theirs in (("kv_memory_gb", "--kv-memory-gb"), ("r_threads", "--threads")):
+            if getattr(self.r_part, name) is not None:
+                raise ConfigError(
+                    Given(name),
+                    " is for R-workers that this process starts; those at addresses have their own: give "
+                    f"{theirs} to each fastdecode r-worker instead",
+                )
+
+    def _check_none_of_r_workers(self) -> None:
+        """With the KV cache on the device there are no R-workers; whoever asks for some expects others."""
+        given = self.options
+        for group in GROUPS.values():
+            for each in declared(group):
+                value = given[each.name]
+                if each.name not in _OF_R_WORKERS or value == each.default:
+                    continue
+                if (each.name, value) != ("prompt_attention", "s"):
+                    raise ConfigError(
+                        Given(each.name, value),
+                        " is for R-workers, and ",
+                        Given("kv_placement", "gpu"),
+                        " has none: leave one of the two out",
+                    )
+
+
+GROUPS: Mapping[str, type] = {
+    "s_part": SPart,
+    "r_part": RPart,
+    "batching": Batching,
+    "cluster": Cluster,
+}
+"""The groups of ``EngineConfig``, by the names of its fields."""
+assert list(GROUPS) == [f.name for f in fields(EngineConfig)][1:]

@@ -10,7 +10,7 @@ from enum import Enum
 
 import numpy as np
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 
 _ALIASES = {
     "fp32": "float32", "f32": "float32", "float": "float32",
@@ -74,4 +74,5 @@ class DType(str, Enum):
         for dtype in known:
             if dtype.value == _ALIASES.get(plain, plain):
                 return dtype
-        raise ConfigError(f"{option}={name!r} is not one of {', '.join(dtype.value for dtype in known)}")
+        names = ", ".join(dtype.value for dtype in known)
+        raise ConfigError(Given(option, name), f" is not one of {names}")

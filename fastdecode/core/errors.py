@@ -20,20 +20,59 @@ invariants.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Given:
+    """A parameter of the Python API, in the words of an error: by its name, and perhaps the value it was given."""
+
+    name: str
+    value: object = _ABSENT
+
+    @property
+    def has_value(self) -> bool:
+        return self.value is not _ABSENT
+
+    @property
+    def shown(self) -> str:
+        """The value as a message shows it: who sends absurd ones doesn't get them back whole."""
+        if isinstance(self.value, int) and self.value.bit_length() > 256:
+            return f"a whole number of {self.value.bit_length()} bits"
+        text = repr(self.value)
+        return text if len(text) <= 80 else text[:77] + "..."
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.shown}" if self.has_value else self.name
+
 
 class FastDecodeError(Exception):
-    """Base of every deliberate error. ``code`` is stable across releases; the message is not."""
+    """Base of every deliberate error.
+
+    Args:
+        words: the message, in pieces: texts, and the parameters that it speaks of. A command line, where options have
+            other names, says those its own way (``told``).
+        code: stable across releases; the message is not. None: the class's own.
+    """
 
     default_code = "internal_error"
     exit_code = 1
 
-    def __init__(self, message: str, *, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(self, *words: str | Given, code: str | None = None) -> None:
+        self.words = words
+        self.message = self.told(str)
         self.code = code or self.default_code
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return self.message
+
+    def told(self, name: Callable[[Given], str]) -> str:
+        """The message with every parameter as ``name`` says it."""
+        return "".join(word if isinstance(word, str) else name(word) for word in self.words)
 
 
 class ConfigError(FastDecodeError):

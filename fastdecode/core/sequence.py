@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.errors import FastDecodeError, Given, RequestError
 
 FinishReason = Literal["stop", "length"]
 
@@ -23,15 +23,7 @@ MAX_TOKENS = 1 << 24
 
 
 def _refuse(name: str, value: object, rule: str) -> RequestError:
-    return RequestError(f"{name}={_shorten(value)}: must be {rule}", code="invalid_sampling_params")
-
-
-def _shorten(value: object) -> str:
-    """A value as a message shows it: who sends absurd ones doesn't get them back whole."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"a whole number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return RequestError(Given(name, value), f": must be {rule}", code="invalid_sampling_params")
 
 
 def _number(name: str, value: object, low: float, high: float, rule: str, *, open_low: bool = False) -> float:

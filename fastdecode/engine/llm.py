@@ -29,7 +29,7 @@ class LLM:
 
     Args:
         model: a Hugging Face model directory.
-        options: the fields of ``EngineConfig``: dtype, kv_dtype, r_workers, device, …
+        options: those of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers, device, …
         progress: told what start-up is doing, one line at a time.
         trace: told what every step does, from then on.
         times: what is known of step times beforehand, for the schedule; told how long each step took.
@@ -47,10 +47,7 @@ class LLM:
         times: MeasuredTimes | None = None,
         **options: Any,
     ) -> None:
-        try:
-            config = EngineConfig(model=model, **options)
-        except TypeError as error:
-            raise ConfigError(f"LLM got an option it doesn't know: {error}") from None
+        config = EngineConfig.of(model, **options)
         self._running = RunningEngine(config, progress, trace, times)
         self.config = config
         self._is_closed = self._is_streaming = False
@@ -172,7 +169,7 @@ class LLM:
         self._check_free()
         self._is_streaming = True
         engine = self._running.engine
-        most = QUEUE_AHEAD * self.config.max_num_sequences
+        most = QUEUE_AHEAD * self.config.batching.max_num_sequences
         waiting = iter(requests)
         drained = False
         try:

@@ -81,7 +81,9 @@ def _device_memory_bytes(device: torch.device) -> int:
 def _measure_in_engine(config: EngineConfig, effort: SEffort) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
     """Steps of the same batches in the engine, less what the R-workers computed; and prompts, if R-workers attend them:
     then with that."""
-    one_lane = replace(config, lanes=1, schedule="greedy", max_num_sequences=max(effort.batches), max_step_tokens=None)
+    most = max(effort.batches)
+    batching = replace(config.batching, lanes=1, schedule="greedy", max_num_sequences=most, max_step_tokens=None)
+    one_lane = replace(config, batching=batching)
     running = RunningEngine(one_lane)
     try:
         context = min(STEP_CONTEXT_TOKENS, running.resolved.max_model_len // 4)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode.core.errors import CapacityError
+from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.engine.setup.launch import RunningEngine
 
@@ -99,8 +99,8 @@ def time_prompt(
 def _submit(running: RunningEngine, batch: int, prompt_len: int, num_steps: int, seed: int) -> None:
     config = running.resolved.config
     # Those whose prompt is done early decode while the others' prompts run.
-    budget = max(1, config.step_tokens - batch)
-    prompt_steps = 2 * -(-batch * prompt_len // budget) + -(-prompt_len // config.prefill_chunk)
+    budget = max(1, config.batching.step_tokens - batch)
+    prompt_steps = 2 * -(-batch * prompt_len // budget) + -(-prompt_len // config.batching.prefill_chunk)
     max_tokens = prompt_steps + WARM_UP_STEPS + num_steps + 4
     rng = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -116,7 +116,8 @@ def _run_prompts(running: RunningEngine, batch: int, prompt_len: int) -> int:
     while stats.num_prompt_tokens - prompts_before < batch * prompt_len:
         if running.engine.step():
             raise CapacityError(
-                f"{batch} sequences of {prompt_len} tokens didn't run all at once: give the R-workers more KV memory "
-                "(--kv-memory-gb), or measure fewer or shorter ones"
+                f"{batch} sequences of {prompt_len} tokens didn't run all at once: give the R-workers more KV memory (",
+                Given("kv_memory_gb"),
+                "), or measure fewer or shorter ones",
             )
     return stats.num_output_tokens - outputs_before

@@ -21,7 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.core.errors import CapacityError, ConfigError, Given
 
 _END = attrgetter("end")
 
@@ -226,7 +226,9 @@ class FixedInterval:
             CapacityError: (code ``exceeds_load_limit``) even one sequence every F steps exceeds the limit.
         """
         if not 1 <= interval <= target_length:
-            raise ConfigError(f"interval={interval} is not within 1..{target_length} steps, the length of a sequence")
+            raise ConfigError(
+                Given("interval", interval), f" is not within 1..{target_length} steps, the length of a sequence"
+            )
         one = cls(1, interval, target_length)
         num_sequences = max(1, round(batch_size * interval / target_length))
         if limit is not None:

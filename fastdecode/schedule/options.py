@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.schedule.load_control import FixedInterval
 
 Mode = Literal["stabilized", "fixed-f", "greedy", "synchronized"]
@@ -60,9 +60,9 @@ class ScheduleOptions:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise ConfigError(f"schedule={self.mode!r} is not one of {', '.join(MODES)}")
+            raise ConfigError(Given("schedule", self.mode), f" is not one of {', '.join(MODES)}")
         if self.cold_start not in COLD_STARTS:
-            raise ConfigError(f"cold_start={self.cold_start!r} is not one of {', '.join(COLD_STARTS)}")
+            raise ConfigError(Given("cold_start", self.cold_start), f" is not one of {', '.join(COLD_STARTS)}")
         for name in ("max_num_sequences", "prefill_chunk", "max_step_tokens", "num_lanes", "max_guest_rows"):
             self._check_int(name, getattr(self, name))
         for name in ("load_limit", "target_length", "interval", "split_tokens"):
@@ -70,21 +70,25 @@ class ScheduleOptions:
                 self._check_int(name, getattr(self, name))
         if self.max_step_tokens <= self.max_num_sequences:
             raise ConfigError(
-                f"max_step_tokens={self.max_step_tokens} must exceed max_num_sequences={self.max_num_sequences}: every "
-                "running sequence decodes one token a step, and prompts need the rest"
+                Given("max_step_tokens", self.max_step_tokens),
+                " must exceed ",
+                Given("max_num_sequences", self.max_num_sequences),
+                ": every running sequence decodes one token a step, and prompts need the rest",
             )
         if self.length_quantile is not None and not 0 < self.length_quantile <= 1:
-            raise ConfigError(f"length_quantile={self.length_quantile} is not above 0 and at most 1")
+            raise ConfigError(Given("length_quantile", self.length_quantile), " is not above 0 and at most 1")
         if self.length_quantile is not None and not self.learn_lengths:
-            raise ConfigError(f"length_quantile={self.length_quantile} needs learn_lengths")
+            raise ConfigError(Given("length_quantile", self.length_quantile), " needs ", Given("learn_lengths"))
         needs_length = self.mode == "fixed-f" or (self.mode == "stabilized" and self.cold_start == "fixed-f")
         if needs_length and self.target_length is None:
-            raise ConfigError("fixed intervals need target_length: tokens that a sequence typically generates")
+            raise ConfigError(
+                "fixed intervals need ", Given("target_length"), ": tokens that a sequence typically generates"
+            )
 
     @staticmethod
     def _check_int(name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 40:
-            raise ConfigError(f"{name}={value!r} is not a whole number from 1 to {1 << 40}")
+            raise ConfigError(Given(name, value), f" is not a whole number from 1 to {1 << 40}")
 
     @property
     def lane_size(self) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError
+from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
 from fastdecode.core.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from sworker.dtypes import torch_dtype
@@ -66,7 +66,7 @@ def load_model(
     target = _check_device(device)
     kind = dtype or torch_dtype(spec.dtype)
     if kind not in _TARGET_DTYPES:
-        raise ConfigError(f"dtype={kind} is not one of {', '.join(map(str, _TARGET_DTYPES))}")
+        raise ConfigError(Given("dtype", str(kind)), f" is not one of {', '.join(map(str, _TARGET_DTYPES))}")
     with torch.device("meta"):
         whole = Model(spec)
         loaded = whole if shard is None else Model(shard_spec(spec, shard))
@@ -227,7 +227,9 @@ def _check_device(device: str | torch.device) -> torch.device:
         return found
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device={str(device)!r} can't be used: {reason}. Name another, e.g. 'cpu'.") from None
+        raise ConfigError(
+            Given("device", str(device)), f" can't be used: {reason}. Name another, e.g. 'cpu'."
+        ) from None
 
 
 def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:

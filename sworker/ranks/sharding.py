@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.spec import ModelSpec
 from sworker.model.linear import Embedding, Linear
 from sworker.model.skeleton import Model
@@ -48,7 +48,10 @@ def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     """
     for what, num in (("KV heads", spec.num_kv_heads), ("dims inside its MLP", spec.intermediate_size)):
         if num % shard.size:
-            raise ConfigError(f"tp={shard.size} doesn't divide the {num} {what} of {spec.name}: choose a tp that does")
+            raise ConfigError(
+                Given("tp", shard.size),
+                f" doesn't divide the {num} {what} of {spec.name}: choose a tp that does",
+            )
     return replace(
         spec,
         num_q_heads=spec.num_q_heads // shard.size,

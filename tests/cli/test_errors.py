@@ -10,27 +10,44 @@ import pytest
 from fastdecode.cli.errors import as_typed
 from fastdecode.cli.main import main
 from fastdecode.core.config import EngineConfig
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 
 PARAMETERS = {"kv_memory_gb", "device", "lanes", "learn_lengths", "length_quantile", "r_worker_addresses", "model"}
 
 
 @pytest.mark.parametrize(
-    ("message", "typed"),
+    ("words", "told", "typed"),
     [
-        ("kv_memory_gb=1e-05 is not enough", "--kv-memory-gb 1e-05 is not enough"),
-        ("length_quantile=0.5 needs learn_lengths", "--length-quantile 0.5 needs --learn-lengths"),
-        ("give more (kv_memory_gb)", "give more (--kv-memory-gb)"),
-        ("device='' is none; use device='cpu', or", "--device '' is none; use --device cpu, or"),
-        ("r_worker_addresses=['a', 'b']: too many", "--r-worker ['a', 'b']: too many"),
-        # Words that aren't parameters, or aren't ours.
-        ("the model has no lanes on this device", "the model has no lanes on this device"),
-        ("/data/device=3/kv_memory_gb is no model", "/data/device=3/kv_memory_gb is no model"),
-        ("block_size=16 and --kv-memory-gb stay", "block_size=16 and --kv-memory-gb stay"),
+        (
+            (Given("kv_memory_gb", 1e-05), " is not enough"),
+            "kv_memory_gb=1e-05 is not enough",
+            "--kv-memory-gb 1e-05 is not enough",
+        ),
+        (
+            (Given("length_quantile", 0.5), " needs ", Given("learn_lengths")),
+            "length_quantile=0.5 needs learn_lengths",
+            "--length-quantile 0.5 needs --learn-lengths",
+        ),
+        (
+            (Given("device", ""), " is none; use ", Given("device", "cpu"), ", or"),
+            "device='' is none; use device='cpu', or",
+            "--device '' is none; use --device cpu, or",
+        ),
+        (
+            (Given("r_worker_addresses", ["a", "b"]), ": too many"),
+            "r_worker_addresses=['a', 'b']: too many",
+            "--r-worker ['a', 'b']: too many",
+        ),
+        # Texts stay what they are, and so do parameters that the command has no option for.
+        (("the lanes of /device=3/kv_memory_gb=1",), "the lanes of /device=3/kv_memory_gb=1", None),
+        ((Given("block_size", 16), " stays"), "block_size=16 stays", None),
+        ((Given("seed", 1 << 300), " is odd"), "seed=a whole number of 301 bits is odd", None),
     ],
 )
-def test_parameters_become_options(message: str, typed: str) -> None:
-    assert as_typed(message, PARAMETERS) == typed
+def test_parameters_become_options(words: tuple[str | Given, ...], told: str, typed: str | None) -> None:
+    error = ConfigError(*words)
+    assert str(error) == error.message == told
+    assert as_typed(error, PARAMETERS) == (typed or told)
 
 
 @pytest.mark.parametrize(
@@ -73,4 +90,4 @@ def test_simulate_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_python_names_the_parameter() -> None:
     with pytest.raises(ConfigError, match=r"^kv_memory_gb=1e-07 is not a number of GB"):
-        EngineConfig("model", kv_memory_gb=1e-7)
+        EngineConfig.of("model", kv_memory_gb=1e-7)

@@ -72,7 +72,7 @@ def test_lanes_adapt_where_the_parts_have_hardware_of_their_own(tiny_checkpoint:
     spec = open_checkpoint(path).spec()
 
     def resolved(**options: object) -> tuple[int, bool]:
-        config = EngineConfig(model=path, **options)  # type: ignore[arg-type]
+        config = EngineConfig.of(path, **options)
         found = resolve(config, spec, num_cores=2, free=FreeMemory(1 << 30))
         return found.schedule.num_lanes, found.adapts_lanes
 

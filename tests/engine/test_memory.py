@@ -59,8 +59,8 @@ def test_kv_on_the_host() -> None:
 @pytest.mark.parametrize(
     ("kv", "free", "says"),
     [
-        (REMOTE, FreeMemory(8 * GB), r"weights 16\.0\d GB.*the host has 8\.00 GB.*--max-num-sequences"),
-        (REMOTE, FreeMemory(80 * GB, 15 * GB, 16 * GB), r"the GPU \(fraction 0\.9 of 16\.00 GB\) has.*--gpu-memory"),
+        (REMOTE, FreeMemory(8 * GB), r"weights 16\.0\d GB.*the host has 8\.00 GB.*max_num_sequences"),
+        (REMOTE, FreeMemory(80 * GB, 15 * GB, 16 * GB), r"the GPU \(fraction 0\.9 of 16\.00 GB\) has.*gpu_memory"),
         (replace(LOCAL, cache_bytes=120 * GB), H200, r"KV cache\(s\) of 120\.00 GB.*takes 120\.00 GB, but the GPU"),
         (replace(THREADS, cache_bytes=60 * GB), H200, r"2 KV cache\(s\) of 60\.00 GB.*takes 120\.00 GB, but the host"),
         (
@@ -77,7 +77,7 @@ def test_refusals_have_numbers(kv: KVDemand, free: FreeMemory, says: str) -> Non
 
 
 def test_what_a_user_meets() -> None:
-    config = EngineConfig(model="llama-8b", r_workers=2)
+    config = EngineConfig.of("llama-8b", r_workers=2)
     resolved = resolve(config, LLAMA_8B, num_cores=8, free=FreeMemory(40 * GB))
     assert resolved.kv_bytes == resolved.memory.kv_bytes < 12 * GB
     with pytest.raises(ConfigError, match="llama-8b"):
@@ -88,7 +88,7 @@ def test_lanes_that_there_is_memory_for() -> None:
     """Lanes that may be added later are planned for; where memory is short there will be fewer."""
 
     def resolved(device_gb: float, **options: object) -> ResolvedConfig:
-        config = EngineConfig(model="llama-8b", transport="mpi", **options)  # type: ignore[arg-type]
+        config = EngineConfig.of("llama-8b", transport="mpi", **options)
         free = FreeMemory(100 * GB, int(device_gb * GB), int(device_gb * GB))
         return resolve(config, LLAMA_8B, num_cores=8, free=free)
 

@@ -33,7 +33,7 @@ def resolved(tiny_checkpoint: Callable[..., Path]) -> Resolve:
     spec = open_checkpoint(path).spec()
 
     def make(num_gpus: int, rank: int = 0, **options: object) -> ResolvedConfig:
-        config = EngineConfig(model=path, **options)  # type: ignore[arg-type]
+        config = EngineConfig.of(path, **options)
         with (
             mock.patch.object(torch.cuda, "is_available", return_value=num_gpus > 0),
             mock.patch.object(torch.cuda, "device_count", return_value=num_gpus),
@@ -66,7 +66,7 @@ def test_contexts_end_where_kernels_stop_counting(tiny_checkpoint: Callable[...,
     spec = replace(open_checkpoint(path).spec(), max_model_len=1 << 25)
     assert resolve(EngineConfig(path), spec, num_cores=1, free=FREE).max_model_len == MAX_SEQUENCE_TOKENS == 1 << 23
     with pytest.raises(ConfigError, match=r"max_model_len=8388609 exceeds the 8388608 tokens"):
-        resolve(EngineConfig(path, max_model_len=(1 << 23) + 1), spec, num_cores=1, free=FREE)
+        resolve(EngineConfig.of(path, max_model_len=(1 << 23) + 1), spec, num_cores=1, free=FREE)
 
 
 def test_which_steps_run_as_graphs(resolved: Resolve) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypedDict
 
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError, UnsupportedModelError
+from fastdecode.core.errors import ConfigError, Given, UnsupportedModelError
 from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.rope import MAX_POSITIONS
 from fastdecode.core.model.spec import Activation, ModelSpec
@@ -145,7 +145,8 @@ def limit_length(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
         return spec
     if not 1 <= max_model_len <= spec.max_model_len:
         raise ConfigError(
-            f"max_model_len={max_model_len} is not within 1..{spec.max_model_len}, what {spec.name} serves"
+            Given("max_model_len", max_model_len),
+            f" is not within 1..{spec.max_model_len}, what {spec.name} serves",
         )
     return replace(spec, max_model_len=max_model_len)
 

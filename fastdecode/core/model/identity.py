@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 
@@ -27,21 +27,23 @@ def identify(config: EngineConfig, spec: ModelSpec) -> Identity:
     Raises:
         ConfigError: ``max_model_len`` exceeds what the model was made for, or what kernels count.
     """
-    dtype = spec.dtype if config.dtype == "auto" else DType.parse(config.dtype)
-    if config.kv_dtype == "auto":
+    dtype = spec.dtype if config.s_part.dtype == "auto" else DType.parse(config.s_part.dtype)
+    if config.r_part.kv_dtype == "auto":
         return Identity(dtype, dtype, _max_model_len(config, spec))
-    kv_dtype = DType.parse(config.kv_dtype, option="kv_dtype", of_kv=True)
+    kv_dtype = DType.parse(config.r_part.kv_dtype, option="kv_dtype", of_kv=True)
     return Identity(dtype, kv_dtype, _max_model_len(config, spec))
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    max_model_len = config.max_model_len or min(spec.max_model_len, MAX_SEQUENCE_TOKENS)
+    max_model_len = config.s_part.max_model_len or min(spec.max_model_len, MAX_SEQUENCE_TOKENS)
     if max_model_len > spec.max_model_len:
         raise ConfigError(
-            f"max_model_len={max_model_len} exceeds the {spec.max_model_len} tokens that {config.model} was made for"
+            Given("max_model_len", max_model_len),
+            f" exceeds the {spec.max_model_len} tokens that {config.model} was made for",
         )
     if max_model_len > MAX_SEQUENCE_TOKENS:
         raise ConfigError(
-            f"max_model_len={max_model_len} exceeds the {MAX_SEQUENCE_TOKENS} tokens that kernels can count: lower it"
+            Given("max_model_len", max_model_len),
+            f" exceeds the {MAX_SEQUENCE_TOKENS} tokens that kernels can count: lower it",
         )
     return max_model_len

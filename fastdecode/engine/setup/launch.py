@@ -70,7 +70,7 @@ class RunningEngine:
         self._ranks: Ranks | None = None
         workers = _reach_workers(self.resolved)
         self._workers: Workers | None = workers
-        self._fleet = Fleet(workers.hub, config.worker_timeout_s, config.worker_silence_s)
+        self._fleet = Fleet(workers.hub, config.cluster.worker_timeout_s, config.cluster.worker_silence_s)
         self.num_r_workers = workers.num_r_workers if isinstance(workers, HeadsWorkers) else len(self._fleet)
         # The R-workers that are lost, and why.
         self._lost = workers.hub.dead if isinstance(workers, HeadsWorkers) else self._fleet.lost
@@ -92,8 +92,8 @@ class RunningEngine:
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype}): "
             f"{resolved.memory}"
         )
-        if config.tp > 1:
-            self._ranks = meet_ranks(config.tp, resolved.device, config.worker_timeout_s)
+        if config.s_part.tp > 1:
+            self._ranks = meet_ranks(config.s_part.tp, resolved.device, config.cluster.worker_timeout_s)
         device, shard = (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
         return load_model(self._checkpoint, device=device, dtype=torch_dtype(resolved.dtype), shard=shard)[1]
 
@@ -109,7 +109,7 @@ class RunningEngine:
             s_worker,
             Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace),
             self._fleet,
-            make_scheduler(resolved.schedule, blocks, resolved.config.block_size, times),
+            make_scheduler(resolved.schedule, blocks, resolved.config.r_part.block_size, times),
             self.codec,
             self.spec.eos_token_ids,
             trace,
@@ -133,7 +133,7 @@ class RunningEngine:
             ranks.close()
         workers, self._workers = self._workers, None
         if workers is not None:
-            workers.close(self._fleet.lost, self.resolved.config.worker_timeout_s)
+            workers.close(self._fleet.lost, self.resolved.config.cluster.worker_timeout_s)
 
 
 def _lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:
@@ -163,20 +163,21 @@ def _reach_workers(resolved: ResolvedConfig) -> Workers:
     if resolved.transport == "local":
         return LocalWorkers(resolved.device, resolved.kv_bytes)
     workers = _reach_r_workers(resolved)
-    return HeadsWorkers(workers) if resolved.config.r_partition == "heads" else workers
+    return HeadsWorkers(workers) if resolved.config.r_part.r_partition == "heads" else workers
 
 
 def _reach_r_workers(resolved: ResolvedConfig) -> Workers:
     config = resolved.config
     if resolved.transport == "mpi":
-        return MpiWorkers(config.tp, silence_s=config.worker_silence_s)
+        return MpiWorkers(config.s_part.tp, silence_s=config.cluster.worker_silence_s)
     if resolved.transport == "zmq":
-        return ZmqWorkers(config.r_worker_addresses, key_file=config.key, silence_s=config.worker_silence_s)
+        cluster = config.cluster
+        return ZmqWorkers(cluster.r_worker_addresses, key_file=cluster.key, silence_s=cluster.worker_silence_s)
     if resolved.transport == "inline":
         # A runtime's threads serve both parts only where both want as many.
         library = openmp_library() if resolved.r_threads == torch.get_num_threads() else None
         return InlineWorkers(kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads, openmp_library=library)
-    return ThreadWorkers(config.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)
+    return ThreadWorkers(config.r_part.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)
 
 
 def _hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
@@ -185,6 +186,6 @@ def _hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) ->
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=resolved.kv_dtype,
-        block_size=resolved.config.block_size,
+        block_size=resolved.config.r_part.block_size,
     )
     return Hello(PROTOCOL_VERSION, checkpoint.model_hash, kv, spec.attention, resolved.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.spec import ModelSpec
 
 HOST_KV_SHARE = 0.5
@@ -112,15 +112,11 @@ def plan_memory(
         where = f"the GPU (fraction {gpu_memory_fraction:g} of {_gb(free.device_total_bytes)})"
         used = free.device_total_bytes - free.device_bytes
         room = int(free.device_total_bytes * gpu_memory_fraction) - used - CUDA_RESERVE_BYTES
-        _check("pinned staging memory", staging, free.host_bytes, "the host", "--max-step-tokens or --lanes")
-    mend = "--max-step-tokens, --max-num-sequences or --lanes, choose a smaller dtype"
-    if graphs:
-        mend += ", set --cuda-graphs off"
-    if free.device_bytes is not None:
-        mend += ", raise --gpu-memory-fraction"
+        mend = (Given("max_step_tokens"), " or ", Given("lanes"))
+        _check("pinned staging memory", staging, free.host_bytes, "the host", mend)
     of_graphs = f", CUDA graphs {_gb(graphs)}" if graphs else ""
     what = f"the S-part of {spec.name} (weights {_gb(weights)}, a step's activations {_gb(activations)}{of_graphs})"
-    _check(what, s_part, room, where, mend)
+    _check(what, s_part, room, where, _s_part_mend(graphs > 0, free.device_bytes is not None))
     if kv.on_device or free.device_bytes is None:
         kv_room = room - s_part
     else:
@@ -129,7 +125,9 @@ def plan_memory(
         return MemoryPlan(weights, activations, staging, 0, graphs)
     if kv.cache_bytes is not None:
         what = f"{kv.num_caches} KV cache(s) of {_gb(kv.cache_bytes)} beside weights and activations"
-        _check(what, kv.cache_bytes * kv.num_caches, kv_room, where, "--kv-memory-gb or --r-workers")
+        _check(
+            what, kv.cache_bytes * kv.num_caches, kv_room, where, (Given("kv_memory_gb"), " or ", Given("r_workers"))
+        )
         return MemoryPlan(weights, activations, staging, kv.cache_bytes, graphs)
     share = 1.0 if kv.on_device and free.device_bytes is not None else HOST_KV_SHARE
     return MemoryPlan(weights, activations, staging, int(kv_room * share) // kv.num_caches, graphs)
@@ -177,10 +175,28 @@ def _staging_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     return sizes.num_lanes * (_LENT_LAYERS + 1) * sizes.step_tokens * sum(spec.qkv_sizes) * sizes.itemsize
 
 
-def _check(what: str, num_bytes: int, room: int, where: str, mend: str) -> None:
+def _s_part_mend(has_graphs: bool, on_device: bool) -> tuple[str | Given, ...]:
+    mend: tuple[str | Given, ...] = (
+        Given("max_step_tokens"),
+        ", ",
+        Given("max_num_sequences"),
+        " or ",
+        Given("lanes"),
+        ", choose a smaller dtype",
+    )
+    if has_graphs:
+        mend += (", set ", Given("cuda_graphs", "off"))
+    if on_device:
+        mend += (", raise ", Given("gpu_memory_fraction"))
+    return mend
+
+
+def _check(what: str, num_bytes: int, room: int, where: str, mend: tuple[str | Given, ...]) -> None:
+    """``mend``: what to lower, in the words of an error."""
     if num_bytes > room:
         raise ConfigError(
-            f"{what} takes {_gb(num_bytes)}, but {where} has {_gb(max(0, room))} for it: lower {mend}",
+            f"{what} takes {_gb(num_bytes)}, but {where} has {_gb(max(0, room))} for it: lower ",
+            *mend,
             code="out_of_memory",
         )
 

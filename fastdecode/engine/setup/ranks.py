@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastdecode.core.config import EngineConfig
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.engine.setup.s_worker import step_graphs
@@ -44,13 +44,17 @@ def meet_ranks(num_ranks: int, device: torch.device, patience_s: float) -> Ranks
     """
     if mpi_job.launched_size() is None:
         raise ConfigError(
-            f"tp={num_ranks} needs an MPI launcher: mpirun -n {num_ranks} fastdecode generate --tp {num_ranks} ... : "
+            Given("tp", num_ranks),
+            f" needs an MPI launcher: mpirun -n {num_ranks} fastdecode generate --tp {num_ranks} ... : "
             "-n 2 fastdecode r-worker",
             code="no_mpi_launcher",
         )
     job = mpi_job.join(min_ranks=num_ranks)
     if job.size < num_ranks:
-        raise ConfigError(f"tp={num_ranks} needs as many MPI ranks, and R-workers beside: {job.size} were started")
+        raise ConfigError(
+            Given("tp", num_ranks),
+            f" needs as many MPI ranks, and R-workers beside: {job.size} were started",
+        )
     with _meeting_place(job, num_ranks) as place:
         return Ranks.meet(place, Shard(job.rank, num_ranks), device, patience_s=patience_s)
 
@@ -64,7 +68,7 @@ def mirror_rank_0(config: EngineConfig) -> None:
     """
     checkpoint = open_checkpoint(config.model)
     resolved = resolve_for_this_host(config, checkpoint.spec(), rank=mpi_job.join().rank)
-    ranks = meet_ranks(config.tp, resolved.device, config.worker_timeout_s)
+    ranks = meet_ranks(config.s_part.tp, resolved.device, config.cluster.worker_timeout_s)
     dtype = torch_dtype(resolved.dtype)
     spec, model = load_model(checkpoint, device=ranks.device, dtype=dtype, shard=ranks.shard)
     parallelize(model, ranks.shard, ranks.add_up)

@@ -9,7 +9,7 @@ import torch
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.machine import available_cores, free_memory_bytes
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
@@ -69,7 +69,7 @@ class ResolvedConfig:
 
 def resolve_for_this_host(config: EngineConfig, spec: ModelSpec, *, rank: int = 0) -> ResolvedConfig:
     """``resolve`` with what this host has, for one of the S-workers that act as one."""
-    free = free_memory(_device(config.device, rank))
+    free = free_memory(_device(config.s_part.device, rank))
     return resolve(config, spec, num_cores=available_cores(), free=free, rank=rank)
 
 
@@ -95,19 +95,21 @@ def resolve(
         ConfigError: the device doesn't exist, max_model_len exceeds the model's, or the memory doesn't suffice.
     """
     identity = identify(config, spec)
-    is_local = config.kv_placement == "gpu"
+    is_local = config.r_part.kv_placement == "gpu"
     if is_local and not identity.kv_dtype.is_float:
         raise ConfigError(
-            f"kv_dtype={identity.kv_dtype.value!r} needs R-workers: with kv_placement='gpu' choose float32, bfloat16 "
-            "or float16"
+            Given("kv_dtype", identity.kv_dtype.value),
+            " needs R-workers: with ",
+            Given("kv_placement", "gpu"),
+            " choose float32, bfloat16 or float16",
         )
-    device = _device(config.device, rank)
+    device = _device(config.s_part.device, rank)
     transport = _transport(config)
     # Where S-part and R-part share their hardware, lanes would only get into each other's way, and a single R-worker
     # needs no thread of its own.
     shares_cores = transport == "inproc" and device.type == "cpu"
     may_overlap = not is_local and not shares_cores
-    if shares_cores and config.r_workers == 1 and config.lanes in (None, 1):
+    if shares_cores and config.r_part.r_workers == 1 and config.batching.lanes in (None, 1):
         transport = "inline"
     steps = _Steps(config, spec, identity.dtype, transport, free, uses_graphs=_uses_graphs(config, device))
     plan = steps.plan(may_overlap=may_overlap)
@@ -115,7 +117,7 @@ def resolve(
         config=config,
         identity=identity,
         device=device,
-        r_threads=config.r_threads or max(1, _r_cores(num_cores, device) // config.r_workers),
+        r_threads=config.r_part.r_threads or max(1, _r_cores(num_cores, device) // config.r_part.r_workers),
         kv_bytes=plan.memory.kv_bytes,
         memory=plan.memory,
         schedule=plan.schedule,
@@ -178,12 +180,12 @@ class _Steps:
         raise refusal
 
     def _choices(self, may_overlap: bool) -> Iterator[_Lanes]:
-        asked = self.config.lanes
+        asked = self.config.batching.lanes
         if asked is not None or not may_overlap:
             yield _Lanes.fixed(asked or 1)
             return
         # Fixed intervals are computed for so many lanes, and no others.
-        if "fixed-f" not in (self.config.schedule, self.config.cold_start):
+        if "fixed-f" not in (self.config.batching.schedule, self.config.batching.cold_start):
             for most in range(MAX_AUTO_LANES, 1, -1):
                 yield _Lanes(2, 1, most)
         yield _Lanes.fixed(2)
@@ -197,16 +199,16 @@ class _Steps:
             step_tokens=schedule.max_step_tokens,
             logit_rows=-(-schedule.max_num_sequences // lanes.fewest),
             itemsize=self.dtype.size_bytes,
-            num_shards=config.tp,
+            num_shards=config.s_part.tp,
             num_graphs=max(self._num_graphs(num_lanes) for num_lanes in range(lanes.fewest, lanes.most + 1)),
             graph_rows=MAX_GRAPH_ROWS if self.max_graphs else 0,
         )
         kv = KVDemand(
             on_device=self.transport == "local",
-            num_caches={"local": 1, "inline": 1, "inproc": config.r_workers}.get(self.transport, 0),
-            cache_bytes=None if config.kv_memory_gb is None else int(config.kv_memory_gb * 1e9),
+            num_caches={"local": 1, "inline": 1, "inproc": config.r_part.r_workers}.get(self.transport, 0),
+            cache_bytes=None if config.r_part.kv_memory_gb is None else int(config.r_part.kv_memory_gb * 1e9),
         )
-        memory = plan_memory(self.spec, sizes, kv, self.free, gpu_memory_fraction=config.gpu_memory_fraction)
+        memory = plan_memory(self.spec, sizes, kv, self.free, gpu_memory_fraction=config.s_part.gpu_memory_fraction)
         return _StepPlan(lanes, schedule, memory)
 
     @property
@@ -229,11 +231,11 @@ class _Steps:
 
 
 def _transport(config: EngineConfig) -> str:
-    if config.kv_placement == "gpu":
+    if config.r_part.kv_placement == "gpu":
         return "local"
-    if config.transport != "auto":
-        return config.transport
-    return "zmq" if config.r_worker_addresses else "inproc" if launched_size() is None else "mpi"
+    if config.cluster.transport != "auto":
+        return config.cluster.transport
+    return "zmq" if config.cluster.r_worker_addresses else "inproc" if launched_size() is None else "mpi"
 
 
 def _r_cores(num_cores: int, device: torch.device) -> int:
@@ -242,28 +244,28 @@ def _r_cores(num_cores: int, device: torch.device) -> int:
 
 
 def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
-    if config.kv_placement == "gpu":
+    if config.r_part.kv_placement == "gpu":
         return False
-    return config.prompt_attention == "r" or (config.prompt_attention == "auto" and device.type == "cpu")
+    return config.r_part.prompt_attention == "r" or (config.r_part.prompt_attention == "auto" and device.type == "cpu")
 
 
 def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
-    mode = config.schedule
+    mode = config.batching.schedule
     if mode == "auto":
-        mode = "stabilized" if num_lanes > 1 or config.load_limit is not None else "greedy"
+        mode = "stabilized" if num_lanes > 1 or config.batching.load_limit is not None else "greedy"
     return ScheduleOptions(
         mode=mode,  # type: ignore[arg-type]  # checked there, as is cold_start
-        max_num_sequences=config.max_num_sequences,
-        prefill_chunk=config.prefill_chunk,
-        max_step_tokens=config.step_tokens,
+        max_num_sequences=config.batching.max_num_sequences,
+        prefill_chunk=config.batching.prefill_chunk,
+        max_step_tokens=config.batching.step_tokens,
         num_lanes=num_lanes,
-        load_limit=config.load_limit,
-        target_length=config.target_length,
-        interval=config.interval,
-        cold_start=config.cold_start,  # type: ignore[arg-type]
-        learn_lengths=config.learn_lengths,
-        length_quantile=config.length_quantile,
-        split_tokens=config.split_tokens,
+        load_limit=config.batching.load_limit,
+        target_length=config.batching.target_length,
+        interval=config.batching.interval,
+        cold_start=config.batching.cold_start,  # type: ignore[arg-type]
+        learn_lengths=config.batching.learn_lengths,
+        length_quantile=config.batching.length_quantile,
+        split_tokens=config.r_part.split_tokens,
     )
 
 
@@ -272,9 +274,9 @@ def _device(name: str, rank: int) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device={name!r} is not a torch device: use cpu, cuda or cuda:N") from None
+        raise ConfigError(Given("device", name), " is not a torch device: use cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={name!r}: the S-part runs on cpu or cuda")
+        raise ConfigError(Given("device", name), ": the S-part runs on cpu or cuda")
     if device.type == "cpu":
         return device
     index, count = (device.index or 0) + rank, torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -283,14 +285,23 @@ def _device(name: str, rank: int) -> torch.device:
     if index >= count:
         of_rank = f" of S-worker {rank}" if rank else ""
         raise ConfigError(
-            f"device={name!r}: GPU {index}{of_rank} isn't there, torch sees {count} CUDA devices here; use "
-            "device='cpu', or check the driver and that torch was built for CUDA"
+            Given("device", name),
+            f": GPU {index}{of_rank} isn't there, torch sees {count} CUDA devices here; use ",
+            Given("device", "cpu"),
+            ", or check the driver and that torch was built for CUDA",
         )
     return torch.device("cuda", index)
 
 
 def _uses_graphs(config: EngineConfig, device: torch.device) -> bool:
-    if config.cuda_graphs == "on" and device.type != "cuda":
-        raise ConfigError(f"cuda_graphs='on' needs a CUDA device, not device={config.device!r}: use auto")
+    if config.s_part.cuda_graphs == "on" and device.type != "cuda":
+        raise ConfigError(
+            Given("cuda_graphs", "on"),
+            " needs a CUDA device, not ",
+            Given("device", config.s_part.device),
+            ": use auto",
+        )
     # Between GPUs a graph holds collectives too, which has been run on no GPU yet: only if it is asked for.
-    return device.type == "cuda" and (config.cuda_graphs == "on" or (config.cuda_graphs == "auto" and config.tp == 1))
+    return device.type == "cuda" and (
+        config.s_part.cuda_graphs == "on" or (config.s_part.cuda_graphs == "auto" and config.s_part.tp == 1)
+    )
