@@ -22,8 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 _ABSENT = object()
+_E = TypeVar("_E", bound=BaseException)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,20 @@ class Given:
 
     def __str__(self) -> str:
         return f"{self.name}={self.shown}" if self.has_value else self.name
+
+
+def without_frames(error: _E) -> _E:
+    """The error, and whatever it came of, without their tracebacks: kept ones would keep alive all that their frames
+    hold, such as the engine that keeps the error."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            waiting += (each.__cause__, each.__context__)
+    return error
 
 
 class FastDecodeError(Exception):

@@ -15,11 +15,12 @@ import itertools
 import logging
 import time
 from collections.abc import Collection
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
+from fastdecode.core.errors import CapacityError, FastDecodeError, RequestError, WorkerError, without_frames
 from fastdecode.core.sequence import FinishReason, Request, RequestOutput, Sequence
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
@@ -88,7 +89,8 @@ class Engine:
         self._sequence_ids = itertools.count()
         self._num_launched = 0
         self._mourned: set[int] = set()  # lost R-workers of which the scheduler knows
-        self._broken: FastDecodeError | None = None
+        self.broken: FastDecodeError | None = None
+        """Why a step broke down, after which it takes no requests any more."""
         self.stats = EngineStats()
 
     @property
@@ -105,12 +107,17 @@ class Engine:
         """Queue a valid request. ``prompt`` is its text, if it came as text, to be given back with the output.
 
         Raises:
+            RequestError: an unfinished request has the same id.
             CapacityError: the request could never fit on any R-worker; nothing was queued.
             FastDecodeError: the engine broke down before, with this error.
         """
-        if self._broken is not None:
-            raise self._broken
-        assert request.request_id not in self._groups, "request ids are unique among the unfinished"
+        if self.broken is not None:
+            raise copy(self.broken)
+        if request.request_id in self._groups:
+            raise RequestError(
+                f"request id {request.request_id!r} is that of a request which isn't finished: give each its own",
+                code="duplicate_id",
+            )
         runs = []
         now = time.perf_counter()
         for index in range(request.params.n):
@@ -195,13 +202,13 @@ class Engine:
         """Forget every unfinished request, and free what it holds."""
         for group in list(self._groups.values()):
             self._drop(group)
-        while self._pipeline.in_flight and self._broken is None:
+        while self._pipeline.in_flight and self.broken is None:
             self._complete(self._pipeline.run())
 
     def abandon(self, error: FastDecodeError) -> list[RequestOutput]:
         """A step broke down: end every unfinished request with this error. The engine takes no requests from then on,
         since what its R-workers hold is unknown."""
-        self._broken = error
+        self.broken = without_frames(error)
         groups = list(self._groups.values())
         self._groups.clear()
         self._runs.clear()
@@ -293,7 +300,7 @@ class Engine:
         outputs: list[RequestOutput] = []
         if len(lost) == len(self._fleet):
             if self._replacements is None or not self._replacements.look(lost):
-                raise next(iter(lost.values()))
+                raise copy(next(iter(lost.values())))
             while self._pipeline.in_flight:  # nothing comes of these steps; but whoever was in them starts again
                 outputs += self._finish_step()
         hopeless: list[Sequence] = []

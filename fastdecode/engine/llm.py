@@ -9,14 +9,16 @@ from typing import Any
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, WorkerError
+from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, WorkerError, without_frames
 from fastdecode.core.sequence import Prompt, PromptRequest, Request, RequestOutput, SamplingParams
 from fastdecode.core.trace import Trace
+from fastdecode.engine.engine import Engine
 from fastdecode.engine.progress import Progress
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
+from sworker.failures import is_failure
 from sworker.sampler import validate_for_vocab
 
 # Requests kept queued beside the running ones, as a multiple of those: enough that a freed place is filled at once,
@@ -159,7 +161,7 @@ class LLM:
         """Run requests as they come from an iterable; yield each output as soon as it is complete.
 
         Only so many requests are taken ahead as keep the batch full, so memory stays flat however many there are.
-        Request ids must be unique among those unfinished. If an R-worker is lost, every request that was taken is
+        A request with the id of one that is unfinished is refused. If an R-worker is lost, every request that was taken is
         yielded with that error, and the stream ends.
 
         Args:
@@ -181,15 +183,8 @@ class LLM:
                     elif (refused := self._submit(request)) is not None:
                         yield refused
                 if engine.num_unfinished:
-                    try:
-                        outputs = engine.step()
-                    except FastDecodeError as error:
-                        outputs = engine.abandon(error)
-                        drained = True
-                    except RuntimeError as error:  # what torch raises, out of memory included
-                        outputs = engine.abandon(WorkerError(f"the S-worker failed: {error}", code="s_worker_failed"))
-                        drained = True
-                    yield from outputs
+                    yield from _step(engine)
+                    drained |= engine.broken is not None
                     on_step()
         finally:
             # The caller went away, or was interrupted: leave no request behind in the engine.
@@ -213,7 +208,7 @@ class LLM:
             token_ids = self._tokenise(arrived.prompt)
             self._running.engine.submit(self._request(arrived, token_ids), text)
         except FastDecodeError as error:
-            return RequestOutput(arrived.request_id, text, token_ids, error=error)
+            return RequestOutput(arrived.request_id, text, token_ids, error=without_frames(error))
         return None
 
     def _tokenise(self, prompt: Prompt) -> tuple[int, ...]:
@@ -257,6 +252,20 @@ class LLM:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             seed=secrets.randbits(63) if params.seed is None else params.seed,
         )
+
+
+def _step(engine: Engine) -> list[RequestOutput]:
+    """The requests that a step ended, or all there are if it broke down. What isn't the failure of a worker is a
+    mistake of ours, and raises as it is."""
+    try:
+        return engine.step()
+    except FastDecodeError as error:
+        return engine.abandon(error)
+    except Exception as error:
+        if is_failure(error):
+            return engine.abandon(WorkerError(f"the S-worker failed: {error}", code="s_worker_failed"))
+        engine.abandon(FastDecodeError(f"a step broke down before: {type(error).__name__}: {error}"))
+        raise
 
 
 def _as_batch(prompts: object) -> list[Prompt]:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.model.spec import ModelSpec
+from sworker.failures import DEVICE_ERRORS
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
 from sworker.ranks.peers import PeerWatch
@@ -51,8 +52,6 @@ _FOREVER = datetime.timedelta(days=365)
 """Between two steps nobody knows how long it takes."""
 _LAST_WORDS_S = 2.0
 """A connection may break some time before its process has ended."""
-_OWN_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""A collective's, but not of who is waited for: what a GPU computed before may fail only now."""
 _STUCK_S = 30.0
 """How long collectives on a GPU may take to notice that they were aborted."""
 
@@ -177,8 +176,8 @@ class Ranks:
         captures = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         try:
             yield
-        except _OWN_ERRORS:
-            raise
+        except DEVICE_ERRORS:
+            raise  # not of who is waited for: what a GPU computed before may fail only now
         except RuntimeError as error:
             if captures:
                 raise

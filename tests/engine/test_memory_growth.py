@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from checkpoints import prompts
+from trouble import crash_after
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.engine.setup import launch, resolve, s_worker
@@ -46,8 +48,13 @@ def test_2000_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., P
         assert not engine._runs and not engine._groups and not engine._dropped
 
 
-def test_a_closed_engine_leaves_no_weights(tiny_checkpoint: Callable[..., Path]) -> None:
-    """Without the garbage collector, which may come after the next engine was refused for want of memory."""
+@pytest.mark.parametrize("crashes", [{}, {"r1": 7}, {"r0": 7, "r1": 7}], ids=["none lost", "one lost", "all lost"])
+def test_a_closed_engine_leaves_no_weights(
+    crashes: dict[str, int], monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Without the garbage collector, which may come after the next engine was refused for want of memory; also while
+    somebody keeps the outputs, and the errors that they carry."""
+    crash_after(monkeypatch, crashes)
     path = str(tiny_checkpoint("llama", num_hidden_layers=1))
     layers: list[weakref.ref[object]] = []
 
@@ -60,8 +67,11 @@ def test_a_closed_engine_leaves_no_weights(tiny_checkpoint: Callable[..., Path])
     gc.disable()
     try:
         with mock.patch.object(launch, "load_model", load):
-            llm = LLM(path, r_threads=1, kv_memory_gb=0.01, dtype="float32")
-        llm.generate(prompts((5,), seed=1), SamplingParams(temperature=0, max_tokens=3))
+            llm = LLM(path, r_workers=2, r_threads=1, kv_memory_gb=0.01, dtype="float32")
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        outputs = llm.generate([*prompts((5, 9, 3), seed=1), []], params)
+        assert llm.num_live_r_workers == 2 - len(crashes)
+        assert sum(output.ok for output in outputs) == (0 if len(crashes) == 2 else 3)
         llm.close()
         assert layers[0]() is not None
         del llm

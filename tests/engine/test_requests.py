@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, ConfigError, ModelError, RequestError
 from fastdecode.core.sequence import PromptRequest
+from sworker.worker import SWorker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -176,16 +179,50 @@ def test_arguments_of_other_types_are_refused(llm: LLM, prompts: object, params:
         llm.generate(prompts, params)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("out of memory"),
+        torch.distributed.DistBackendError("out of memory"),
+        RuntimeError("DefaultCPUAllocator: out of memory"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+    ids=repr,
+)
 def test_an_s_worker_that_fails_answers_every_request(
-    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    error: RuntimeError, tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
     with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
-        monkeypatch.setattr("sworker.worker.SWorker.sample", fail)
-        outputs = llm.generate([[5], [6, 7]], GREEDY)
-    assert [str(output.error) for output in outputs] == ["the S-worker failed: out of memory"] * 2
+        with mock.patch.object(SWorker, "sample", side_effect=error):
+            outputs = llm.generate([[5], [6, 7]], GREEDY)
+        (later,) = llm.generate([[5]], GREEDY)
+    assert [str(output.error) for output in (*outputs, later)] == [f"the S-worker failed: {error}"] * 3
+    assert {output.error.code for output in outputs if output.error} == {"s_worker_failed"}
+
+
+def test_a_mistake_of_ours_raises_as_it_is(tiny_checkpoint: Callable[..., Path]) -> None:
+    with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
+        with (
+            mock.patch.object(SWorker, "sample", side_effect=RuntimeError("shapes differ")),
+            pytest.raises(RuntimeError, match=r"^shapes differ$"),
+        ):
+            llm.generate([[5], [6, 7]], GREEDY)
+        (later,) = llm.generate([[5]], GREEDY)
+    assert later.error is not None
+    assert later.error.code == "internal_error"
+    assert "shapes differ" in str(later.error)
+
+
+def test_a_request_id_that_stands_twice_is_refused(llm: LLM) -> None:
+    twice = [PromptRequest("a", [5, 6], GREEDY), PromptRequest("a", [7], GREEDY), PromptRequest("b", [8], GREEDY)]
+    refused, *others = llm.stream(twice)
+    assert isinstance(refused.error, RequestError)
+    assert refused.error.code == "duplicate_id"
+    assert "'a'" in str(refused.error)
+    assert refused.prompt_token_ids == (7,)
+    assert sorted((output.request_id, output.ok) for output in others) == [("a", True), ("b", True)]
+    (again,) = llm.stream([PromptRequest("a", [7], GREEDY)])  # the first one is over
+    assert again.ok
 
 
 def test_too_little_memory_for_a_block_is_a_bad_option(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, WorkerError
+from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, WorkerError, without_frames
 from fastdecode.wire.messages import (
     Attend,
     ExtendSequence,
@@ -202,7 +202,8 @@ class Fleet:
     def lose(self, worker: int, error: FastDecodeError) -> None:
         """Give a worker up."""
         if worker not in self._lost:
-            self._lost[worker] = error if isinstance(error, WorkerError) else WorkerError(str(error), code=error.code)
+            lost = error if isinstance(error, WorkerError) else WorkerError(str(error), code=error.code)
+            self._lost[worker] = without_frames(lost)
             self._due[worker].clear()
             logger.error("%s", loss(self.peer(worker), error))
 

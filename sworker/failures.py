@@ -1,0 +1,28 @@
+"""What torch raises when a device, its memory or another rank has failed: not a mistake of ours, which raises as it is."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import distributed as dist
+
+DEVICE_ERRORS: Final = (
+    torch.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
+)
+"""A device's own; older versions of torch have no type for what CUDA refuses."""
+_RANK_ERRORS: Final = (dist.DistError,) if dist.is_available() else ()
+# What has no type of its own, by how the messages begin, or what they have in them.
+_BARE_STARTS: Final = ("CUDA error", "CUDA driver error", "cuDNN error")
+_BARE_PARTS: Final = ("DefaultCPUAllocator",)
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether the S-worker has failed: its device, its memory, or a rank that it computes with."""
+    if isinstance(error, DEVICE_ERRORS + _RANK_ERRORS):
+        return True
+    if type(error) is not RuntimeError:
+        return False
+    text = str(error)
+    return text.startswith(_BARE_STARTS) or any(part in text for part in _BARE_PARTS)
