@@ -20,10 +20,10 @@ from cpu_kernels.attend_kernel import attend_unit
 from cpu_kernels.compiled import address_of
 from cpu_kernels.gather_kernel import gather_unit
 from cpu_kernels.isa import ISA_VARIABLE, Isa, default_level, find_level, host_levels
-from cpu_kernels.layout import DTYPES, BlockLayout
-from cpu_kernels.read_kernel import read_unit
+from cpu_kernels.layout import DTYPES, BlockLayout, aligned_bytes
+from cpu_kernels.read_kernel import copy_unit, read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
-from cpu_kernels.team import SCRATCH_BYTES, Team, aligned_bytes
+from cpu_kernels.team import SCRATCH_BYTES, Team
 from cpu_kernels.variant import Variant, VariantType, plain_variant
 
 logger = logging.getLogger(__name__)
@@ -138,6 +138,12 @@ def gather_entry() -> int:
 def read_entry() -> int:
     """Address of ``read_unit``."""
     return _address_of(read_unit, plain_variant(default_level().lanes, False))
+
+
+@cache
+def copy_entry() -> int:
+    """Address of ``copy_unit``."""
+    return _address_of(copy_unit, plain_variant(4, False))
 
 
 @dataclass(frozen=True)

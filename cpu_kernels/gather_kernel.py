@@ -21,10 +21,8 @@ from cpu_kernels.memory import (
     load_f32,
     load_i64,
     load_u8,
-    load_u16,
     store_f32,
     store_u8,
-    store_u16,
 )
 from cpu_kernels.shape import SHAPE
 from cpu_kernels.simd import I8, I16, I32, broadcast, constant, load_at, store_at, vec
@@ -35,7 +33,7 @@ GATHER_JOB = np.dtype(
         (name, np.int64)
         for name in (
             "pool", "slots", "k", "v", "scales", "shape", "num_tokens", "num_heads", "first_head", "row_bytes",
-            "element_bits", "last_word",
+            "last_word", "pack_shift",
         )
     ]
 )  # fmt: skip
@@ -58,17 +56,26 @@ def _turned(builder, rows):
     return rows
 
 
-def _turn(element):
+def _load_words(builder, address, row_bytes, row, halves: bool):
+    """SIDE words: a row of cells, or two rows of cells of 16 bits side by side."""
+
+    def load(index, element):
+        start = builder.add(address, builder.mul(row_bytes, ir.Constant(row_bytes.type, index)))
+        return load_at(builder, start, vec(element, SIDE), align=element.width // 8)
+
+    if not halves:
+        return load(row, I32)
+    lower, upper = (builder.zext(load(2 * row + i, I16), vec(I32, SIDE)) for i in range(2))
+    return builder.or_(lower, builder.shl(upper, constant(I32, SIDE, 16)))
+
+
+def _turn(halves: bool):
     @intrinsic
     def turn(typingctx, source, source_bytes, target, target_bytes):
-        """SIDE x SIDE cells whose rows are ``source_bytes`` apart, to rows that are ``target_bytes`` apart."""
-        bytes_of = element.width // 8
+        """SIDE tokens' cells, in rows ``source_bytes`` apart, to SIDE words each, ``target_bytes`` apart."""
 
         def codegen(context, builder, signature, args):
-            rows = []
-            for row in range(SIDE):
-                address = builder.add(args[0], builder.mul(args[1], ir.Constant(args[1].type, row)))
-                rows.append(load_at(builder, address, vec(element, SIDE), align=bytes_of))
+            rows = [_load_words(builder, args[0], args[1], row, halves) for row in range(SIDE)]
             for row, column in enumerate(_turned(builder, rows)):
                 address = builder.add(args[2], builder.mul(args[3], ir.Constant(args[3].type, row)))
                 store_at(builder, column, address, align=1)
@@ -79,7 +86,7 @@ def _turn(element):
     return turn
 
 
-_turn_words, _turn_halves = _turn(I32), _turn(I16)
+_turn_words, _turn_halves = _turn(halves=False), _turn(halves=True)
 
 
 def _cut(emit):
@@ -129,21 +136,18 @@ def _copy_halves(typingctx, source, target):
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic
-def _copy_word(typingctx, source, target):
-    """A cell of 32 bits."""
-
-    def codegen(context, builder, signature, args):
-        store_at(builder, load_at(builder, args[0], I32), args[1], align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
 @part
 def _copy_bytes(source, count, target):
     for byte in range(count):
         store_u8(target + byte, load_u8(source + byte))
+
+
+@part
+def _shift_of(dtype, pack_shift, token):
+    element = token & ((1 << pack_shift) - 1)
+    if dtype == INT4:
+        return ((element & 3) << 3) + (element >> 2 << 2)
+    return element << (5 - pack_shift)
 
 
 @part
@@ -156,97 +160,80 @@ def _turn_cells(dtype, cells, cells_bytes, target, target_bytes):
 
 @part
 def _gather_square(dtype, cells, cells_bytes, begin, end, rows, row_bytes, scratch):
-    """SIDE rows of cells, of the tokens ``begin`` to ``end`` of a group of SIDE, to words of their stored rows."""
+    """SIDE words of the stored rows of the tokens ``begin`` to ``end`` of a group of SIDE."""
     if begin == 0 and end == SIDE:
         _turn_cells(dtype, cells, cells_bytes, rows, row_bytes)
         return
     _turn_cells(dtype, cells, cells_bytes, scratch, 64)
     for token in range(begin, end):
-        source, target = scratch + 64 * token, rows + (token - begin) * row_bytes
-        if dtype == FLOAT16:
-            _copy_halves(source, target)
-        else:
-            _cut_word(source, np.int64(0), target)
+        _cut_word(scratch + 64 * token, np.int64(0), rows + (token - begin) * row_bytes)
 
 
 @part
-def _gather_edge(job, shape, cells, cell_bytes, first, num_rows, target):
-    """One token's K from row ``first`` of cells on: what doesn't fill a square."""
-    cells_bytes = shape.padded_tokens * cell_bytes
-    for row in range(first, num_rows):
-        bytes_left = job.row_bytes - row * cell_bytes
-        if cell_bytes == 2:
-            store_u16(target + 2 * row, load_u16(cells + row * cells_bytes))
-        elif bytes_left >= 4:
-            _copy_word(cells + row * cells_bytes, target + 4 * row)
-        else:
-            _copy_bytes(cells + row * cells_bytes, bytes_left, target + 4 * row)
+def _gather_edge(cells, cells_bytes, cell_bytes, first, end, target):
+    """One token's K, from byte ``first`` of its stored row to its end: what fills no square."""
+    for byte in range(first, end):
+        store_u8(target + byte, load_u8(cells + byte // cell_bytes * cells_bytes + byte % cell_bytes))
 
 
 @part
 def _gather_k(job, shape, base, offset, count, rows, row_bytes, scratch):
     """K of ``count`` tokens from ``offset`` on of the block and head at ``base``."""
     cell_bytes = 2 if shape.dtype == FLOAT16 else 4
-    num_rows = shape.head_dim if shape.dtype == FLOAT16 else shape.dim_words
     cells_bytes = shape.padded_tokens * cell_bytes
-    whole = job.row_bytes // cell_bytes // SIDE * SIDE
-    for first in range(0, whole, SIDE):
+    dtype, num_words = shape.dtype, job.row_bytes // 4
+    for word in range(0, num_words if num_words >= SIDE else 0, SIDE):
+        first = 4 * min(word, num_words - SIDE)  # the last square may take some words again
         for group in range(offset // SIDE * SIDE, offset + count, SIDE):
             begin, end = max(offset, group), min(offset + count, group + SIDE)
-            _gather_square(
-                shape.dtype, base + first * cells_bytes + group * cell_bytes, cells_bytes, begin - group, end - group,
-                rows + (begin - offset) * row_bytes + first * cell_bytes, row_bytes, scratch,
-            )  # fmt: skip
-    for token in range(count):
-        cells = base + (offset + token) * cell_bytes
-        _gather_edge(job, shape, cells, cell_bytes, whole, num_rows, rows + token * row_bytes)
+            cells = base + first // cell_bytes * cells_bytes + group * cell_bytes
+            target = rows + (begin - offset) * row_bytes + first
+            _gather_square(dtype, cells, cells_bytes, begin - group, end - group, target, row_bytes, scratch)
+    done = 4 * num_words if num_words >= SIDE else 0
+    if done < job.row_bytes:
+        for token in range(count):
+            cells = base + (offset + token) * cell_bytes
+            _gather_edge(cells, cells_bytes, cell_bytes, done, job.row_bytes, rows + token * row_bytes)
 
 
 @part
-def _cut_cells(dtype, cells, shift, target):
+def _cut_cells(dtype, count, cells, shift, target):
+    """One token's share of ``count`` times SIDE cells of V."""
     if dtype == FLOAT32:
-        _cut_word(cells, shift, target)
+        for i in range(count):
+            _cut_word(cells + 64 * i, shift, target + 64 * i)
     elif dtype == FLOAT16:
-        _copy_halves(cells, target)
+        for i in range(count):
+            _copy_halves(cells + 32 * i, target + 32 * i)
     elif dtype == BFLOAT16:
-        _cut_half(cells, shift, target)
+        for i in range(count):
+            _cut_half(cells + 64 * i, shift, target + 32 * i)
     elif dtype == INT8:
-        _cut_byte(cells, shift, target)
+        for i in range(count):
+            _cut_byte(cells + 64 * i, shift, target + 16 * i)
     else:
-        _cut_nibble(cells, shift, target)
-
-
-@part
-def _shift_of(shape, element):
-    if shape.dtype == INT4:
-        return 8 * (element % 4) + 4 * (element // 4)
-    return element * (32 // shape.pack)
-
-
-@part
-def _gather_v_row(job, shape, cells, shift, first, row, scratch):
-    """One token's share of a row of a tile's cells: the dims from ``first`` on."""
-    cell_bytes = 2 if shape.dtype == FLOAT16 else 4
-    end = min(first + shape.tile_dims, shape.head_dim)
-    for dim in range(first, end, SIDE):
-        source, target = cells + (dim - first) * cell_bytes, row + dim * job.element_bits // 8
-        if dim + SIDE <= end:
-            _cut_cells(shape.dtype, source, shift, target)
-        else:
-            _cut_cells(shape.dtype, source, shift, scratch)
-            _copy_bytes(scratch, row + job.row_bytes - target, target)
+        for i in range(count):
+            _cut_nibble(cells + 64 * i, shift, target + 8 * i)
 
 
 @part
 def _gather_v(job, shape, base, offset, count, rows, row_bytes, scratch):
     """V of ``count`` tokens from ``offset`` on of the block and head at ``base``."""
-    cells_bytes = shape.tile_dims * (2 if shape.dtype == FLOAT16 else 4)
+    dtype, pack_shift, num_dims = shape.dtype, job.pack_shift, shape.tile_dims
+    cell_shift = 1 if dtype == FLOAT16 else 2
     tile = base + shape.v_offset
-    for first in range(0, shape.head_dim, shape.tile_dims):
+    for first in range(0, shape.head_dim, num_dims):
+        whole = (min(first + num_dims, shape.head_dim) - first) // SIDE
+        done = (first + whole * SIDE << cell_shift) >> pack_shift
+        tail = job.row_bytes - done if first + num_dims >= shape.head_dim else 0
         for token in range(offset, offset + count):
-            cells = tile + token // shape.pack * cells_bytes
-            shift = _shift_of(shape, token % shape.pack)
-            _gather_v_row(job, shape, cells, shift, first, rows + (token - offset) * row_bytes, scratch)
+            cells = tile + ((token >> pack_shift) * num_dims << cell_shift)
+            shift = _shift_of(dtype, pack_shift, token)
+            row = rows + (token - offset) * row_bytes
+            _cut_cells(dtype, whole, cells, shift, row + (first << cell_shift >> pack_shift))
+            if tail > 0:
+                _cut_cells(dtype, 1, cells + (whole * SIDE << cell_shift), shift, scratch)
+                _copy_bytes(scratch, tail, row + done)
         tile += shape.tile_bytes
 
 
@@ -326,7 +313,8 @@ def run_gather(entry, team, scratch, fields, pool, slots, k, v, scales, first_he
     job.k, job.v, job.scales = k.ctypes.data, v.ctypes.data, scales.ctypes.data
     job.num_tokens, job.num_heads, job.first_head = slots.shape[0], k.shape[1], first_head
     job.row_bytes, job.last_word = k.shape[2] * k.itemsize, _last_word(shape.head_dim)
-    job.element_bits = (16 if shape.dtype == FLOAT16 else 32) // shape.pack
+    while 1 << job.pack_shift < shape.pack:
+        job.pack_shift += 1
     num_units = (slots.shape[0] + UNIT_TOKENS - 1) // UNIT_TOKENS * k.shape[1]
     run_units(team, entry, jobs.ctypes.data, num_units, scratch)
     keep_alive(jobs)

@@ -170,12 +170,22 @@ class StoredTokens(NamedTuple):
 
 
 def allocate_tokens(layout: BlockLayout, num_tokens: int, num_heads: int | None = None) -> StoredTokens:
-    """Uninitialised room for so many tokens of so many heads, by default all."""
+    """Uninitialised room for so many tokens of so many heads, by default all. Arrays begin on cache lines."""
     heads = layout.num_kv_heads if num_heads is None else num_heads
-    rows = num_tokens, heads, layout.row_length
-    k, v = (np.empty(rows, CARRIERS[layout.dtype]) for _ in range(2))
-    scales = np.empty((num_tokens, heads, 2), np.float32) if layout.is_quantized else None
-    return StoredTokens(k, v, scales)
+
+    def room(dtype: np.dtype[Any], length: int) -> NDArray[Any]:
+        memory = aligned_bytes(num_tokens * heads * length * dtype.itemsize)
+        return memory.view(dtype).reshape(num_tokens, heads, length)
+
+    k, v = (room(CARRIERS[layout.dtype], layout.row_length) for _ in range(2))
+    return StoredTokens(k, v, room(CARRIERS["float32"], 2) if layout.is_quantized else None)
+
+
+def aligned_bytes(num_bytes: int) -> NDArray[np.uint8]:
+    """Uninitialised memory that begins on a cache line."""
+    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + num_bytes]
 
 
 def allocate_pool(layout: BlockLayout, num_layers: int, num_blocks: int) -> NDArray[np.uint8]:
