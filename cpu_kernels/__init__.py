@@ -7,16 +7,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cpu_kernels.layout import DTYPES, SOURCES, BlockLayout, allocate_pool
+from cpu_kernels.layout import DTYPES, SOURCES, BlockLayout, StoredTokens, allocate_pool, allocate_tokens
 
 if TYPE_CHECKING:
-    from cpu_kernels.kernels import append, attend, copy_blocks
+    from cpu_kernels.kernels import append, attend, copy_blocks, gather
 
-__all__ = ["DTYPES", "SOURCES", "BlockLayout", "allocate_pool", "append", "attend", "copy_blocks"]
+__all__ = [
+    "DTYPES",
+    "SOURCES",
+    "BlockLayout",
+    "StoredTokens",
+    "allocate_pool",
+    "allocate_tokens",
+    "append",
+    "attend",
+    "copy_blocks",
+    "gather",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("append", "attend", "copy_blocks"):
+    if name in ("append", "attend", "copy_blocks", "gather"):
         from cpu_kernels import kernels
 
         return getattr(kernels, name)

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""Writing new tokens' K and V into their blocks, quantised where the cache is.
+"""Writing tokens' K and V into their blocks, quantised where the cache is, or as they were read out of others.
 
 A token's K is a column: one cell in every row of its block's K; its V is one element in every cell of a row. Units
 are KV heads, so that no two threads ever write to the same cell.
@@ -18,6 +18,8 @@ from cpu_kernels.memory import (
     keep_alive,
     load_f32,
     load_i64,
+    load_u8,
+    load_u16,
     load_u32,
     prefetch,
     store_f32,
@@ -31,9 +33,9 @@ APPEND_JOB = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "pool", "k", "v", "slots", "num_tokens", "source", "dtype", "pack", "num_kv_heads", "head_dim",
-            "block_size", "block_bytes", "head_bytes", "v_offset", "scale_offset", "padded_tokens", "padded_dims",
-            "dim_words", "tile_dims", "tile_bytes",
+            "pool", "k", "v", "scales", "slots", "num_tokens", "num_heads", "first_head", "row_bytes", "source",
+            "dtype", "pack", "head_dim", "block_size", "block_bytes", "head_bytes", "v_offset", "scale_offset",
+            "padded_tokens", "padded_dims", "dim_words", "tile_dims", "tile_bytes",
         )
     ]
 )  # fmt: skip
@@ -77,6 +79,34 @@ def _encode_row(dtype, row, count, codes):
             bounded = max(np.float32(-most), min(np.float32(most), np.float32(np.rint(value))))
             store_u32(codes + 4 * d, np.uint32(np.int32(bounded) + most + 1))
     return scale
+
+
+@part
+def _read_stored(dtype, row, count, codes):
+    """Elements as they are stored → their bits in the cache, one in each uint32 of ``codes``."""
+    if dtype == FLOAT32:
+        for d in range(count):
+            store_u32(codes + 4 * d, load_u32(row + 4 * d))
+    elif dtype <= BFLOAT16:
+        for d in range(count):
+            store_u32(codes + 4 * d, np.uint32(load_u16(row + 2 * d)))
+    elif dtype == INT8:
+        for d in range(count):
+            store_u32(codes + 4 * d, np.uint32(load_u8(row + d)))
+    else:
+        for d in range(count):
+            pair = np.uint32(load_u8(row + d // 8 * 4 + d % 4))
+            store_u32(codes + 4 * d, np.uint32((pair >> np.uint32(d // 4 % 2 * 4)) & np.uint32(15)))
+
+
+@part
+def _read_codes(job, row, spare, codes):
+    """One head's K or V of a token → its bits in the cache. Returns the scale, where it is made here."""
+    if job.source == job.dtype:
+        _read_stored(job.dtype, row, job.head_dim, codes)
+        return np.float32(1)
+    read_row(job.source, row, job.head_dim, spare)
+    return _encode_row(job.dtype, spare, job.head_dim, codes)
 
 
 @part
@@ -154,32 +184,31 @@ def _ask_for(job, token, head):
 def append_unit(variant, job_address, head, scratch):
     """Write all tokens' K and V of one head. ``variant`` is not used."""
     job = as_record(job_address, APPEND_JOB)
-    row, codes = scratch, scratch + 4096
+    spare, codes = scratch, scratch + 4096
     for d in range(job.head_dim, job.head_dim + 8):
         store_u32(codes + 4 * d, np.uint32(0))  # what fills up the last cell
-    element_bytes = 4 if job.source == 0 else 2
     cell_bytes = 2 if job.dtype == FLOAT16 else 4
     for t in range(min(TOKENS_AHEAD, job.num_tokens)):
-        _ask_for(job, t, head)
+        _ask_for(job, t, job.first_head + head)
     for t in range(job.num_tokens):
         if t + TOKENS_AHEAD < job.num_tokens:
-            _ask_for(job, t + TOKENS_AHEAD, head)
-        base, offset = _cells_of(job, load_i64(job.slots + 8 * t), head)
-        source = (t * job.num_kv_heads + head) * job.head_dim * element_bytes
-        read_row(job.source, job.k + source, job.head_dim, row)
-        k_scale = _encode_row(job.dtype, row, job.head_dim, codes)
+            _ask_for(job, t + TOKENS_AHEAD, job.first_head + head)
+        base, offset = _cells_of(job, load_i64(job.slots + 8 * t), job.first_head + head)
+        row = t * job.num_heads + head
+        k_scale = _read_codes(job, job.k + row * job.row_bytes, spare, codes)
         _write_column(job, codes, base + offset * cell_bytes)
-        read_row(job.source, job.v + source, job.head_dim, row)
-        v_scale = _encode_row(job.dtype, row, job.head_dim, codes)
+        v_scale = _read_codes(job, job.v + row * job.row_bytes, spare, codes)
         cells = base + job.v_offset + offset // job.pack * job.tile_dims * cell_bytes
         _write_row(job, codes, cells, offset % job.pack)
         if job.dtype >= INT8:
+            if job.source == job.dtype:
+                k_scale, v_scale = load_f32(job.scales + 8 * row), load_f32(job.scales + 8 * row + 4)
             store_f32(base + job.scale_offset + 4 * offset, k_scale)
             store_f32(base + job.scale_offset + 4 * (job.padded_tokens + offset), v_scale)
 
 
 @entry
-def run_append(entry, team, scratch, fields, pool, k, v, slots):
+def run_append(entry, team, scratch, fields, pool, k, v, scales, slots, first_head):
     """Check the slots and run. Returns False if one is out of range."""
     shape = as_record(fields.ctypes.data, SHAPE)
     limit = pool.shape[0] * shape.block_size
@@ -188,13 +217,15 @@ def run_append(entry, team, scratch, fields, pool, k, v, slots):
             return False
     jobs = np.zeros(1, APPEND_JOB)
     job = jobs[0]
-    job.pool, job.k, job.v, job.slots = pool.ctypes.data, k.ctypes.data, v.ctypes.data, slots.ctypes.data
+    job.pool, job.slots = pool.ctypes.data, slots.ctypes.data
+    job.k, job.v, job.scales = k.ctypes.data, v.ctypes.data, scales.ctypes.data
+    job.num_heads, job.first_head, job.row_bytes = k.shape[1], first_head, k.shape[2] * k.itemsize
     job.num_tokens, job.source, job.dtype, job.pack = slots.shape[0], shape.source, shape.dtype, shape.pack
-    job.num_kv_heads, job.head_dim, job.block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
+    job.head_dim, job.block_size = shape.head_dim, shape.block_size
     job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
     job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
     job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
     job.dim_words, job.tile_dims, job.tile_bytes = shape.dim_words, shape.tile_dims, shape.tile_bytes
-    run_units(team, entry, jobs.ctypes.data, shape.num_kv_heads, scratch)
+    run_units(team, entry, jobs.ctypes.data, k.shape[1], scratch)
     keep_alive(jobs)
     return True

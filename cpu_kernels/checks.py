@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpu_kernels.attend_driver import BAD_BLOCK, BAD_CONTEXT, BAD_POSITION
-from cpu_kernels.layout import SOURCES, BlockLayout
+from cpu_kernels.layout import CARRIERS, SOURCES, BlockLayout
 
-_UINT8, _INT32 = np.dtype(np.uint8), np.dtype(np.int32)
-_CARRIER = {"float32": np.dtype(np.float32), "float16": np.dtype(np.uint16), "bfloat16": np.dtype(np.uint16)}
+_UINT8, _INT32, _INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
 
 
 def _array(name: str, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int | None, ...]) -> None:
@@ -36,13 +35,39 @@ def _pool(layout: BlockLayout, pool_layer: NDArray[np.uint8]) -> None:
 def _source(source: str) -> np.dtype[Any]:
     if source not in SOURCES:
         raise ValueError(f"source={source!r} is not one of {', '.join(SOURCES)}")
-    return _CARRIER[source]
+    return CARRIERS[source]
 
 
 def _in_range(name: str, values: NDArray[Any], low: int, high: int) -> None:
     """All of ``values`` within low … high - 1."""
     if values.size and (values.min() < low or values.max() >= high):
         raise ValueError(f"{name} holds {values.min()}..{values.max()}, outside {low}..{high - 1}")
+
+
+def _check_heads(layout: BlockLayout, heads: range | None) -> range:
+    """Consecutive heads of the layout; None stands for all."""
+    known = range(layout.num_kv_heads)
+    if heads is None:
+        return known
+    if not isinstance(heads, range) or heads.step != 1 or not heads or heads[0] not in known or heads[-1] not in known:
+        raise ValueError(f"heads={heads!r} must be a range of consecutive heads within {known}")
+    return heads
+
+
+def _rows(
+    layout: BlockLayout,
+    slots: NDArray[np.int64],
+    heads: range,
+    named: dict[str, NDArray[Any]],
+    scales: NDArray[np.float32] | None,
+) -> None:
+    """Stored rows of ``named``, and their scales, for so many slots and heads."""
+    for name, array in named.items():
+        _array(name, array, CARRIERS[layout.dtype], (slots.shape[0], len(heads), layout.row_length))
+    if (scales is None) == layout.is_quantized:
+        raise ValueError(f"scales go with rows of int8 and int4 and with no others; these are of {layout.dtype}")
+    if scales is not None:
+        _array("scales", scales, np.dtype(np.float32), (slots.shape[0], len(heads), 2))
 
 
 def check_append(
@@ -52,13 +77,48 @@ def check_append(
     v: NDArray[Any],
     slots: NDArray[np.int64],
     source: str,
-) -> None:
-    """Raises ValueError, naming the argument, unless ``append`` can run on these."""
+    scales: NDArray[np.float32] | None,
+    heads: range | None,
+) -> range:
+    """The heads. Raises ValueError, naming the argument, unless ``append`` can run on these."""
     _pool(layout, pool_layer)
+    _array("slots", slots, _INT64, (None,))
+    heads = _check_heads(layout, heads)
+    if source == layout.dtype:
+        _rows(layout, slots, heads, {"k": k, "v": v}, scales)
+        return heads
     carrier = _source(source)
-    _array("slots", slots, np.dtype(np.int64), (None,))
     for name, array in (("k", k), ("v", v)):
-        _array(name, array, carrier, (slots.shape[0], layout.num_kv_heads, layout.head_dim))
+        _array(name, array, carrier, (slots.shape[0], len(heads), layout.head_dim))
+    if scales is not None:
+        raise ValueError(f"scales go with what a cache of {layout.dtype} stores, not with source={source!r}")
+    return heads
+
+
+def check_gather(
+    layout: BlockLayout,
+    pool_layer: NDArray[np.uint8],
+    slots: NDArray[np.int64],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    scales: NDArray[np.float32] | None,
+    heads: range | None,
+) -> range:
+    """The heads. Raises ValueError, naming the argument, unless ``gather`` can run on these."""
+    _pool(layout, pool_layer)
+    _array("slots", slots, _INT64, (None,))
+    heads = _check_heads(layout, heads)
+    _rows(layout, slots, heads, {"k": k, "v": v}, scales)
+    for name, array in (("k", k), ("v", v), ("scales", scales)):
+        if array is not None and not array.flags.writeable:
+            raise ValueError(f"{name} can't be written to")
+    return heads
+
+
+def raise_bad_slots(layout: BlockLayout, pool_layer: NDArray[np.uint8], slots: NDArray[np.int64]) -> NoReturn:
+    """Says which slots there are, and which there should be."""
+    most = pool_layer.shape[0] * layout.block_size - 1
+    raise ValueError(f"slots holds {slots.min()}..{slots.max()}, outside 0..{most}")
 
 
 def check_attend(
@@ -137,8 +197,7 @@ def check_copy(pool: NDArray[np.uint8], source_ids: NDArray[np.int64], target_id
     """Raises ValueError unless ``copy_blocks`` can run on these."""
     if not isinstance(pool, np.ndarray) or pool.dtype != np.uint8 or pool.ndim != 3:
         raise ValueError("pool must be a uint8 array [num_layers, num_blocks, block_bytes]")
-    int64 = np.dtype(np.int64)
-    _array("source_ids", source_ids, int64, (None,))
-    _array("target_ids", target_ids, int64, (source_ids.shape[0],))
+    _array("source_ids", source_ids, _INT64, (None,))
+    _array("target_ids", target_ids, _INT64, (source_ids.shape[0],))
     _in_range("source_ids", source_ids, 0, pool.shape[1])
     _in_range("target_ids", target_ids, 0, pool.shape[1])

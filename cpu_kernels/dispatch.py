@@ -18,11 +18,12 @@ from cpu_kernels.append_kernel import append_unit
 from cpu_kernels.attend_driver import MAX_PARTIALS
 from cpu_kernels.attend_kernel import attend_unit
 from cpu_kernels.compiled import address_of
+from cpu_kernels.gather_kernel import gather_unit
 from cpu_kernels.isa import ISA_VARIABLE, Isa, default_level, find_level, host_levels
-from cpu_kernels.layout import DTYPES, SOURCES, BlockLayout
-from cpu_kernels.read_kernel import read_unit
+from cpu_kernels.layout import DTYPES, BlockLayout, aligned_bytes
+from cpu_kernels.read_kernel import copy_unit, read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
-from cpu_kernels.team import SCRATCH_BYTES, Team, aligned_bytes
+from cpu_kernels.team import SCRATCH_BYTES, Team
 from cpu_kernels.variant import Variant, VariantType, plain_variant
 
 logger = logging.getLogger(__name__)
@@ -128,9 +129,21 @@ def append_entry() -> int:
 
 
 @cache
+def gather_entry() -> int:
+    """Address of ``gather_unit``."""
+    return _address_of(gather_unit, plain_variant(4, False))
+
+
+@cache
 def read_entry() -> int:
     """Address of ``read_unit``."""
     return _address_of(read_unit, plain_variant(default_level().lanes, False))
+
+
+@cache
+def copy_entry() -> int:
+    """Address of ``copy_unit``."""
+    return _address_of(copy_unit, plain_variant(4, False))
 
 
 @dataclass(frozen=True)
@@ -146,7 +159,7 @@ class AttendPlan:
 def shape_record(layout: BlockLayout, source: str) -> NDArray[np.int64]:
     """The layout as compiled code sees it: one int64 for each of SHAPE_FIELDS."""
     values = {name: getattr(layout, name) for name in SHAPE_FIELDS if name not in ("source", "dtype")}
-    values |= {"source": SOURCES.index(source), "dtype": DTYPES.index(layout.dtype)}
+    values |= {"source": DTYPES.index(source), "dtype": DTYPES.index(layout.dtype)}
     return np.array([values[name] for name in SHAPE_FIELDS], np.int64)
 
 

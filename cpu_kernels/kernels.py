@@ -14,15 +14,27 @@ from cpu_kernels.checks import (
     check_append,
     check_attend,
     check_copy,
+    check_gather,
     check_score_options,
+    raise_bad_slots,
     raise_bad_value,
 )
-from cpu_kernels.dispatch import append_entry, plan_attend, shape_record, team_of, thread_partials, thread_scratch
+from cpu_kernels.dispatch import (
+    append_entry,
+    gather_entry,
+    plan_attend,
+    shape_record,
+    team_of,
+    thread_partials,
+    thread_scratch,
+)
+from cpu_kernels.gather_kernel import run_gather
 from cpu_kernels.layout import BlockLayout
 from cpu_kernels.team import OpenMPTeam, Team
 
 _NO_SLOPES = np.zeros(0, np.float32)
 _NO_LSE = np.zeros((0, 0), np.float32)
+_NO_SCALES = np.zeros((0, 0, 2), np.float32)
 
 
 def append(
@@ -33,38 +45,92 @@ def append(
     slots: NDArray[np.int64],
     *,
     source: str = "float32",
+    scales: NDArray[np.float32] | None = None,
+    heads: range | None = None,
     num_threads: int = 1,
     team: Team | OpenMPTeam | None = None,
 ) -> None:
-    """Write new tokens' K and V into one layer's blocks.
+    """Write tokens' K and V into one layer's blocks.
+
+    Where ``source`` is the cache's own dtype, rows are stored as they are, bit by bit.
 
     Args:
         pool_layer: uint8 [num_blocks, block_bytes], one layer of ``allocate_pool``.
-        k, v: [T, Hkv, D], float32 or the bits of a 16-bit float in uint16, as ``source`` says.
+        k, v: [T, heads, D], float32 or the bits of a 16-bit float in uint16, as ``source`` says; or rows as ``gather``
+            gives them, of a cache of this dtype.
         slots: int64 [T], block id * block_size + offset; where two are equal, either may win.
+        scales: float32 [T, heads, 2], with stored rows of int8 and int4 only.
+        heads: the KV heads that k and v hold; None: all.
         num_threads, team: as ``attend``.
 
     Raises:
         ValueError: an argument doesn't fit; nothing was written.
     """
-    check_append(layout, pool_layer, k, v, slots, source)
+    heads = check_append(layout, pool_layer, k, v, slots, source, scales, heads)
     if slots.shape[0] == 0:
         return
-    many = slots.shape[0] * layout.num_kv_heads >= 256  # fewer aren't worth waking anybody
     fits = run_append(
         append_entry(),
-        _team_address(num_threads, team) if many else 0,
+        _team_for(slots.shape[0] * len(heads), num_threads, team),
         thread_scratch(),
         shape_record(layout, source),
         pool_layer,
         k,
         v,
+        _NO_SCALES if scales is None else scales,
         slots,
+        heads.start,
     )
     if not fits:
-        raise ValueError(
-            f"slots holds {slots.min()}..{slots.max()}, outside 0..{pool_layer.shape[0] * layout.block_size - 1}"
-        )
+        raise_bad_slots(layout, pool_layer, slots)
+
+
+def gather(
+    layout: BlockLayout,
+    pool_layer: NDArray[np.uint8],
+    slots: NDArray[np.int64],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    scales: NDArray[np.float32] | None = None,
+    *,
+    heads: range | None = None,
+    num_threads: int = 1,
+    team: Team | OpenMPTeam | None = None,
+) -> None:
+    """Read tokens' K and V out of one layer's blocks, as they are stored: the inverse of ``append``.
+
+    ``append`` of them, with ``source=layout.dtype``, puts the same bits back: into these blocks or those of any cache
+    of this dtype and head_dim, whatever its block size and number of heads.
+
+    Args:
+        pool_layer: uint8 [num_blocks, block_bytes].
+        slots: int64 [T], block id * block_size + offset. Quickest where neighbours follow each other.
+        k, v: [T, heads, row_length] of ``CARRIERS[layout.dtype]``, overwritten; ``allocate_tokens`` makes them. Of
+            float caches they are [T, heads, D] as activations are.
+        scales: float32 [T, heads, 2], overwritten; int8 and int4 only.
+        heads: consecutive KV heads; None: all.
+        num_threads, team: as ``attend``.
+
+    Raises:
+        ValueError: an argument doesn't fit; nothing was written.
+    """
+    heads = check_gather(layout, pool_layer, slots, k, v, scales, heads)
+    if slots.shape[0] == 0:
+        return
+    fits = run_gather(
+        gather_entry(),
+        _team_for(slots.shape[0] * len(heads), num_threads, team),
+        thread_scratch(),
+        shape_record(layout, layout.dtype),
+        pool_layer,
+        slots,
+        k,
+        v,
+        _NO_SCALES if scales is None else scales,
+        heads.start,
+    )
+    if not fits:
+        raise_bad_slots(layout, pool_layer, slots)
 
 
 def attend(
@@ -162,6 +228,11 @@ def copy_blocks(pool: NDArray[np.uint8], source_ids: NDArray[np.int64], target_i
     check_copy(pool, source_ids, target_ids)
     for source_id, target_id in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
         pool[:, target_id] = pool[:, source_id]
+
+
+def _team_for(num_rows: int, num_threads: int, team: Team | OpenMPTeam | None) -> int:
+    """As ``_team_address``; few rows aren't worth waking anybody."""
+    return _team_address(num_threads, team) if num_rows >= 256 else 0
 
 
 def _team_address(num_threads: int, team: Team | OpenMPTeam | None) -> int:

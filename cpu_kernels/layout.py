@@ -19,6 +19,14 @@ a mask; float16 has no such instruction, and unpaired it converts straight from 
 vectors. V is cut into tiles of as many dims as a register tile takes at once, so that both products walk through
 memory from one end to the other, which is what prefetchers foresee. The layout doesn't depend on the host's features,
 so blocks can be shipped between hosts as they are.
+
+Out of blocks, a token is what it is in no matter which block, a **stored row** for K and one for V of each head::
+
+    float32   float32 [head_dim]                  int8   uint8 [head_dim]: value + 128
+    float16   uint16 [head_dim], the bits         int4   uint8 [4 * ceil(head_dim / 8)]: cells as in K, and zeros
+    bfloat16  uint16 [head_dim], the bits                beyond head_dim
+
+and for int8 and int4 float32 [2], the scales of K and of V.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +49,14 @@ DTYPES: Final = tuple(_PACK)
 """Element types a KV cache can have."""
 SOURCES: Final = ("float32", "float16", "bfloat16")
 """Element types that q, k, v and o can have; the 16-bit ones travel as their bits in uint16."""
+CARRIERS: Final = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.uint16),
+    "bfloat16": np.dtype(np.uint16),
+    "int8": np.dtype(np.uint8),
+    "int4": np.dtype(np.uint8),
+}
+"""The NumPy dtype in which elements of each type travel."""
 MAX_BLOCK_SIZE: Final = 256
 MAX_HEADS: Final = 1024
 MAX_HEAD_DIM: Final = 512
@@ -87,6 +103,11 @@ class BlockLayout:
     @property
     def is_quantized(self) -> bool:
         return self.dtype in ("int8", "int4")
+
+    @property
+    def row_length(self) -> int:
+        """Elements, of ``CARRIERS[dtype]``, of a stored row."""
+        return 4 * -(-self.head_dim // 8) if self.dtype == "int4" else self.head_dim
 
     @property
     def padded_tokens(self) -> int:
@@ -138,6 +159,33 @@ class BlockLayout:
     def block_bytes(self) -> int:
         """Bytes of one block of one layer, padding included; a multiple of 64."""
         return self.num_kv_heads * self.head_bytes
+
+
+class StoredTokens(NamedTuple):
+    """Tokens' K and V as a cache stores them, out of its blocks. What ``gather`` fills, ``append`` puts back."""
+
+    k: NDArray[Any]  # [T, heads, row_length]
+    v: NDArray[Any]  # [T, heads, row_length]
+    scales: NDArray[np.float32] | None  # [T, heads, 2], of K and of V; int8 and int4 only
+
+
+def allocate_tokens(layout: BlockLayout, num_tokens: int, num_heads: int | None = None) -> StoredTokens:
+    """Uninitialised room for so many tokens of so many heads, by default all. Arrays begin on cache lines."""
+    heads = layout.num_kv_heads if num_heads is None else num_heads
+
+    def room(dtype: np.dtype[Any], length: int) -> NDArray[Any]:
+        memory = aligned_bytes(num_tokens * heads * length * dtype.itemsize)
+        return memory.view(dtype).reshape(num_tokens, heads, length)
+
+    k, v = (room(CARRIERS[layout.dtype], layout.row_length) for _ in range(2))
+    return StoredTokens(k, v, room(CARRIERS["float32"], 2) if layout.is_quantized else None)
+
+
+def aligned_bytes(num_bytes: int) -> NDArray[np.uint8]:
+    """Uninitialised memory that begins on a cache line."""
+    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + num_bytes]
 
 
 def allocate_pool(layout: BlockLayout, num_layers: int, num_blocks: int) -> NDArray[np.uint8]:

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""Pure reads of memory: the ceiling that attention is measured against."""
+"""Pure reads and copies of memory: the ceilings that attention and ``gather`` are measured against."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from numba.extending import intrinsic
 
 from cpu_kernels.compiled import entry
 from cpu_kernels.memory import as_record, emit_prefetch, keep_alive, store_i64
-from cpu_kernels.simd import I32, TileType, fold_lanes, load_at, vec
+from cpu_kernels.simd import I8, I32, I64, TileType, call, fold_lanes, load_at, pointer, vec
 from cpu_kernels.team import run_units
 
 READ_JOB = np.dtype([(name, np.int64) for name in ("address", "num_bytes", "unit_bytes", "ahead", "sink")])
+COPY_JOB = np.dtype([(name, np.int64) for name in ("source", "target", "num_bytes", "unit_bytes")])
 STEP_BYTES = 512
 
 
@@ -96,3 +97,34 @@ def run_read(entry, team, scratch, memory, unit_bytes, ahead):
     for unit in range(num_units):
         total ^= sink[unit]
     return total
+
+
+@intrinsic
+def _copy_memory(typingctx, target, source, num_bytes):
+    """The C library's ``memcpy``."""
+
+    def codegen(context, builder, signature, args):
+        pointers = [pointer(builder, address, I8) for address in args[:2]]
+        call(builder, "memcpy", I8.as_pointer(), [*pointers, builder.sext(args[2], I64)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@entry
+def copy_unit(variant, job_address, unit, scratch):
+    """Copy one stretch of memory. ``variant`` is not used."""
+    job = as_record(job_address, COPY_JOB)
+    begin = unit * job.unit_bytes
+    _copy_memory(job.target + begin, job.source + begin, min(job.unit_bytes, job.num_bytes - begin))
+
+
+@entry
+def run_copy(entry, team, scratch, source, target, unit_bytes):
+    """Copy ``source`` to ``target``, both uint8 of one length, ``unit_bytes`` at a time."""
+    jobs = np.zeros(1, COPY_JOB)
+    job = jobs[0]
+    job.source, job.target = source.ctypes.data, target.ctypes.data
+    job.num_bytes, job.unit_bytes = min(source.size, target.size), unit_bytes
+    run_units(team, entry, jobs.ctypes.data, (job.num_bytes + unit_bytes - 1) // unit_bytes, scratch)
+    keep_alive(jobs)

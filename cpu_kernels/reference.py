@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpu_kernels.layout import BlockLayout
+from cpu_kernels.layout import CARRIERS, BlockLayout
 
 
 def to_float32(values: NDArray[Any], source: str) -> NDArray[np.float32]:
@@ -72,14 +72,15 @@ def _element_shifts(layout: BlockLayout) -> list[int]:
 
 
 def _encode(values: NDArray[np.float32], dtype: str) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-    """One token and head: its D elements as bit patterns, and its scale."""
+    """Elements ``[..., D]`` as bit patterns, and a scale for each ``[...]``."""
+    ones = np.ones(values.shape[:-1], np.float32)
     if dtype == "float32":
-        return np.ascontiguousarray(values).view(np.uint32).astype(np.uint64), np.ones((), np.float32)
+        return np.ascontiguousarray(values).view(np.uint32).astype(np.uint64), ones
     if dtype in ("float16", "bfloat16"):
-        return from_float32(values, dtype).astype(np.uint64), np.ones((), np.float32)
-    integers, scale = quantize(values, dtype)
+        return from_float32(values, dtype).astype(np.uint64), ones
+    integers, scales = quantize(values, dtype)
     bias = 128 if dtype == "int8" else 8
-    return (integers + bias).astype(np.uint64), scale
+    return (integers + bias).astype(np.uint64), scales
 
 
 def _decode(bits: NDArray[np.uint32], dtype: str) -> NDArray[np.float32]:
@@ -90,6 +91,23 @@ def _decode(bits: NDArray[np.uint32], dtype: str) -> NDArray[np.float32]:
     return bits.astype(np.float32) - np.float32(128 if dtype == "int8" else 8)
 
 
+def _unpack(layout: BlockLayout, rows: NDArray[Any]) -> NDArray[np.uint64]:
+    """Stored rows ``[..., row_length]`` → the bits of their elements ``[..., head_dim]``."""
+    if layout.dtype != "int4":
+        return rows.view(f"u{rows.itemsize}").astype(np.uint64)
+    words = np.ascontiguousarray(rows).view(np.uint32)[..., None] >> np.array(_element_shifts(layout), np.uint32)
+    return (words & np.uint32(15)).reshape(*rows.shape[:-1], -1)[..., : layout.head_dim].astype(np.uint64)
+
+
+def _stored_bits(
+    layout: BlockLayout, values: NDArray[Any], scales: NDArray[np.float32] | None, source: str
+) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    """K or V ``[T, heads, …]`` as the bits of elements ``[T, heads, D]``, and their scales ``[T, heads]``."""
+    if source == layout.dtype:
+        return _unpack(layout, values), np.ones(values.shape[:2], np.float32) if scales is None else scales
+    return _encode(to_float32(values, source), layout.dtype)
+
+
 def append(
     layout: BlockLayout,
     pool_layer: NDArray[np.uint8],
@@ -98,6 +116,8 @@ def append(
     slots: NDArray[np.int64],
     *,
     source: str = "float32",
+    scales: NDArray[np.float32] | None = None,
+    heads: range | None = None,
     num_threads: int = 1,
     team: object = None,
 ) -> None:
@@ -105,45 +125,83 @@ def append(
     shifts, pack = _element_shifts(layout), layout.pack
     mask = (1 << (8 * layout.cell_bytes // pack)) - 1
     v_signs = 0x80 if layout.dtype == "int8" else 0
-    k_elements, v_elements = to_float32(k, source), to_float32(v, source)
+    k_bits, k_scales = _stored_bits(layout, k, None if scales is None else scales[..., 0], source)
+    v_bits, v_scales = _stored_bits(layout, v, None if scales is None else scales[..., 1], source)
     for token, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, layout.block_size)
-        for head in range(layout.num_kv_heads):
+        for index, head in enumerate(heads or range(layout.num_kv_heads)):
             cells = _Head.of(layout, pool_layer, block, head)
-            k_bits, k_scale = _encode(k_elements[token, head], layout.dtype)
-            v_bits, v_scale = _encode(v_elements[token, head], layout.dtype)
             cells.k[:, offset] = 0
             for d in range(layout.head_dim):
-                cells.k[d // pack, offset] |= int(k_bits[d]) << shifts[d % pack]
+                cells.k[d // pack, offset] |= int(k_bits[token, index, d]) << shifts[d % pack]
                 cell = d // layout.tile_dims, offset // pack, d % layout.tile_dims
                 old = int(cells.v[cell]) & ~(mask << shifts[offset % pack])
-                cells.v[cell] = old | (int(v_bits[d]) ^ v_signs) << shifts[offset % pack]
+                cells.v[cell] = old | (int(v_bits[token, index, d]) ^ v_signs) << shifts[offset % pack]
             if layout.is_quantized:
-                cells.scales[:, offset] = k_scale, v_scale
+                cells.scales[:, offset] = k_scales[token, index], v_scales[token, index]
+
+
+def _block_bits(
+    layout: BlockLayout, pool_layer: NDArray[np.uint8], block: int, head: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """The bits of K's and V's elements, raised alike: [block_size, head_dim] each."""
+    cells = _Head.of(layout, pool_layer, block, head)
+    mask = np.uint32((1 << (8 * layout.cell_bytes // layout.pack)) - 1)
+    shifts = np.array(_element_shifts(layout), np.uint32)[:, None]
+    k_bits = (cells.k[:, None].astype(np.uint32) >> shifts & mask).reshape(-1, layout.padded_tokens)
+    v_cells = cells.v.swapaxes(0, 1).reshape(-1, 1, layout.padded_dims).astype(np.uint32)
+    v_bits = (v_cells >> shifts & mask).reshape(-1, layout.padded_dims)
+    v_bits ^= np.uint32(0x80 if layout.dtype == "int8" else 0)
+    return k_bits[: layout.head_dim, : layout.block_size].T.copy(), v_bits[: layout.block_size, : layout.head_dim]
+
+
+def _pack_row(layout: BlockLayout, bits: NDArray[np.uint32]) -> NDArray[Any]:
+    """The bits of one row's elements ``[head_dim]`` → the stored row ``[row_length]``."""
+    if layout.dtype != "int4":
+        return bits.astype(f"u{CARRIERS[layout.dtype].itemsize}").view(CARRIERS[layout.dtype])
+    elements = np.zeros(2 * layout.row_length, np.uint32)
+    elements[: layout.head_dim] = bits
+    words = elements.reshape(-1, 8) << np.array(_element_shifts(layout), np.uint32)
+    return np.bitwise_or.reduce(words, axis=1).view(np.uint8)
 
 
 def gather(
+    layout: BlockLayout,
+    pool_layer: NDArray[np.uint8],
+    slots: NDArray[np.int64],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    scales: NDArray[np.float32] | None = None,
+    *,
+    heads: range | None = None,
+    num_threads: int = 1,
+    team: object = None,
+) -> None:
+    """See ``cpu_kernels.gather``."""
+    for token, slot in enumerate(slots.tolist()):
+        block, offset = divmod(slot, layout.block_size)
+        for index, head in enumerate(heads or range(layout.num_kv_heads)):
+            k_bits, v_bits = _block_bits(layout, pool_layer, block, head)
+            k[token, index] = _pack_row(layout, k_bits[offset])
+            v[token, index] = _pack_row(layout, v_bits[offset])
+            if scales is not None:
+                scales[token, index] = _Head.of(layout, pool_layer, block, head).scales[:, offset]
+
+
+def _read_sequence(
     layout: BlockLayout, pool_layer: NDArray[np.uint8], blocks: NDArray[np.int32], num_tokens: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """The first ``num_tokens`` cached tokens of a sequence: K and V, float32 [num_tokens, Hkv, D]."""
-    mask = np.uint32((1 << (8 * layout.cell_bytes // layout.pack)) - 1)
-    shifts = np.array(_element_shifts(layout), np.uint32)[:, None]
     num_used = -(-num_tokens // layout.block_size)
     shape = (num_used * layout.block_size, layout.num_kv_heads, layout.head_dim)
     k, v = np.empty(shape, np.float32), np.empty(shape, np.float32)
     for index, block in enumerate(blocks[:num_used].tolist()):
         rows = slice(index * layout.block_size, (index + 1) * layout.block_size)
         for head in range(layout.num_kv_heads):
-            cells = _Head.of(layout, pool_layer, block, head)
-            k_bits = (cells.k[:, None].astype(np.uint32) >> shifts & mask).reshape(-1, layout.padded_tokens)
-            v_cells = cells.v.swapaxes(0, 1).reshape(-1, 1, layout.padded_dims).astype(np.uint32)
-            v_bits = (v_cells >> shifts & mask).reshape(-1, layout.padded_dims)
-            k_block = _decode(k_bits[: layout.head_dim, : layout.block_size].T.copy(), layout.dtype)
-            v_bits = v_bits[: layout.block_size, : layout.head_dim] ^ np.uint32(0x80 if layout.dtype == "int8" else 0)
-            v_block = _decode(v_bits, layout.dtype)
+            k_block, v_block = (_decode(x, layout.dtype) for x in _block_bits(layout, pool_layer, block, head))
             if layout.is_quantized:
-                k_block = k_block * cells.scales[0, : layout.block_size, None]
-                v_block = v_block * cells.scales[1, : layout.block_size, None]
+                scales = _Head.of(layout, pool_layer, block, head).scales[:, : layout.block_size, None]
+                k_block, v_block = k_block * scales[0], v_block * scales[1]
             k[rows, head], v[rows, head] = k_block, v_block
     return k[:num_tokens], v[:num_tokens]
 
@@ -175,7 +233,7 @@ def attend(
         first, last = int(query_starts[n]), int(query_starts[n + 1])
         if first == last:
             continue
-        k, v = gather(layout, pool_layer, block_tables[n], context_len)
+        k, v = _read_sequence(layout, pool_layer, block_tables[n], context_len)
         k = np.repeat(k, group_size, axis=1).astype(np.float64)  # [L, Hq, D]
         v = np.repeat(v, group_size, axis=1).astype(np.float64)
         position = int(query_positions[n]) + np.arange(last - first)[:, None]  # [Q, 1]

@@ -29,6 +29,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cpu_kernels.compiled import address_of, entry, part
+from cpu_kernels.layout import aligned_bytes
 from cpu_kernels.memory import load_i64, store_i64
 from cpu_kernels.simd import I8, I32, I64, call, pointer
 
@@ -245,13 +246,6 @@ def run_units(shared, entry, job, num_units, scratch):
     fetch_add(shared + _GATE, -_OPEN)
     _await_helpers(shared)
     fetch_add(shared + _BUSY, -1)
-
-
-def aligned_bytes(num_bytes: int) -> np.ndarray:
-    """Uninitialised memory that begins on a cache line."""
-    raw = np.empty(num_bytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + num_bytes]
 
 
 class Team:

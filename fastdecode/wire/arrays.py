@@ -29,6 +29,7 @@ _DTYPES: Final[dict[int, np.dtype[Any]]] = {
     2: np.dtype("<u2"),
     3: np.dtype("<i4"),
     4: np.dtype("<i8"),
+    5: np.dtype("u1"),
 }
 _CODES: Final = {dtype: code for code, dtype in _DTYPES.items()}
 

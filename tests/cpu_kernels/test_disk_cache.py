@@ -1,4 +1,4 @@
-"""What an older version of the kernels has left on disk."""
+"""Machine code that is kept on disk: of older versions, damaged, and where nothing can be kept."""
 
 from __future__ import annotations
 
@@ -6,9 +6,35 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import cpu_kernels
+
+TREE = Path(cpu_kernels.__file__).parent.parent
+SCRIPT = """
+import logging, resource, sys
+from numba import int64
+logging.basicConfig(stream=sys.stdout, format="log: %(message)s")
+from cpu_kernels.compiled import address_of, entry
+
+@entry
+def add(a, b):
+    return a + b
+
+@entry
+def subtract(a, b):
+    return a - b
+
+if "full" in sys.argv:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file may grow: writing fails as on a full disk
+for function in (add, subtract):
+    address_of(function, int64, int64)
+    print("loaded" if function.stats.cache_hits else "compiled", function(5, 3))
+"""
+COMPILED, LOADED = ["compiled 8", "compiled 2"], ["loaded 8", "loaded 2"]
 
 
 def test_machine_code_of_other_sources_is_left_alone(tmp_path: Path) -> None:
@@ -26,8 +52,109 @@ def test_machine_code_of_other_sources_is_left_alone(tmp_path: Path) -> None:
 
 
 def _compiled(tree: Path, cache: Path) -> set[tuple[str, int]]:
-    """Compile, or load, in a process of its own. Returns the indices that there are then, and from when."""
+    """Compile, or load, in a process of its own. Returns the files that there are then, and from when."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "NUMBA_CACHE_DIR": str(cache)}
     command = [sys.executable, "-c", "from cpu_kernels.dispatch import append_entry; append_entry()"]
     subprocess.run(command, env=environment, cwd=tree, check=True, timeout=120)
-    return {(path.name, path.stat().st_mtime_ns) for path in cache.rglob("*.nbi")}
+    return {(path.name, path.stat().st_mtime_ns) for path in cache.rglob("*.nbc")}
+
+
+def _run(script: Path, *arguments: str, **environment: str) -> list[str]:
+    """What the script prints: its log, whether it found machine code on disk, and its result."""
+    kept = {name: os.environ[name] for name in ("PATH",) if name in os.environ}
+    child = subprocess.run(
+        [sys.executable, "-B", str(script), *arguments],
+        env={**kept, "PYTHONPATH": str(TREE), **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return child.stdout.splitlines()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "add.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def _results(lines: list[str]) -> list[str]:
+    return [line for line in lines if not line.startswith("log: ")]
+
+
+def _log(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("log: ")]
+
+
+def test_machine_code_is_kept_and_loaded(script: Path, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    assert _run(script, NUMBA_CACHE_DIR=cache) == COMPILED
+    assert _run(script, NUMBA_CACHE_DIR=cache) == LOADED
+
+
+def test_no_directory_can_be_written_to(script: Path) -> None:
+    """An install by root, and a user without a home: one line in the log, and everything runs."""
+    (script.parent / "__pycache__").write_text("a file, which hinders root as well")
+    for _ in range(2):
+        lines = _run(script, HOME=os.devnull)
+        assert _results(lines) == COMPILED
+        assert len(_log(lines)) == 1
+        assert "NUMBA_CACHE_DIR" in _log(lines)[0]
+
+
+def test_a_full_disk(script: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    lines = _run(script, "full", NUMBA_CACHE_DIR=str(cache))
+    assert _results(lines) == COMPILED
+    assert len(_log(lines)) == 1
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
+    assert _run(script, NUMBA_CACHE_DIR=str(cache)) == COMPILED
+
+
+def _flip(at: float) -> Callable[[bytes], bytes]:
+    def damage(content: bytes) -> bytes:
+        index = int(at * (len(content) - 1))
+        return content[:index] + bytes([content[index] ^ 16]) + content[index + 1 :]
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda content: b"", id="empty"),
+        pytest.param(lambda content: content[:20], id="shorter than a checksum"),
+        pytest.param(lambda content: content[: len(content) // 2], id="half"),
+        pytest.param(lambda content: content[:-1], id="one byte short"),
+        pytest.param(lambda content: content + b"x", id="one byte more"),
+        *[pytest.param(_flip(at), id=f"a bit flipped at {at}") for at in (0.0, 0.3, 0.9, 1.0)],
+    ],
+)
+def test_damaged_files_are_compiled_anew_and_replaced(
+    script: Path, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    cache = tmp_path / "cache"
+    assert _run(script, NUMBA_CACHE_DIR=str(cache)) == COMPILED
+    kept = sorted(path for path in cache.rglob("*") if path.is_file())
+    contents = [path.read_bytes() for path in kept]
+    for path, content in zip(kept, contents, strict=True):
+        path.write_bytes(damage(content))
+    lines = _run(script, NUMBA_CACHE_DIR=str(cache))
+    assert _results(lines) == COMPILED
+    assert len(_log(lines)) == 1
+    assert _run(script, NUMBA_CACHE_DIR=str(cache)) == LOADED
+
+
+def test_a_directory_where_a_file_should_be(script: Path, tmp_path: Path) -> None:
+    """What can be neither read nor replaced is gone without, at each start."""
+    cache = tmp_path / "cache"
+    assert _run(script, NUMBA_CACHE_DIR=str(cache)) == COMPILED
+    for path in [path for path in cache.rglob("*") if path.is_file()]:
+        path.unlink()
+        path.mkdir()
+    for _ in range(2):
+        lines = _run(script, NUMBA_CACHE_DIR=str(cache))
+        assert _results(lines) == COMPILED
+        assert len(_log(lines)) == 1
