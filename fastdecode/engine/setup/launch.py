@@ -63,7 +63,7 @@ class RunningEngine:
         tell = progress or logger.info
         started = time.perf_counter()
         self._checkpoint = open_checkpoint(config.model)
-        self.spec = self._checkpoint.spec()
+        self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.resolved = resolve_for_this_host(config, self.spec)
         self.codec = TextCodec.load(config.model)
         # R-workers first: that one of them can't be reached is better known before than after a large model is loaded.
@@ -95,7 +95,13 @@ class RunningEngine:
         if config.s_part.tp > 1:
             self._ranks = meet_ranks(config.s_part.tp, resolved.device, config.cluster.worker_timeout_s)
         device, shard = (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
-        return load_model(self._checkpoint, device=device, dtype=torch_dtype(resolved.dtype), shard=shard)[1]
+        return load_model(
+            self._checkpoint,
+            device=device,
+            dtype=torch_dtype(resolved.dtype),
+            max_model_len=config.s_part.max_model_len,
+            shard=shard,
+        )[1]
 
     def _make_engine(
         self, model: Model, workers: Workers, hello: Hello, trace: Trace | None, times: MeasuredTimes
