@@ -36,7 +36,7 @@ def _add_s(kinds: Any) -> None:
     parser = kinds.add_parser("s", help="T(B) of the S-part over batch sizes, and prompts over their lengths")
     parser.set_defaults(run=run_calibrate_s)
     _add_shared(parser, "Hugging Face model directory")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ..., auto (default: cpu)")
     parser.add_argument("--batches", type=_sizes, metavar="N,N,...", help="batch sizes (default: 1,2,4,...,256)")
     parser.add_argument("--prompts", type=_sizes, metavar="N,N,...", help="prompt lengths (default: 16,64,256,1024)")
 

@@ -18,7 +18,7 @@ from fastdecode.engine.fleet.fleet import Fleet, RHub
 from fastdecode.engine.fleet.heads import HeadsWorkers
 from fastdecode.engine.fleet.workers import InlineWorkers, MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
 from fastdecode.engine.setup.ranks import meet_ranks
-from fastdecode.engine.setup.resolve import ResolvedConfig, resolve_for_this_host
+from fastdecode.engine.setup.resolve import ResolvedConfig, describe_device, resolve_for_this_host
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.step.local import LocalAttention, LocalWorkers
 from fastdecode.engine.step.pipeline import Pipeline
@@ -89,8 +89,8 @@ class RunningEngine:
         """The model, or this rank's part of it once the others have been met."""
         config, resolved = self.resolved.config, self.resolved
         tell(
-            f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype}): "
-            f"{resolved.memory}"
+            f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype}) on "
+            f"{describe_device(resolved)}: {resolved.memory}"
         )
         if config.s_part.tp > 1:
             self._ranks = meet_ranks(config.s_part.tp, resolved.device, config.cluster.worker_timeout_s)
