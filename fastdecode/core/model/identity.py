@@ -29,8 +29,9 @@ def identify(config: EngineConfig, spec: ModelSpec) -> Identity:
 
     Raises:
         ConfigError: ``max_model_len`` exceeds what kernels count.
+        UnsupportedModelError: the checkpoint is in float64, and no other dtype was asked for.
     """
-    dtype = spec.dtype if config.s_part.dtype == "auto" else DType.parse(config.s_part.dtype)
+    dtype = spec.choose_dtype(config.s_part.dtype)
     if config.r_part.kv_dtype == "auto":
         return Identity(dtype, dtype, _max_model_len(config, spec))
     kv_dtype = DType.parse(config.r_part.kv_dtype, option="kv_dtype", of_kv=True)

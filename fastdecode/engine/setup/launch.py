@@ -117,12 +117,18 @@ class RunningEngine:
             self._fleet,
             make_scheduler(resolved.schedule, blocks, resolved.config.r_part.block_size, times),
             self.codec,
-            self.spec.eos_token_ids,
+            self._eos_token_ids(),
             trace,
             times,
             _lane_control(resolved, times),
             workers.replacements(hello),
         )
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        """Those that the model's configs name, or else the tokenizer's."""
+        eos = self.codec.eos_token_id
+        own = () if eos is None or eos >= self.spec.vocab_size else (eos,)
+        return self.spec.eos_token_ids or own
 
     @property
     def has_hung_r_workers(self) -> bool:
