@@ -8,5 +8,5 @@ R_WORKERS=${R_WORKERS:-4}
 # --with-ft ulfm, --mca pml ob1: the loss of an R-worker is told to the others instead of ending the job.
 exec mpirun --hostfile "$here/hostfile" --map-by slot --bind-to none \
     --with-ft ulfm --mca pml ob1 --mca btl self,sm,tcp --mca btl_tcp_if_include "$NET" --prtemca prte_if_include "$NET" \
-    -n 1 fastdecode generate --model "$1" --input "$2" --output "$3" \
+    -n 1 fastdecode generate --device auto --model "$1" --input "$2" --output "$3" \
     : -n "$R_WORKERS" fastdecode r-worker --numa-node auto

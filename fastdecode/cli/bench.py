@@ -38,7 +38,7 @@ def add_bench(commands: Any) -> None:
     parser.set_defaults(run=run_bench)
     parser.add_argument("--plan", required=True, type=Path, metavar="FILE", help="of `size --json` or `size --emit`")
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory to run")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ..., auto (default: cpu)")
     parser.add_argument("--gpu", type=Path, metavar="FILE", help="profile of `calibrate s`; default: measured now")
     parser.add_argument("--cpu", type=Path, metavar="FILE", help="profile of `calibrate r`; default: measured now")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="decode steps to time (default: 20)")
@@ -80,13 +80,14 @@ def _twin(
     from fastdecode.core.config import EngineConfig
     from fastdecode.core.dtype import DType
     from fastdecode.core.machine import available_cores, default_kv_bytes
+    from fastdecode.engine.setup.resolve import choose_device
 
     spec, cores = read_model(args.model), available_cores()
     kv_bytes = default_kv_bytes(2)  # weights, and what steps need, have as much as the cache
     token_bytes = spec.kv_spec(DType.parse(kv_dtype, option="kv_dtype", of_kv=True)).token_bytes
     kv_tokens = min(MAX_TWIN_TOKENS, kv_bytes // token_bytes)
     longest = replace(planned, context_tokens=min(planned.context_tokens, spec.max_model_len // 2))
-    on_cpu = args.device == "cpu"
+    on_cpu = choose_device(args.device).type == "cpu"
     twin = scale_down(longest, cores=cores, kv_tokens=kv_tokens, max_batch=MAX_TWIN_BATCH, one_lane=on_cpu)
     config = EngineConfig.of(
         args.model,

@@ -37,7 +37,7 @@ def _add_s(kinds: Any) -> None:
     parser = kinds.add_parser("s", help="T(B) of the S-part over batch sizes, and prompts over their lengths")
     parser.set_defaults(run=run_calibrate_s)
     _add_shared(parser, "Hugging Face model directory")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ..., auto (default: cpu)")
     parser.add_argument("--batches", type=_sizes, metavar="N,N,...", help="batch sizes (default: 1,2,4,...,256)")
     parser.add_argument("--prompts", type=_sizes, metavar="N,N,...", help="prompt lengths (default: 16,64,256,1024)")
 
@@ -135,7 +135,7 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
 
     _check_repeats(args)
     spec = read_model(args.model)
-    dtype = spec.dtype if args.dtype == "auto" else DType.parse(args.dtype)
+    dtype = spec.choose_dtype(args.dtype)
     kv_dtype = dtype if args.kv_dtype == "auto" else DType.parse(args.kv_dtype, option="kv_dtype", of_kv=True)
     if not 1 <= args.r_workers <= 4096 or not 1 <= (args.r_threads or 1) <= 4096:
         raise ConfigError(f"--r-workers {args.r_workers} and --r-threads {args.r_threads} must be within 1..4096")
@@ -169,7 +169,6 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     """Measure the way to the first R-worker of this MPI job. Returns the exit code."""
     from cost_model.shapes import read_model
     from cost_model.stages import Link
-    from fastdecode.core.dtype import DType
     from fastdecode.core.machine import this_machine
     from fastdecode.core.measurement import NetProfile, write_profile
     from fastdecode.wire.measure import measure_link
@@ -179,7 +178,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
 
     _check_repeats(args)
     spec = read_model(args.model)
-    dtype = spec.dtype if args.dtype == "auto" else DType.parse(args.dtype)
+    dtype = spec.choose_dtype(args.dtype)
     job = mpi_job.join()
     hub = connect_workers(job)
     batches = args.batches or (1, 16, 64, 256, 1024)

@@ -110,10 +110,9 @@ def read_setup(args: argparse.Namespace, hardware: Hardware) -> Setup:
     from cost_model.question import Setup
     from cost_model.shapes import read_model
     from cost_model.workload import parse_kv_dtype
-    from fastdecode.core.dtype import DType
 
     spec = read_model(args.model)
-    dtype = spec.dtype if args.dtype == "auto" else DType.parse(args.dtype)
+    dtype = spec.choose_dtype(args.dtype)
     return Setup(
         spec=spec,
         dtype=dtype,

@@ -37,7 +37,11 @@ class SPart:
         "weights and activations: float32, bfloat16, float16; auto: the checkpoint's",
         metavar="DTYPE",
     )
-    device: str = option("cpu", "where the S-part runs: cpu, cuda, cuda:1, ...", metavar="DEVICE")
+    device: str = option(
+        "cpu",
+        "where the S-part runs: cpu, cuda, cuda:1, ...; auto: cuda if torch sees a GPU, else cpu",
+        metavar="DEVICE",
+    )
     cuda_graphs: str = option(
         "auto",
         "S-steps as CUDA graphs: on, off; auto: on a CUDA device, with one S-worker",

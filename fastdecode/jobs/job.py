@@ -143,7 +143,8 @@ def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Surv
             f"the output {options.output} exists: go on with its run by --resume, or throw it away by --overwrite"
         )
     before = Manifest.read(path) if options.begin == "resume" and (has_output or path.exists()) else None
-    identity = identify(config, open_checkpoint(config.model).spec())
+    spec = open_checkpoint(config.model).spec(max_model_len=config.s_part.max_model_len)
+    identity = identify(config, spec)
     now = new_manifest(
         lines=lines,
         input_sha256=found.sha256,

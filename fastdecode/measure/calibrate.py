@@ -13,7 +13,7 @@ from fastdecode.core.machine import this_machine
 from fastdecode.core.measurement import ModelShape, Point, SProfile, Timing
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.setup.launch import RunningEngine
-from fastdecode.engine.setup.resolve import resolve_for_this_host
+from fastdecode.engine.setup.resolve import describe_device, resolve_for_this_host
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.measure.steady import time_prompt, time_steady_steps
 from sworker.dtypes import torch_dtype
@@ -44,11 +44,11 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
         ConfigError, ModelError: an option or the model directory is bad.
     """
     checkpoint = open_checkpoint(config.model)
-    spec = checkpoint.spec()
+    spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     resolved = resolve_for_this_host(config, spec)
     dtype = torch_dtype(resolved.dtype)
-    tell(f"loading {config.model}")
-    _, model = load_model(checkpoint, device=resolved.device, dtype=dtype)
+    tell(f"loading {config.model} on {describe_device(resolved)}")
+    _, model = load_model(checkpoint, device=resolved.device, dtype=dtype, max_model_len=config.s_part.max_model_len)
     tell(f"S-part: {len(effort.batches)} batch sizes, {len(effort.prompts)} prompt lengths, {effort.repeats} repeats")
     s_worker, of_s = make_s_worker(spec, model, resolved), () if resolved.prompts_on_r else effort.prompts
     times = measure_s_part(s_worker, effort.batches, of_s, repeats=effort.repeats)

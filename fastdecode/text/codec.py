@@ -20,23 +20,24 @@ class TextCodec:
 
     Args:
         tokenizer: None if the model has none.
-        bos_token_id: put before every prompt that doesn't begin with it after the tokenizer's own post-processing.
+        eos_token_id: what the tokenizer's config names as the end of a text, if it does.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, bos_token_id: int | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_id: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self.eos_token_id = eos_token_id
         self._vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
-        self._prefix: list[int] = []
         if tokenizer is not None:
             # Some tokenizer.json carry the settings that their training ran with.
             tokenizer.no_padding()
             tokenizer.no_truncation()
-            if bos_token_id is not None and tokenizer.encode("").ids[:1] != [bos_token_id]:
-                self._prefix = [bos_token_id]
 
     @classmethod
     def load(cls, model_dir: str | Path) -> TextCodec:
-        """Read ``tokenizer.json`` (it may be absent) and what ``tokenizer_config.json`` says of BOS.
+        """Read ``tokenizer.json`` (it may be absent) and what ``tokenizer_config.json`` says of EOS.
+
+        Of BOS ``tokenizer.json`` alone says what begins a text, as for transformers 5: ``add_bos_token`` is for those
+        who make that file.
 
         Raises:
             CheckpointError: a file is there but can't be used.
@@ -56,8 +57,8 @@ class TextCodec:
                 f"{path} is not a tokenizer that the package tokenizers can read ({error}): fetch the file again, or "
                 f"remove it to serve token ids only"
             ) from None
-        bos = _added_bos_token(path.with_name("tokenizer_config.json"))
-        return cls(tokenizer, None if bos is None else tokenizer.token_to_id(bos))
+        eos = _eos_token(path.with_name("tokenizer_config.json"))
+        return cls(tokenizer, None if eos is None else tokenizer.token_to_id(eos))
 
     @property
     def has_tokenizer(self) -> bool:
@@ -69,8 +70,7 @@ class TextCodec:
         return self._vocabulary
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, with the special tokens that the model expects around a text, unless the text spells
-        them out itself.
+        """The prompt's token ids, with the special tokens that the tokenizer puts around a text.
 
         Raises:
             RequestError: there is no tokenizer (code ``no_tokenizer``), or the text can't be encoded
@@ -96,7 +96,7 @@ class TextCodec:
             raise RequestError(
                 f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids", code="invalid_prompt"
             ) from None
-        return self._prefix + ids if add_special_tokens else ids
+        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of all tokens at once, special tokens left out; empty without a tokenizer."""
@@ -202,16 +202,16 @@ class SequenceText:
         return min((place for place in places if place >= 0), default=None)
 
 
-def _added_bos_token(path: Path) -> str | None:
-    """The BOS token, if ``tokenizer_config.json`` says that prompts begin with it."""
+def _eos_token(path: Path) -> str | None:
+    """The EOS token, if ``tokenizer_config.json`` names one."""
     if not path.exists():
         return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not readable JSON ({error}): fetch the file again, or remove it") from None
-    if not isinstance(config, dict) or config.get("add_bos_token") is not True:
+    if not isinstance(config, dict):
         return None
-    bos = config.get("bos_token")
-    content = bos.get("content") if isinstance(bos, dict) else bos
+    eos = config.get("eos_token")
+    content = eos.get("content") if isinstance(eos, dict) else eos
     return content if isinstance(content, str) else None

@@ -64,7 +64,7 @@ def load_model(
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     spec = checkpoint.spec(max_model_len=max_model_len)
     target = _check_device(device)
-    kind = dtype or torch_dtype(spec.dtype)
+    kind = dtype or torch_dtype(spec.choose_dtype("auto"))
     if kind not in _TARGET_DTYPES:
         raise ConfigError(Given("dtype", str(kind)), f" is not one of {', '.join(map(str, _TARGET_DTYPES))}")
     with torch.device("meta"):

@@ -219,6 +219,15 @@ def test_max_model_len_lowers_the_limit_and_never_raises_it() -> None:
             read_model_spec(LLAMA2_7B, name="demo", max_model_len=length)
 
 
+def test_nothing_runs_in_float64() -> None:
+    for name in ("float64", "torch.float64", "double"):
+        spec = read(LLAMA2_7B, torch_dtype=name)
+        assert spec.choose_dtype("bf16") is DType.BFLOAT16
+        with pytest.raises(UnsupportedModelError, match=r"demo/config\.json: the dtype 'float64'.*float32, bfloat16"):
+            spec.choose_dtype("auto")
+    assert read(LLAMA2_7B).choose_dtype("auto") is DType.FLOAT16
+
+
 def test_end_of_text_ids() -> None:
     generation = {"eos_token_id": [7, 9, 7]}
     assert read_model_spec(LLAMA2_7B, name="demo", generation_config=generation).eos_token_ids == (7, 9)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, ConfigError, ModelError, RequestError
@@ -22,6 +25,26 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 def llm(tiny_checkpoint: Callable[..., Path]) -> Iterator[LLM]:
     with LLM(str(tiny_checkpoint("llama")), dtype="float32", r_workers=2, r_threads=1, kv_memory_gb=0.01) as llm:
         yield llm
+
+
+def test_eos_of_the_tokenizer_ends_a_text_if_the_model_names_none(
+    llm: LLM, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    (output,) = llm.generate([[5, 6, 7]], GREEDY)
+    tokens = output.completions[0].token_ids
+    assert tokens[1] != tokens[0]
+    model = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model")
+    (model / "generation_config.json").unlink()
+    tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(211)}))
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": f"t{tokens[1]}"}))
+    config = json.loads((model / "config.json").read_text())
+    for eos, reason in ((None, "stop"), (2, "length")):
+        (model / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
+        with LLM(str(model), dtype="float32", kv_memory_gb=0.01) as other:
+            (output,) = other.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8))
+        assert output.completions[0].finish_reason == reason
+        assert output.completions[0].token_ids[:2] == tokens[:2]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
+from fastdecode import LLM
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.engine.setup.memory import FreeMemory
-from fastdecode.engine.setup.resolve import ResolvedConfig, resolve
+from fastdecode.engine.setup.resolve import ResolvedConfig, describe_device, resolve
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.wire.arrays import MAX_BODY_BYTES
 from sworker.graphs import MAX_GRAPHS
@@ -51,6 +53,34 @@ def test_every_rank_has_a_gpu_of_its_own(resolved: Resolve) -> None:
         resolved(2, 2, device="cuda", tp=3)
     with pytest.raises(ConfigError, match="GPU 0 isn't there, torch sees 0"):
         resolved(0, device="cuda")
+
+
+def test_auto_is_a_gpu_if_there_is_one(resolved: Resolve) -> None:
+    assert resolved(0, device="auto").device == torch.device("cpu")
+    assert resolved(1, device="auto").device == torch.device("cuda", 0)
+    assert [resolved(4, rank, device="auto", tp=2).device.index for rank in range(2)] == [0, 1]
+    # What hangs on the device follows.
+    assert (resolved(0, device="auto").prompts_on_r, resolved(1, device="auto").prompts_on_r) == (True, False)
+    assert resolved(1, device="auto", cuda_graphs="on").max_graphs == MAX_GRAPHS
+    with pytest.raises(ConfigError, match="cuda_graphs='on' needs a CUDA device, not device='cpu'"):
+        resolved(0, device="auto", cuda_graphs="on")
+    with pytest.raises(ConfigError, match="device='gpu' is not a torch device: use cpu, cuda, cuda:N or auto"):
+        resolved(1, device="gpu")
+
+
+def test_devices_are_named_with_their_memory(resolved: Resolve) -> None:
+    assert describe_device(resolved(1)) == "the CPU (64.0 GB of memory free)"
+    with mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A10"):
+        assert describe_device(resolved(2, device="cuda:1")) == "NVIDIA A10 (cuda:1, 78.0 of 80.0 GB free)"
+
+
+def test_the_device_is_named_when_a_model_is_loaded(tiny_checkpoint: Callable[..., Path]) -> None:
+    lines: list[str] = []
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        LLM(str(tiny_checkpoint("llama")), device="auto", kv_memory_gb=0.01, progress=lines.append),
+    ):
+        assert re.search(r"^loading .* on the CPU \(\d+\.\d GB of memory free\): weights", lines[0]), lines
 
 
 def test_queries_for_closed_parts_fit_into_a_message(resolved: Resolve) -> None:

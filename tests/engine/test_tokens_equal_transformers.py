@@ -18,6 +18,14 @@ OPT_POST_NORM = {"do_layer_norm_before": False, "word_embed_proj_dim": 20}
 CASES = [*((family, {}) for family in FAMILIES), ("opt", OPT_POST_NORM)]
 NUM_TOKENS = 64
 PROMPT_LENGTHS = (1, 23, 7, 40)
+LONGROPE = {
+    "rope_scaling": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3, 1.8],
+        "long_factor": [1.5, 2.0, 4.0, 9.0],
+    },
+    "original_max_position_embeddings": 100,
+}
 
 
 class Reference(NamedTuple):
@@ -35,9 +43,9 @@ class Reference(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def reference(path: Path) -> Reference:
+def reference(path: Path, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> Reference:
     single, double = oracle(path), oracle(path, torch.float64)
-    asked = prompts(PROMPT_LENGTHS, seed=7)
+    asked = prompts(lengths, seed=7)
     tokens, logprobs, tolerance = [], [], 1e-4
     for prompt in asked:
         continuation, _ = single.greedy(prompt, NUM_TOKENS)
@@ -69,11 +77,29 @@ def test_greedy_tokens_and_logprobs(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
     path = tiny_checkpoint(family, **overrides)
-    asked, expected, expected_logprobs, tolerance = reference(path)
+    assert_says(path, reference(path), prefill_chunk=prefill_chunk, **where)
+
+
+@pytest.mark.parametrize("where", [{"r_workers": 2}, {"kv_placement": "gpu"}], ids=["r2", "gpu"])
+@pytest.mark.parametrize(
+    ("max_model_len", "lengths"),
+    [(None, (1, 23, 36)), (100, (36,)), (300, (101, 130, 200)), (512, (140,))],
+)
+def test_longrope_takes_the_factors_of_the_length_asked_for(
+    max_model_len: int | None, lengths: tuple[int, ...], where: dict[str, Any], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Short ones up to the original 100 tokens, long ones for the texts that go beyond them."""
+    path = tiny_checkpoint("phi3", seed=0, **LONGROPE)
+    assert_says(path, reference(path, lengths), max_model_len=max_model_len, prefill_chunk=64, **where)
+
+
+def assert_says(path: Path, expected: Reference, **options: Any) -> None:
+    """Greedy tokens and log-probabilities of an engine with these options."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
-    with LLM(str(path), dtype="float32", r_threads=1, prefill_chunk=prefill_chunk, kv_memory_gb=0.01, **where) as llm:
-        outputs = llm.generate(asked, params)
-    for output, tokens, logprobs in zip(outputs, expected, expected_logprobs, strict=True):
+    with LLM(str(path), dtype="float32", r_threads=1, kv_memory_gb=0.01, **options) as llm:
+        outputs = llm.generate(expected.asked, params)
+    _, expected_tokens, expected_logprobs, tolerance = expected
+    for output, tokens, logprobs in zip(outputs, expected_tokens, expected_logprobs, strict=True):
         assert output.error is None
         completion = output.completions[0]
         assert list(completion.token_ids) == tokens

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,13 +32,13 @@ def write_requests(path: Path, max_tokens: int) -> None:
 
 @pytest.fixture
 def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[list[str], Path, str]]:
-    """``job(max_tokens, **model)``: generate's options, its output file, and what is to be in it."""
+    """``job(max_tokens, *options, **model)``: generate's options, its output file, and what is to be in it."""
 
-    def make(max_tokens: int, **overrides: int) -> tuple[list[str], Path, str]:
+    def make(max_tokens: int, *options: str, **overrides: Any) -> tuple[list[str], Path, str]:
         write_requests(tmp_path / "in.jsonl", max_tokens)
         checkpoint = str(tiny_checkpoint("llama", **overrides))
         model = ["generate", "--model", checkpoint, "--dtype", "float32", "--prefill-chunk", "16"]
-        model += ["--input", str(tmp_path / "in.jsonl")]
+        model += ["--input", str(tmp_path / "in.jsonl"), *options]
         expected = tmp_path / "expected.jsonl"
         assert main([*model, "--output", str(expected), "--kv-memory-gb", "0.01"]) == 0
         output = tmp_path / "out.jsonl"
@@ -79,6 +80,20 @@ def test_two_s_workers_act_as_one(device: list[str], job: Callable[..., tuple[li
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert "rank 3" in outcome.output and "R-worker rank 1" not in outcome.output
     assert output.read_text() == expected
+
+
+def test_every_s_worker_takes_the_longrope_factors_of_max_model_len(
+    job: Callable[..., tuple[list[str], Path, str]],
+) -> None:
+    short, long = [1.0, 1.1, 1.3, 1.5, 1.7, 1.8], [1.5, 2.0, 4.0, 5.0, 7.0, 9.0]
+    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    scaling["original_max_position_embeddings"] = 20
+    options, output, expected = job(12, "--max-model-len", "64", rope_scaling=scaling)
+    command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
+    outcome = run([*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert output.read_text() == expected
+    assert all("error" not in json.loads(line) for line in expected.splitlines())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

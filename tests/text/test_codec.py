@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import (
@@ -163,20 +164,42 @@ def test_encode_and_decode(tmp_path: Path) -> None:
     assert codec.decode([0, *codec.encode("a"), 1, 99_999]) == "a"
 
 
-@pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "special": True}])
-def test_bos_is_added_once_if_the_config_asks_for_it(tmp_path: Path, bos: Any) -> None:
-    plain = byte_level()
-    bare = plain.encode("the end").ids
-    templated = byte_level()
-    templated.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    asks, refrains = {"add_bos_token": True, "bos_token": bos}, {"add_bos_token": False, "bos_token": bos}
-    assert TextCodec.load(save(plain, tmp_path, asks)).encode("the end") == [0, *bare]
-    assert TextCodec.load(save(plain, tmp_path, refrains)).encode("the end") == bare
-    assert TextCodec.load(save(plain, tmp_path, {"add_bos_token": True})).encode("the end") == bare
-    assert TextCodec.load(save(templated, tmp_path, asks)).encode("the end") == [0, *bare, 1]
-    assert TextCodec.load(save(templated, tmp_path, refrains)).encode("the end") == [0, *bare, 1]
+@pytest.mark.parametrize("template", [None, "$A", "<s> $A", "<s> $A </s>"])
+@pytest.mark.parametrize("add_bos", [None, True, False])
+@pytest.mark.parametrize("tokenizer_class", [None, "LlamaTokenizerFast", "GPT2Tokenizer"])
+def test_special_tokens_are_those_of_transformers(
+    tmp_path: Path, tokenizer_class: str | None, add_bos: bool | None, template: str | None
+) -> None:
+    """Those of tokenizer.json: add_bos_token adds none to it, nor to a text that spells its own."""
+    tokenizer = byte_level()
+    if template is not None:
+        special_tokens = [("<s>", 0), ("</s>", 1)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special_tokens)
+    given = {"tokenizer_class": tokenizer_class, "add_bos_token": add_bos}
+    config = {name: value for name, value in given.items() if value is not None}
+    save(tokenizer, tmp_path, {**config, "bos_token": "<s>", "eos_token": "</s>"})
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = TextCodec.load(tmp_path)
+    for text in ("the end", "<s>the end", "", "<s><s>The quick</s>"):
+        for add_special_tokens in (True, False):
+            expected = theirs(text, add_special_tokens=add_special_tokens).input_ids
+            assert ours.encode(text, add_special_tokens=add_special_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "eos_token_id"),
+    [
+        ({"eos_token": "</s>"}, 1),
+        ({"eos_token": {"content": "</s>", "special": True}}, 1),
+        ({"eos_token": "<nowhere>"}, None),
+        ({"eos_token": None}, None),
+        ({}, None),
+        (None, None),
+        ([], None),
+    ],
+)
+def test_eos_of_the_tokenizers_config(tmp_path: Path, config: Any, eos_token_id: int | None) -> None:
+    assert TextCodec.load(save(byte_level(), tmp_path, config)).eos_token_id == eos_token_id
 
 
 def test_saved_padding_and_truncation_are_ignored(tmp_path: Path) -> None:

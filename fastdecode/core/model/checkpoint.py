@@ -12,7 +12,8 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from fastdecode.core.errors import CheckpointError
@@ -24,9 +25,13 @@ MAX_INDEX_BYTES = 256 << 20
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 MAX_DIMS = 8
 MAX_DIM = 1 << 40
+_COMPARED_BYTES = 4 << 20
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS = (".embed_tokens.weight", ".wte.weight", ".embed_in.weight", ".word_embeddings.weight")
 
 _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -71,12 +76,21 @@ class Checkpoint:
             CheckpointError: ``config.json`` makes no sense.
             ConfigError: ``max_model_len`` is out of range.
         """
-        return read_model_spec(
+        spec = read_model_spec(
             self.config,
             name=str(self.directory),
             generation_config=self.generation_config,
             max_model_len=max_model_len,
         )
+        return replace(spec, tied_embeddings=spec.tied_embeddings and not self._has_own_head)
+
+    @cached_property
+    def _has_own_head(self) -> bool:
+        """Whether there is an output projection that differs from the token embedding: then it counts, whatever
+        config.json says. A copy of the embedding doesn't; some exports write one."""
+        head = next((self.tensors[name] for name in _HEADS if name in self.tensors), None)
+        embedding = next((entry for name, entry in self.tensors.items() if f".{name}".endswith(_EMBEDDINGS)), None)
+        return head is not None and embedding is not None and not is_same(head, embedding)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -119,6 +133,27 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"index and shards are of different versions. Fetch the model again."
             )
     return Checkpoint(directory, config, generation, tensors, digest.hexdigest())
+
+
+def is_same(a: TensorEntry, b: TensorEntry) -> bool:
+    """Whether two tensors are alike in dtype, shape and every byte; reads both, up to the first difference.
+
+    Raises:
+        CheckpointError: a file can't be read.
+    """
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    try:
+        with a.file.open("rb") as first, b.file.open("rb") as second:
+            first.seek(a.offset)
+            second.seek(b.offset)
+            for start in range(0, a.num_bytes, _COMPARED_BYTES):
+                count = min(_COMPARED_BYTES, a.num_bytes - start)
+                if first.read(count) != second.read(count):
+                    return False
+    except OSError as error:
+        raise CheckpointError(f"{a.file} can't be read: {error.strerror or error}.") from error
+    return True
 
 
 def _read_bytes(file: Path, limit: int) -> bytes:

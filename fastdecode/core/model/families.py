@@ -34,6 +34,8 @@ from fastdecode.core.spec import MAX_LAYERS
 @dataclass(frozen=True)
 class _Family:
     architectures: tuple[str, ...]
+    """The language model, and the base model that it is made of: a checkpoint of either is a language model's if it
+    has an output projection or its token embedding is one."""
     read: Callable[[ConfigReader, ModelSpec, int | None], ModelSpec]
     grouped: bool = False
     """Has KV heads fewer than query heads, and a head_dim of its own."""
@@ -279,14 +281,14 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 
 
 _FAMILIES = {
-    "llama": _Family(("LlamaForCausalLM",), _llama, grouped=True),
-    "mistral": _Family(("MistralForCausalLM",), _mistral, grouped=True, default_kv_heads=8),
-    "qwen2": _Family(("Qwen2ForCausalLM",), _qwen2, grouped=True),
-    "qwen3": _Family(("Qwen3ForCausalLM",), _qwen3, grouped=True, default_head_dim=128),
-    "phi3": _Family(("Phi3ForCausalLM",), _phi3, grouped=True),
-    "gemma2": _Family(("Gemma2ForCausalLM",), _gemma2, grouped=True, default_head_dim=256),
+    "llama": _Family(("LlamaForCausalLM", "LlamaModel"), _llama, grouped=True),
+    "mistral": _Family(("MistralForCausalLM", "MistralModel"), _mistral, grouped=True, default_kv_heads=8),
+    "qwen2": _Family(("Qwen2ForCausalLM", "Qwen2Model"), _qwen2, grouped=True),
+    "qwen3": _Family(("Qwen3ForCausalLM", "Qwen3Model"), _qwen3, grouped=True, default_head_dim=128),
+    "phi3": _Family(("Phi3ForCausalLM", "Phi3Model"), _phi3, grouped=True),
+    "gemma2": _Family(("Gemma2ForCausalLM", "Gemma2Model"), _gemma2, grouped=True, default_head_dim=256),
     "opt": _Family(("OPTForCausalLM", "OPTModel"), _opt),
     "gpt2": _Family(("GPT2LMHeadModel", "GPT2Model"), _gpt2),
-    "gpt_neox": _Family(("GPTNeoXForCausalLM",), _gpt_neox),
+    "gpt_neox": _Family(("GPTNeoXForCausalLM", "GPTNeoXModel"), _gpt_neox),
     "bloom": _Family(("BloomForCausalLM", "BloomModel"), _bloom),
 }

@@ -94,8 +94,11 @@ def _refuse_feature(reader: ConfigReader, name: str, feature: str) -> Unsupporte
     return UnsupportedModelError(f"{reader.where}: {name!r} asks for {feature}, which isn't implemented. {mend}.")
 
 
-def read_dtype(reader: ConfigReader) -> DType:
+def read_dtype(reader: ConfigReader) -> DType | None:
+    """None for float64: weights can be read from it, but nothing runs in it."""
     name = reader.string("dtype", "torch_dtype", default="float32")
+    if name.removeprefix("torch.") in ("float64", "double"):
+        return None
     try:
         return DType.parse(name)
     except ConfigError:

@@ -24,10 +24,14 @@ class Identity:
 def identify(config: EngineConfig, spec: ModelSpec) -> Identity:
     """What ``config`` makes of a model.
 
+    Args:
+        spec: read with the limit that ``config`` asks for.
+
     Raises:
-        ConfigError: ``max_model_len`` exceeds what the model was made for, or what kernels count.
+        ConfigError: ``max_model_len`` exceeds what kernels count.
+        UnsupportedModelError: the checkpoint is in float64, and no other dtype was asked for.
     """
-    dtype = spec.dtype if config.s_part.dtype == "auto" else DType.parse(config.s_part.dtype)
+    dtype = spec.choose_dtype(config.s_part.dtype)
     if config.r_part.kv_dtype == "auto":
         return Identity(dtype, dtype, _max_model_len(config, spec))
     kv_dtype = DType.parse(config.r_part.kv_dtype, option="kv_dtype", of_kv=True)
@@ -35,15 +39,11 @@ def identify(config: EngineConfig, spec: ModelSpec) -> Identity:
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    max_model_len = config.s_part.max_model_len or min(spec.max_model_len, MAX_SEQUENCE_TOKENS)
-    if max_model_len > spec.max_model_len:
-        raise ConfigError(
-            Given("max_model_len", max_model_len),
-            f" exceeds the {spec.max_model_len} tokens that {config.model} was made for",
-        )
-    if max_model_len > MAX_SEQUENCE_TOKENS:
+    """What the spec serves, as far as kernels can count."""
+    max_model_len = config.s_part.max_model_len
+    if max_model_len is not None and max_model_len > MAX_SEQUENCE_TOKENS:
         raise ConfigError(
             Given("max_model_len", max_model_len),
             f" exceeds the {MAX_SEQUENCE_TOKENS} tokens that kernels can count: lower it",
         )
-    return max_model_len
+    return min(spec.max_model_len, MAX_SEQUENCE_TOKENS)

@@ -63,7 +63,7 @@ class RopeSpec:
 def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: int | None, *, phi3: bool = False,
               partial: float = 1.0) -> tuple[RopeSpec, int]:  # fmt: skip
     """The rotary part of ``config.json``, in the old style (``rope_theta``, ``rope_scaling``) or the new one
-    (``rope_parameters``).
+    (``rope_parameters``). Where both are, the old one counts.
 
     Args:
         head_dim: dims of a head.
@@ -79,7 +79,7 @@ def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: 
         UnsupportedModelError: the scaling is none of ours.
         CheckpointError: a field is missing or out of range.
     """
-    rope = config.mapping("rope_parameters", "rope_scaling") or ConfigReader({}, config.where)
+    rope = _find_rope(config)
     kind = _read_kind(rope, phi3=phi3)
     given = {name: value for name, value in rope.fields.items() if value is not None}
     shared = ConfigReader({**config.fields, **given}, rope.where)
@@ -106,6 +106,14 @@ def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: 
             return _yarn(config, rope, base)
         case "longrope":
             return _longrope(config, rope, base, max_len, default=4096 if phi3 else max_positions)
+
+
+def _find_rope(config: ConfigReader) -> ConfigReader:
+    for name in ("rope_scaling", "rope_parameters"):
+        found = config.mapping(name)
+        if found is not None and found.fields:
+            return found
+    return ConfigReader({}, config.where)
 
 
 def _read_kind(rope: ConfigReader, *, phi3: bool) -> RopeKind:

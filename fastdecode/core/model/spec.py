@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from fastdecode.core.dtype import DType
+from fastdecode.core.errors import UnsupportedModelError
 from fastdecode.core.model.rope import RopeSpec
 from fastdecode.core.spec import AttentionSpec, KVSpec
 
@@ -29,8 +30,8 @@ class ModelSpec:
     """``model_type`` of ``config.json``."""
     architecture: str
     """``architectures`` of ``config.json``."""
-    dtype: DType
-    """The dtype that the checkpoint was saved in."""
+    dtype: DType | None
+    """The dtype that the checkpoint was saved in; None: float64, in which nothing runs."""
 
     vocab_size: int
     hidden_size: int
@@ -79,6 +80,25 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Any of these ends a text. Ids outside the vocabulary have been dropped: they can't be drawn."""
+
+    def choose_dtype(self, asked: str) -> DType:
+        """The dtype to run in.
+
+        Args:
+            asked: its name; auto: the checkpoint's own.
+
+        Raises:
+            ConfigError: there is none of this name.
+            UnsupportedModelError: the checkpoint's own is float64.
+        """
+        if asked != "auto":
+            return DType.parse(asked)
+        if self.dtype is None:
+            raise UnsupportedModelError(
+                f"{self.name}/config.json: the dtype 'float64' isn't implemented. Choose one to round the weights to: "
+                "dtype float32, bfloat16 or float16."
+            )
+        return self.dtype
 
     def kv_spec(self, dtype: DType, block_size: int = 64) -> KVSpec:
         """The KV cache of this model in ``dtype``."""

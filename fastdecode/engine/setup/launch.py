@@ -18,7 +18,7 @@ from fastdecode.engine.fleet.fleet import Fleet, RHub
 from fastdecode.engine.fleet.heads import HeadsWorkers
 from fastdecode.engine.fleet.workers import InlineWorkers, MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
 from fastdecode.engine.setup.ranks import meet_ranks
-from fastdecode.engine.setup.resolve import ResolvedConfig, resolve_for_this_host
+from fastdecode.engine.setup.resolve import ResolvedConfig, describe_device, resolve_for_this_host
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.step.local import LocalAttention, LocalWorkers
 from fastdecode.engine.step.pipeline import Pipeline
@@ -63,7 +63,7 @@ class RunningEngine:
         tell = progress or logger.info
         started = time.perf_counter()
         self._checkpoint = open_checkpoint(config.model)
-        self.spec = self._checkpoint.spec()
+        self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.resolved = resolve_for_this_host(config, self.spec)
         self.codec = TextCodec.load(config.model)
         # R-workers first: that one of them can't be reached is better known before than after a large model is loaded.
@@ -89,13 +89,19 @@ class RunningEngine:
         """The model, or this rank's part of it once the others have been met."""
         config, resolved = self.resolved.config, self.resolved
         tell(
-            f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype}): "
-            f"{resolved.memory}"
+            f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype}) on "
+            f"{describe_device(resolved)}: {resolved.memory}"
         )
         if config.s_part.tp > 1:
             self._ranks = meet_ranks(config.s_part.tp, resolved.device, config.cluster.worker_timeout_s)
         device, shard = (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
-        return load_model(self._checkpoint, device=device, dtype=torch_dtype(resolved.dtype), shard=shard)[1]
+        return load_model(
+            self._checkpoint,
+            device=device,
+            dtype=torch_dtype(resolved.dtype),
+            max_model_len=config.s_part.max_model_len,
+            shard=shard,
+        )[1]
 
     def _make_engine(
         self, model: Model, workers: Workers, hello: Hello, trace: Trace | None, times: MeasuredTimes
@@ -111,12 +117,18 @@ class RunningEngine:
             self._fleet,
             make_scheduler(resolved.schedule, blocks, resolved.config.r_part.block_size, times),
             self.codec,
-            self.spec.eos_token_ids,
+            self._eos_token_ids(),
             trace,
             times,
             _lane_control(resolved, times),
             workers.replacements(hello),
         )
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        """Those that the model's configs name, or else the tokenizer's."""
+        eos = self.codec.eos_token_id
+        own = () if eos is None or eos >= self.spec.vocab_size else (eos,)
+        return self.spec.eos_token_ids or own
 
     @property
     def has_hung_r_workers(self) -> bool:

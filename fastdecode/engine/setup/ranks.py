@@ -67,10 +67,14 @@ def mirror_rank_0(config: EngineConfig) -> None:
         WorkerError: another rank is gone.
     """
     checkpoint = open_checkpoint(config.model)
-    resolved = resolve_for_this_host(config, checkpoint.spec(), rank=mpi_job.join().rank)
+    max_model_len = config.s_part.max_model_len
+    planned = checkpoint.spec(max_model_len=max_model_len)
+    resolved = resolve_for_this_host(config, planned, rank=mpi_job.join().rank)
     ranks = meet_ranks(config.s_part.tp, resolved.device, config.cluster.worker_timeout_s)
     dtype = torch_dtype(resolved.dtype)
-    spec, model = load_model(checkpoint, device=ranks.device, dtype=dtype, shard=ranks.shard)
+    spec, model = load_model(
+        checkpoint, device=ranks.device, dtype=dtype, max_model_len=max_model_len, shard=ranks.shard
+    )
     parallelize(model, ranks.shard, ranks.add_up)
     fuse(model, ranks.device)
     mirror(spec, model, ranks, step_graphs(model, resolved, ranks))

@@ -35,6 +35,8 @@ class ResolvedConfig:
     identity: Identity
     device: torch.device
     """This rank's own."""
+    free: FreeMemory
+    """Before anything is loaded."""
     r_threads: int
     kv_bytes: int
     """Of each R-worker in this process."""
@@ -69,7 +71,7 @@ class ResolvedConfig:
 
 def resolve_for_this_host(config: EngineConfig, spec: ModelSpec, *, rank: int = 0) -> ResolvedConfig:
     """``resolve`` with what this host has, for one of the S-workers that act as one."""
-    free = free_memory(_device(config.s_part.device, rank))
+    free = free_memory(choose_device(config.s_part.device, rank))
     return resolve(config, spec, num_cores=available_cores(), free=free, rank=rank)
 
 
@@ -81,6 +83,15 @@ def free_memory(device: torch.device) -> FreeMemory:
     # What an engine before this one has given back, torch keeps for the next.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return FreeMemory(free_memory_bytes(), free + kept, total)
+
+
+def describe_device(resolved: ResolvedConfig) -> str:
+    """Where the S-part runs and the memory that was free there, for people."""
+    device, free = resolved.device, resolved.free
+    if device.type != "cuda" or free.device_bytes is None:
+        return f"the CPU ({free.host_bytes / 1e9:.1f} GB of memory free)"
+    of_total = f"{free.device_bytes / 1e9:.1f} of {free.device_total_bytes / 1e9:.1f} GB free"
+    return f"{torch.cuda.get_device_name(device)} ({device}, {of_total})"
 
 
 def resolve(
@@ -103,7 +114,7 @@ def resolve(
             Given("kv_placement", "gpu"),
             " choose float32, bfloat16 or float16",
         )
-    device = _device(config.s_part.device, rank)
+    device = choose_device(config.s_part.device, rank)
     transport = _transport(config)
     # Where S-part and R-part share their hardware, lanes would only get into each other's way, and a single R-worker
     # needs no thread of its own.
@@ -117,6 +128,7 @@ def resolve(
         config=config,
         identity=identity,
         device=device,
+        free=free,
         r_threads=config.r_part.r_threads or max(1, _r_cores(num_cores, device) // config.r_part.r_workers),
         kv_bytes=plan.memory.kv_bytes,
         memory=plan.memory,
@@ -269,12 +281,22 @@ def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
     )
 
 
-def _device(name: str, rank: int) -> torch.device:
-    """The device of one of the S-workers that act as one: GPUs are counted from the one that is named."""
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """The device of one of the S-workers that act as one: GPUs are counted from the one that is named.
+
+    Args:
+        name: cpu, cuda, cuda:N, or auto: cuda if torch sees a GPU here, else cpu.
+        rank: which S-worker.
+
+    Raises:
+        ConfigError: it is none of these, or isn't there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(Given("device", name), " is not a torch device: use cpu, cuda or cuda:N") from None
+        raise ConfigError(Given("device", name), " is not a torch device: use cpu, cuda, cuda:N or auto") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(Given("device", name), ": the S-part runs on cpu or cuda")
     if device.type == "cpu":
@@ -298,7 +320,7 @@ def _uses_graphs(config: EngineConfig, device: torch.device) -> bool:
         raise ConfigError(
             Given("cuda_graphs", "on"),
             " needs a CUDA device, not ",
-            Given("device", config.s_part.device),
+            Given("device", device.type),
             ": use auto",
         )
     # Between GPUs a graph holds collectives too, which has been run on no GPU yet: only if it is asked for.
