@@ -63,6 +63,7 @@ def _generate(args: argparse.Namespace) -> int:
             raise MissingExtraError(str(error.name), "sworker", "fastdecode generate (an S-worker)") from None
         raise
     batch.check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
+    batch.check_texts(args.input, defaults, Path(args.model))
     num_requests = batch.count_lines(args.input)
     with (
         open_trace(args.trace) as trace,
