@@ -59,6 +59,7 @@ def _generate(args: argparse.Namespace) -> int:
         from fastdecode.measure.chrome_trace import open_trace
         from fastdecode.measure.summary import render, summarise
     batch.check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
+    batch.check_texts(args.input, defaults, Path(args.model))
     num_requests = batch.count_lines(args.input)
     with (
         open_trace(args.trace) as trace,

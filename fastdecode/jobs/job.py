@@ -37,6 +37,7 @@ from fastdecode.jobs.stopping import StopNow, Stopping
 from fastdecode.jobs.survey import Survey, is_openai, survey
 from fastdecode.openai.requests import RequestReader
 from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.codec import lacks_tokenizer
 
 MAX_SYNC_LINES = 1 << 30
 
@@ -112,8 +113,8 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
         reader = _reader(options, config, has_template=template is not None)
         lines = OpenAILines(reader, run_id="")
     tell(f"checking {options.input}")
-    found = survey(options.input, lines)
-    if len(found.bad) and not options.skip_bad_lines:
+    found = survey(options.input, lines, takes_text=not lacks_tokenizer(Path(config.model)))
+    if found.is_hopeless or (len(found.bad) and not options.skip_bad_lines):
         raise found.refusal(options.input)
     manifest = _manifest(options, config, lines.name, found)
     if reader is not None:
@@ -223,6 +224,8 @@ class BatchJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._template is not None:
+            self._template.close()
         # If something went wrong already, that is what to tell.
         with contextlib.suppress(*([FastDecodeError] if error is not None else [])):
             self._journal.close()

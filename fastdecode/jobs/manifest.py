@@ -18,6 +18,7 @@ from typing import Any
 
 from fastdecode import __version__
 from fastdecode.core.errors import CheckpointError, ConfigError
+from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
 from fastdecode.jobs.line_format import LineId
 
 FORMAT = "fastdecode.batch/1"
@@ -164,7 +165,11 @@ def identify_model(directory: Path, chat_template: Path | None = None) -> dict[s
     if chat_template is not None:
         files["--chat-template"] = chat_template
     try:
-        found = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file.exists()}
+        found = {
+            name: hashlib.sha256(read_model_file(file, MAX_TOKENIZER_BYTES)).hexdigest()
+            for name, file in files.items()
+            if file.exists()
+        }
         for weights in sorted(directory.glob("*.safetensors")):
             found[weights.name] = _sampled_hash(weights)
     except OSError as error:

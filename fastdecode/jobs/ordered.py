@@ -23,6 +23,8 @@ from fastdecode.jobs.held_back import HeldBack
 from fastdecode.jobs.line_format import LineId
 from fastdecode.jobs.lines import LineReader, too_long
 from fastdecode.jobs.simple_lines import BadLine, SimpleRequest, error_object, output_fields, parse_line
+from fastdecode.jobs.survey import no_tokenizer
+from fastdecode.text.codec import lacks_tokenizer
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,25 @@ class _OrderedWriter:
 def _read(lines: IO[bytes], defaults: SamplingParams) -> Iterator[tuple[int, SimpleRequest | BadLine]]:
     for number, raw in LineReader(lines):
         yield number, BadLine(None, too_long(number)) if raw is None else parse_line(raw, number, defaults)
+
+
+def check_texts(path: Path, defaults: SamplingParams, model_dir: Path) -> None:
+    """Find out before a model is loaded that it can answer no line of a file.
+
+    Raises:
+        ConfigError: (code ``no_tokenizer``) all requests are texts, and the model has no tokenizer.
+    """
+    if not lacks_tokenizer(model_dir):
+        return
+    num_texts = 0
+    with path.open("rb") as lines:
+        for _, item in _read(lines, defaults):
+            if isinstance(item, SimpleRequest):
+                if not isinstance(item.prompt, str):
+                    return
+                num_texts += 1
+    if num_texts:
+        raise no_tokenizer(path, num_texts)
 
 
 def count_lines(path: Path) -> int:

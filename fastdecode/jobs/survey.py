@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.jobs.line_format import LineError, LineFormat, LineId
+from fastdecode.jobs.line_format import Chat, LineError, LineFormat, LineId, LineRequest
 from fastdecode.jobs.line_set import DuplicateFinder, LineSet
 from fastdecode.jobs.lines import LineReader, too_long
 
@@ -32,11 +32,20 @@ class Survey:
     """Lines whose id an earlier line has."""
     bad: LineSet = field(default_factory=LineSet)
     """Lines that can't be answered, duplicates among them."""
+    num_untokenizable: int = 0
+    """Of those, the ones with text for which there is no tokenizer."""
     complaints: list[tuple[int, str]] = field(default_factory=list)
     """(line number, what is wrong) of the first bad lines."""
 
+    @property
+    def is_hopeless(self) -> bool:
+        """No line can be answered for want of a tokenizer."""
+        return self.num_untokenizable > 0 and len(self.bad) == self.num_lines
+
     def refusal(self, path: Path) -> ConfigError:
         """Why a job with such an input doesn't start."""
+        if self.is_hopeless:
+            return no_tokenizer(path, self.num_untokenizable)
         shown = "\n".join(f"  {text}" for _, text in sorted(self.complaints)[:MAX_COMPLAINTS])
         num_bad = len(self.bad)
         more = "" if num_bad <= MAX_COMPLAINTS else f"\n  and {num_bad - MAX_COMPLAINTS} more"
@@ -45,6 +54,15 @@ class Survey:
             f"mend them, or have each answered with its error by --on-error skip",
             code="invalid_input",
         )
+
+
+def no_tokenizer(path: Path, num_lines: int) -> ConfigError:
+    """Why a file of texts isn't given to a model that takes only token ids."""
+    return ConfigError(
+        f"no line of {path} can be answered: {num_lines} are text, but the model directory has no tokenizer.json; "
+        f"add the model's tokenizer.json, or give token ids",
+        code="no_tokenizer",
+    )
 
 
 def is_openai(path: Path) -> bool:
@@ -64,8 +82,12 @@ def is_openai(path: Path) -> bool:
     return True
 
 
-def survey(path: Path, lines: LineFormat) -> Survey:
-    """Read a file from end to end, as the job will."""
+def survey(path: Path, lines: LineFormat, *, takes_text: bool = True) -> Survey:
+    """Read a file from end to end, as the job will.
+
+    Args:
+        takes_text: the model has a tokenizer.
+    """
     found = Survey()
     finder = DuplicateFinder()
     with path.open("rb") as file:
@@ -77,7 +99,10 @@ def survey(path: Path, lines: LineFormat) -> Survey:
             try:
                 if raw is None:
                     raise LineError(str(too_long(number)), code="line_too_long")
-                line_id = lines.parse(raw, number).line_id
+                request = lines.parse(raw, number)
+                line_id = request.line_id
+                if not takes_text:
+                    _refuse_text(found, request)
             except LineError as error:
                 line_id = error.line_id
                 _complain(found, number, line_id, error.code, str(error))
@@ -86,6 +111,13 @@ def survey(path: Path, lines: LineFormat) -> Survey:
     found.sha256, found.num_bytes = reader.sha256, reader.num_bytes
     _note_duplicates(found, finder, lines)
     return found
+
+
+def _refuse_text(found: Survey, request: LineRequest) -> None:
+    if any(isinstance(prompt, (str, Chat)) for prompt in request.prompts):
+        found.num_untokenizable += 1
+        text = "it is text, but the model directory has no tokenizer.json"
+        raise LineError(text, code="no_tokenizer", line_id=request.line_id)
 
 
 def _note_duplicates(found: Survey, finder: DuplicateFinder, lines: LineFormat) -> None:

@@ -1,48 +1,55 @@
 """Chat templates: a conversation to the text that a model was trained to continue.
 
-A template is a Jinja program that comes with the model, so it runs in Jinja's sandbox, and sees nothing but the
-messages and the names of the special tokens. It is looked for where ``transformers`` looks: ``chat_template.jinja``,
-then ``chat_template`` in ``tokenizer_config.json`` (a string, or several by name, of which "default" counts), and it
-finds what it finds there: ``raise_exception``, ``strftime_now``, ``tojson`` without HTML escapes, loop controls, the
-``generation`` tag, blocks trimmed.
+A template is a Jinja program that comes with the model. So it runs in a child process with limits
+(``template_program`` there, in Jinja's sandbox), and sees nothing but the messages and the names of the special tokens.
+It is looked for where ``transformers`` looks: ``chat_template.jinja``, then ``chat_template`` in
+``tokenizer_config.json`` (a string, or several by name, of which "default" counts).
 """
 
 from __future__ import annotations
 
-import json
+import importlib.util
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastdecode.core.errors import CheckpointError, ConfigError, RequestError, imports_for
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+from fastdecode.core.errors import CheckpointError, ConfigError, MissingExtraError, RequestError
+from fastdecode.core.model.files import read_model_file, read_model_json
+from fastdecode.text.child import ChildFailedError, LimitedChild, Limits
 
 MAX_TEMPLATE_BYTES = 1 << 20
+LIMITS = Limits(memory_bytes=1 << 30, cpu_s=10, open_cpu_s=10)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # What a template is given anyway, under these names.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A template, ready to render in a child process. Close it, or leave that to the garbage collector.
 
     Args:
         source: the Jinja program.
         origin: where it comes from, for messages.
         special_tokens: {"bos_token": "<s>", …}, as far as the model has them.
+        limits: what compiling and rendering may take.
 
     Raises:
-        CheckpointError: the source is no Jinja program.
+        CheckpointError: the source is no Jinja program, or takes more than the limits for a word.
         MissingExtraError: the package jinja2 isn't installed.
     """
 
-    def __init__(self, source: str, origin: str, special_tokens: Mapping[str, str]) -> None:
-        self._special_tokens = dict(special_tokens)
-        self._template = _compile(source, origin)
+    def __init__(self, source: str, origin: str, special_tokens: Mapping[str, str], limits: Limits = LIMITS) -> None:
+        if importlib.util.find_spec("jinja2") is None:
+            raise MissingExtraError("jinja2", "sworker", "a chat template")
+        opening = {"source": source, "special_tokens": dict(special_tokens)}
+        self._origin = origin
+        self._child = LimitedChild("template", opening, limits)
+        try:
+            self._child.open()
+        except ChildFailedError as error:
+            what = "is not a Jinja template" if error.refused else "can't render a conversation of one word"
+            raise CheckpointError(f"{origin} {what}: {error}") from None
 
     @classmethod
     def load(cls, model_dir: Path, override: Path | None = None) -> ChatTemplate | None:
@@ -52,9 +59,9 @@ class ChatTemplate:
             CheckpointError, MissingExtraError: as above, or a file of the model can't be read.
             ConfigError: ``override`` can't be read.
         """
-        config = _read_json(model_dir / "tokenizer_config.json")
+        config = read_model_json(model_dir / "tokenizer_config.json")
         # Where transformers finds added_tokens_decoder, it doesn't read the older file.
-        older = {} if "added_tokens_decoder" in config else _read_json(model_dir / "special_tokens_map.json")
+        older = {} if "added_tokens_decoder" in config else read_model_json(model_dir / "special_tokens_map.json")
         special_tokens = _special_tokens({**config, **older})
         if override is not None:
             try:
@@ -89,70 +96,27 @@ class ChatTemplate:
             variables: more names for the template.
 
         Raises:
-            RequestError: (code ``chat_template_failed``) the template refuses the messages, or fails on them.
+            RequestError: (code ``chat_template_failed``) the template refuses the messages, fails on them, or takes
+                more than the limits.
         """
+        question = {
+            "messages": messages,
+            "now": now.isoformat(),
+            "add_generation_prompt": add_generation_prompt,
+            "variables": variables or {},
+        }
         try:
-            return self._template.render(
-                {
-                    **self._special_tokens,
-                    **(variables or {}),
-                    "messages": messages,
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    "strftime_now": now.strftime,
-                }
-            )
-        except Exception as error:  # a template may raise anything
-            reason = str(error) or type(error).__name__
+            text = self._child.ask(question)
+        except ChildFailedError as error:
+            what = "refuses" if error.refused else f"({self._origin}) was stopped on"
             raise RequestError(
-                f"the chat template refuses these messages: {reason}", code="chat_template_failed"
+                f"the chat template {what} these messages: {error}", code="chat_template_failed"
             ) from None
+        return str(text)
 
-
-def _compile(source: str, origin: str) -> Template:
-    with imports_for("a chat template"):
-        from jinja2 import TemplateError
-    try:
-        return _environment().from_string(source)
-    except TemplateError as error:
-        raise CheckpointError(f"{origin} is not a Jinja template: {error}") from None
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    from jinja2 import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.nodes import Node, Scope
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationTag(Extension):
-        """``{% generation %}…{% endgeneration %}`` marks what the assistant said, for training; no matter here."""
-
-        tags = {"generation"}  # noqa: RUF012  (jinja2's declaration)
-
-        def parse(self, parser: Parser) -> Node | list[Node]:
-            line = next(parser.stream).lineno
-            return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    return environment
+    def close(self) -> None:
+        """End the child process. Safe to call twice."""
+        self._child.close()
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -167,18 +131,6 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_text(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise CheckpointError(f"{path} has more than {MAX_TEMPLATE_BYTES} bytes: that is no chat template")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_model_file(path, MAX_TEMPLATE_BYTES).decode()
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} can't be read: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON ({error}): fetch the file again, or remove it") from None
-    return config if isinstance(config, dict) else {}

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastdecode.core.errors import CheckpointError, MissingExtraError, RequestError
+from fastdecode.core.errors import RequestError, imports_for
+from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file, read_model_json
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.detokenizer import Detokenizer, NoDetokenizer, Vocabulary, detokenizer_for
+from fastdecode.text.encoder import Encoder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+def lacks_tokenizer(model_dir: Path) -> bool:
+    """Whether a model directory serves token ids only."""
+    return model_dir.is_dir() and not _tokenizer_file(model_dir).exists()
+
+
+def _tokenizer_file(model_dir: Path) -> Path:
+    return model_dir / "tokenizer.json"
 
 
 class TextCodec:
@@ -20,11 +30,14 @@ class TextCodec:
 
     Args:
         tokenizer: None if the model has none.
+        encoder: encodes prompts, since the tokenizer here only decodes; None: nobody does.
         eos_token_id: what the tokenizer's config names as the end of a text, if it does.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, eos_token_id: int | None = None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer | None, encoder: Encoder | None = None, eos_token_id: int | None = None
+    ) -> None:
+        self._encoder = encoder
         self.eos_token_id = eos_token_id
         self._vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
         if tokenizer is not None:
@@ -33,70 +46,59 @@ class TextCodec:
             tokenizer.no_truncation()
 
     @classmethod
-    def load(cls, model_dir: str | Path) -> TextCodec:
+    def load(cls, model_dir: str | Path, max_model_len: int | None = None) -> TextCodec:
         """Read ``tokenizer.json`` (it may be absent) and what ``tokenizer_config.json`` says of EOS.
 
         Of BOS ``tokenizer.json`` alone says what begins a text, as for transformers 5: ``add_bos_token`` is for those
         who make that file.
 
+        Args:
+            max_model_len: what no prompt that is encoded may exceed; None: whatever can be encoded.
+
         Raises:
             CheckpointError: a file is there but can't be used.
             MissingExtraError: the model has a tokenizer, but the package ``tokenizers`` isn't installed.
         """
-        path = Path(model_dir) / "tokenizer.json"
+        path = _tokenizer_file(Path(model_dir))
         if not path.exists():
             return cls(None)
-        try:
+        with imports_for(f"reading {path}"):
             from tokenizers import Tokenizer
-        except ImportError:
-            raise MissingExtraError("tokenizers", "sworker", f"reading {path}") from None
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(
-                f"{path} is not a tokenizer that the package tokenizers can read ({error}): fetch the file again, or "
-                f"remove it to serve token ids only"
-            ) from None
+        content = read_model_file(path, MAX_TOKENIZER_BYTES)
+        # It has been loaded, and decoded each of its tokens, within limits before it is loaded here.
+        encoder = Encoder(path, max_model_len)
+        tokenizer = Tokenizer.from_buffer(content)
         eos = _eos_token(path.with_name("tokenizer_config.json"))
-        return cls(tokenizer, None if eos is None else tokenizer.token_to_id(eos))
+        return cls(tokenizer, encoder, None if eos is None else tokenizer.token_to_id(eos))
 
     @property
     def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
+        return self._vocabulary is not None
 
     @property
     def vocabulary(self) -> Vocabulary | None:
         """The tokens' texts; None without a tokenizer."""
         return self._vocabulary
 
+    def close(self) -> None:
+        """End the process that encodes. Safe to call twice."""
+        if self._encoder is not None:
+            self._encoder.close()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The prompt's token ids, with the special tokens that the tokenizer puts around a text.
 
         Raises:
-            RequestError: there is no tokenizer (code ``no_tokenizer``), or the text can't be encoded
-                (``invalid_prompt``).
+            RequestError: there is no tokenizer (code ``no_tokenizer``), the text can't be encoded
+                (``invalid_prompt``), or has more bytes than the longest prompt's tokens hold (``prompt_too_long``).
         """
-        if self._tokenizer is None:
+        if self._encoder is None:
             raise RequestError(
                 "the prompt is text, but the model directory has no tokenizer.json: give prompt_token_ids, or add "
                 "the model's tokenizer.json",
                 code="no_tokenizer",
             )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the prompt holds half a surrogate pair at character {error.start}, which is no text: "
-                f"write the whole character",
-                code="invalid_prompt",
-            ) from None
-        try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except Exception as error:  # the library raises bare Exception
-            raise RequestError(
-                f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids", code="invalid_prompt"
-            ) from None
-        return ids
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of all tokens at once, special tokens left out; empty without a tokenizer."""
@@ -110,7 +112,10 @@ class TextCodec:
         """
         if self._vocabulary is not None:
             detokenizer = detokenizer_for(self._vocabulary, prompt_token_ids)
-            return SequenceText(detokenizer, params.stop, params.min_tokens)
+            specials = self._vocabulary.special_tokens
+            # The name of a special token never appears in a text.
+            stop_ids = frozenset(specials[stop] for stop in params.stop if stop in specials)
+            return SequenceText(detokenizer, params.stop, params.min_tokens, stop_ids)
         if params.stop:
             raise RequestError(
                 "stop strings need text, but the model directory has no tokenizer.json: use stop_token_ids, or add "
@@ -129,10 +134,18 @@ class SequenceText:
         detokenizer: the sequence's own.
         stop: end the text before the first of these to appear.
         min_tokens: a stop string that is complete before this many tokens doesn't count.
+        stop_ids: tokens without text that are named by a stop string each.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        stop_ids: Collection[int] = (),
+    ) -> None:
         self._detokenizer = detokenizer
+        self._stop_ids = stop_ids
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -156,6 +169,9 @@ class SequenceText:
         """
         assert not self._is_over, "no token follows the end of a text"
         self._num_tokens += 1
+        if token_id in self._stop_ids and self._num_tokens >= self._min_tokens:
+            self.finish()
+            return True
         if self._add(self._detokenizer.append(token_id)):
             return True
         if not (self._stop and self._detokenizer.can_peek):
@@ -204,14 +220,6 @@ class SequenceText:
 
 def _eos_token(path: Path) -> str | None:
     """The EOS token, if ``tokenizer_config.json`` names one."""
-    if not path.exists():
-        return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON ({error}): fetch the file again, or remove it") from None
-    if not isinstance(config, dict):
-        return None
-    eos = config.get("eos_token")
+    eos = read_model_json(path).get("eos_token")
     content = eos.get("content") if isinstance(eos, dict) else eos
     return content if isinstance(content, str) else None

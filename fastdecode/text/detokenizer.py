@@ -45,10 +45,15 @@ class Vocabulary:
     _bytes: dict[int, bytes] = field(default_factory=dict)
 
     @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Name → id of the tokens that have no text."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    @cached_property
     def skipped(self) -> frozenset[int]:
         """Special tokens; they have no text."""
-        added = self.tokenizer.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in added.items() if token.special)
+        return frozenset(self.special_tokens.values())
 
     @cached_property
     def decoder_types(self) -> frozenset[str]:
@@ -206,13 +211,13 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-_BYTE_ALPHABET = _byte_alphabet()
+BYTE_ALPHABET = _byte_alphabet()
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def _from_byte_alphabet(token: str) -> bytes:
     try:
-        return bytes([_BYTE_ALPHABET[char] for char in token])
+        return bytes([BYTE_ALPHABET[char] for char in token])
     except KeyError:
         return token.encode()  # an added token, in plain text
 

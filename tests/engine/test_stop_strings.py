@@ -151,6 +151,30 @@ def test_a_stop_string_that_only_the_flush_completes_is_cut_off() -> None:
     assert text.finish() == "a"
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "llama"])
+def test_a_special_tokens_name_stops_by_its_id(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    codec = TextCodec(tokenizer)
+    end, letter, start = id_of(tokenizer, "</s>"), id_of(tokenizer, "a"), id_of(tokenizer, "<s>")
+    text = codec.sequence_text(SamplingParams(stop=("</s>", "never")))
+    assert [text.append(token) for token in (letter, start, end)] == [False, False, True]
+    assert text.finish() == "a"
+    text = codec.sequence_text(SamplingParams(stop=("</s>", "aa")))
+    assert [text.append(token) for token in (letter, start, letter)] == [False, False, True]
+    assert text.finish() == ""
+    text = codec.sequence_text(SamplingParams(stop=("</s>",), min_tokens=3))
+    assert [text.append(token) for token in (letter, end, letter, end)] == [False, False, False, True]
+    assert text.finish() == "aa"
+
+
+def test_a_special_token_ends_held_back_bytes() -> None:
+    tokenizer = TOKENIZERS["llama"]
+    text = TextCodec(tokenizer).sequence_text(SamplingParams(stop=("</s>",)))
+    ids = [byte_ids("llama")[byte] for byte in "é".encode()]
+    assert [text.append(token) for token in [*ids, id_of(tokenizer, "</s>")]] == [False, False, True]
+    assert text.finish() == "é"
+
+
 @with_text
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

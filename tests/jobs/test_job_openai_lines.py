@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,15 +210,16 @@ def test_the_models_name_is_echoed_and_labels_are_no_matter() -> None:
 LINES = OpenAILines(reader(), "r1", clock=lambda: 1700000000.5)
 
 
-@pytest.fixture(scope="module")
-def codec() -> TextCodec:
+@pytest.fixture
+def codec(tmp_path: Path) -> TextCodec:
     alphabet = {token: place for place, token in enumerate(sorted(ByteLevel.alphabet()))}
     vocabulary = {**alphabet, "Ġa": 256, "bc": 257}
     tokenizer = Tokenizer(BPE(vocabulary, [("Ġ", "a"), ("b", "c")]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
     tokenizer.add_special_tokens(["<end>"])  # 258
-    return TextCodec(tokenizer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return TextCodec.load(tmp_path)
 
 
 def output(text: str, tokens: tuple[int, ...], *, index: int = 0, logprobs: bool = False) -> RequestOutput:

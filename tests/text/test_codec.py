@@ -244,9 +244,10 @@ def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         TextCodec.load(tmp_path)
 
 
-def test_prompts_that_cannot_be_encoded_are_refused() -> None:
+def test_prompts_that_cannot_be_encoded_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="character 2") as refused:
-        TextCodec(byte_level()).encode("ab\ud83d")
+        TextCodec.load(save(byte_level(), tmp_path)).encode("ab\ud83d")
     assert refused.value.code == "invalid_prompt"
+    words = save(Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]")), tmp_path)
     with pytest.raises(RequestError, match="can't encode the prompt"):
-        TextCodec(Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))).encode("b")
+        TextCodec.load(words).encode("b")

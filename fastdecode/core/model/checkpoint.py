@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fastdecode.core.errors import CheckpointError
 from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.model.files import read_model_file
 from fastdecode.core.model.spec import ModelSpec
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -109,12 +110,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(
             f"{directory} has no config.json: it is not a model directory, or its download is incomplete."
         )
-    config_bytes = _read_bytes(directory / "config.json", MAX_CONFIG_BYTES)
+    config_bytes = read_model_file(directory / "config.json", MAX_CONFIG_BYTES)
     config = _parse_object(directory / "config.json", config_bytes)
     generation: Mapping[str, object] = {}
     if (directory / "generation_config.json").is_file():
         file = directory / "generation_config.json"
-        generation = _parse_object(file, _read_bytes(file, MAX_CONFIG_BYTES))
+        generation = _parse_object(file, read_model_file(file, MAX_CONFIG_BYTES))
 
     digest = hashlib.sha256(config_bytes)
     tensors: dict[str, TensorEntry] = {}
@@ -156,15 +157,6 @@ def is_same(a: TensorEntry, b: TensorEntry) -> bool:
     return True
 
 
-def _read_bytes(file: Path, limit: int) -> bytes:
-    try:
-        if file.stat().st_size > limit:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes; more than {limit} can't be right.")
-        return file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{file} can't be read: {error.strerror or error}.") from error
-
-
 def _parse_object(file: Path, data: bytes) -> dict[str, object]:
     try:
         parsed = json.loads(data)
@@ -182,7 +174,7 @@ def _read_index(directory: Path) -> dict[str, Path] | None:
     file = directory / INDEX_FILE
     if not file.is_file():
         raise _no_weights(directory)
-    weight_map = _parse_object(file, _read_bytes(file, MAX_INDEX_BYTES)).get("weight_map")
+    weight_map = _parse_object(file, read_model_file(file, MAX_INDEX_BYTES)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file}: 'weight_map' must be an object of tensor to shard. Fetch the file again.")
     index: dict[str, Path] = {}

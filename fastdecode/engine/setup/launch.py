@@ -65,7 +65,7 @@ class RunningEngine:
         self._checkpoint = open_checkpoint(config.model)
         self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.resolved = resolve_for_this_host(config, self.spec)
-        self.codec = TextCodec.load(config.model)
+        self.codec = TextCodec.load(config.model, self.resolved.max_model_len)
         # R-workers first: that one of them can't be reached is better known before than after a large model is loaded.
         self._ranks: Ranks | None = None
         workers = _reach_workers(self.resolved)
@@ -139,7 +139,8 @@ class RunningEngine:
         return self.num_r_workers - len(self._lost)
 
     def close(self) -> None:
-        """Stop the R-workers, and S-workers beside this one. Safe to call twice."""
+        """Stop the R-workers, S-workers beside this one and what encodes prompts. Safe to call twice."""
+        self.codec.close()
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.close()

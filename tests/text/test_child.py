@@ -1,0 +1,96 @@
+"""The process that a model's own programs run in: it answers, ends when it should, and takes nothing with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import datetime
+
+import psutil
+import pytest
+
+from fastdecode.core.errors import RequestError
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.child import Limits
+
+NOW = datetime(2026, 2, 3)
+LIMITS = Limits(memory_bytes=512 << 20, cpu_s=1, open_cpu_s=5, slowness=30)
+
+
+def said(template: ChatTemplate, content: str) -> str:
+    return template.render([{"role": "user", "content": content}], NOW)
+
+
+def child() -> psutil.Process:
+    (process,) = psutil.Process().children()
+    return process
+
+
+def test_one_process_answers_one_question_after_the_other() -> None:
+    template = ChatTemplate("<{{ messages[0].content }}>", "x", {}, LIMITS)
+    first = child()
+    for content in ("a", "é 😀 漢字", "half \ud83d", "x" * 300_000):
+        assert said(template, content) == f"<{content}>"
+    assert child() == first
+    template.close()
+    template.close()
+    assert not first.is_running()
+
+
+def test_after_its_death_the_next_question_has_another() -> None:
+    source = "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    template = ChatTemplate(source + "{% endfor %}{% endif %}fine", "x", {}, LIMITS)
+    first = child()
+    with pytest.raises(RequestError, match="more than 1 s") as caught:
+        said(template, "loop")
+    assert caught.value.code == "chat_template_failed"
+    assert not first.is_running()
+    assert said(template, "a") == "fine"
+    assert child() != first
+    child().kill()
+    with pytest.raises(RequestError, match="broke off"):
+        said(template, "a")
+    assert said(template, "b") == "fine"
+    template.close()
+
+
+def test_an_interrupt_at_the_keyboard_is_not_for_it() -> None:
+    template = ChatTemplate("fine", "x", {}, LIMITS)
+    assert os.getpgid(child().pid) != os.getpgid(0)
+    template.close()
+
+
+def test_it_ends_with_the_process_that_asks() -> None:
+    script = """
+import os, psutil
+from fastdecode.text.chat_template import ChatTemplate
+template = ChatTemplate("fine", "x", {})
+print(psutil.Process().children()[0].pid, flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    pid = int(done.stdout)
+    if psutil.pid_exists(pid):
+        psutil.wait_procs([psutil.Process(pid)], timeout=30)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_it_finds_no_module_in_the_working_directory(tmp_path: os.PathLike[str]) -> None:
+    script = """
+import os, pathlib
+pathlib.Path("jinja2.py").write_text("raise SystemExit('a stranger')")
+from fastdecode.text.chat_template import ChatTemplate
+print(ChatTemplate("fine", "x", {}).render([], __import__("datetime").datetime(2026, 1, 1)))
+"""
+    # As the command `fastdecode` runs: its directory is where it is installed, not where one works.
+    command = [sys.executable, "-c", "import sys; sys.path.remove('')\n" + script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "fine\n", done.stderr
+
+
+@pytest.mark.parametrize("program", ["template_program", "tokenizer_program"])
+def test_it_loads_little(program: str) -> None:
+    script = f"import sys, fastdecode.text.{program}; print({{'torch', 'numpy', 'numba'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"

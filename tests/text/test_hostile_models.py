@@ -1,0 +1,260 @@
+"""Model directories made to hang, to fill the memory or to crash: each is one error that names the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizers import LINES, TOKENIZERS, byte_level, kinds
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+from fastdecode.core.errors import CheckpointError, RequestError
+from fastdecode.core.model.files import read_model_file
+from fastdecode.jobs.manifest import identify_model
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.child import Limits
+from fastdecode.text.codec import TextCodec
+from fastdecode.text.encoder import Encoder
+from fastdecode.text.token_span import max_bytes_per_token
+
+LIMITS = Limits(memory_bytes=512 << 20, cpu_s=1, open_cpu_s=1, slowness=30)
+NOW = datetime(2026, 2, 3)
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
+        ("{{ '%10000000000d' % 1 }}", "memory"),
+        ("{{ 'x' * 100000000 }}", "memory"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "not a Jinja template"),
+        ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "not a Jinja template"),
+    ],
+)
+def test_a_template_that_attacks_is_refused_at_once(source: str, why: str) -> None:
+    with pytest.raises(CheckpointError, match=r"dir/chat_template\.jinja") as caught:
+        ChatTemplate(source, "dir/chat_template.jinja", {}, LIMITS)
+    assert why in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("attack", "why"),
+    [
+        ("{{ '%10000000000d' % 1 }}", "memory"),
+        ("{{ again() }}", "recursion"),
+    ],
+)
+def test_one_that_attacks_later_costs_that_conversation_only(attack: str, why: str) -> None:
+    again = "{% macro again() %}{{ again() }}{% endmacro %}"
+    source = f"{again}{{% if messages[0].content == 'now' %}}{attack}{{% endif %}}fine"
+    template = ChatTemplate(source, "x", {}, LIMITS)
+    for content in ("a", "now", "b"):
+        messages = [{"role": "user", "content": content}]
+        if content != "now":
+            assert template.render(messages, NOW) == "fine"
+            continue
+        with pytest.raises(RequestError, match=why) as caught:
+            template.render(messages, NOW)
+        assert caught.value.code == "chat_template_failed"
+    template.close()
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def nested(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+def directory(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("make", [pipe, zeros, huge, nested, directory])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
+def test_files_that_never_end_are_refused(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    if not (name == "chat_template.jinja" and make is nested):
+        make(tmp_path / name)
+        with pytest.raises(CheckpointError, match=name):
+            ChatTemplate.load(tmp_path)
+        if name == "tokenizer_config.json":
+            with pytest.raises(CheckpointError, match=name):
+                TextCodec.load(tmp_path)
+        if make is not nested:
+            with pytest.raises(CheckpointError, match=name):
+                identify_model(tmp_path)
+
+
+@pytest.mark.parametrize("make", [pipe, zeros, huge, nested, directory])
+def test_a_tokenizer_that_never_ends_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "tokenizer.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        TextCodec.load(tmp_path)
+
+
+def test_a_file_of_exactly_the_limit_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"1234")
+    assert read_model_file(tmp_path / "x", 4) == b"1234"
+    with pytest.raises(CheckpointError, match="more than 3 bytes"):
+        read_model_file(tmp_path / "x", 3)
+
+
+def splitting(pattern: str) -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(use_regex=False)]
+    )
+    return tokenizer
+
+
+def swelling(part: str, letter: str) -> str:
+    """A tokenizer.json that makes 10^12 letters of one. Not by the library, which would try it at once."""
+    content = json.loads(byte_level().to_str())
+    step = {"type": "Replace", "pattern": {"String": letter}, "content": letter * 1000}
+    content[part] = {"type": "Sequence", f"{part}s": [step] * 4}
+    return json.dumps(content)
+
+
+def save(tokenizer: Tokenizer | str, folder: Path) -> Path:
+    path = folder / "tokenizer.json"
+    path.write_text(tokenizer if isinstance(tokenizer, str) else tokenizer.to_str(), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("tokenizer", [splitting("(a+)+$"), swelling("normalizer", "o"), swelling("decoder", "e")])
+def test_a_tokenizer_that_attacks_is_refused_before_it_is_loaded_here(
+    tmp_path: Path, tokenizer: Tokenizer | str
+) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json") as caught:
+        Encoder(save(tokenizer, tmp_path), limits=LIMITS)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("tokenizer", [splitting("(q+)+$"), swelling("normalizer", "q")])
+def test_one_that_attacks_later_costs_that_prompt_only(tmp_path: Path, tokenizer: Tokenizer | str) -> None:
+    encoder = Encoder(save(tokenizer, tmp_path), limits=LIMITS)
+    for text in ("The end.", "q" * 99 + "!", "The end."):
+        if text == "The end.":
+            assert encoder.encode(text, add_special_tokens=False)
+            continue
+        with pytest.raises(RequestError, match="give prompt_token_ids") as caught:
+            encoder.encode(text, add_special_tokens=False)
+        assert caught.value.code == "invalid_prompt"
+    encoder.close()
+
+
+def test_a_panic_of_the_library_is_an_answer(tmp_path: Path) -> None:
+    path = save(splitting(LLAMA_3), tmp_path)
+    encoder = Encoder(path)
+    with pytest.raises(RequestError, match="PanicException") as caught:
+        encoder.encode(" " * 12_000_000 + "a", add_special_tokens=False)
+    assert caught.value.code == "invalid_prompt"
+    assert encoder.encode("a", add_special_tokens=False)
+    encoder.close()
+
+
+def test_a_text_that_could_never_fit_is_not_encoded(tmp_path: Path) -> None:
+    tokenizer = splitting(LLAMA_3)
+    longest = max(tokenizer.get_vocab(), key=lambda token: len(token.encode()))
+    span = max_bytes_per_token(tokenizer)
+    assert span == len(longest.encode())
+    encoder = Encoder(save(tokenizer, tmp_path), max_model_len=4)
+    with pytest.raises(RequestError, match="12000001 bytes") as caught:
+        encoder.encode(" " * 12_000_000 + "a", add_special_tokens=False)
+    assert caught.value.code == "prompt_too_long"
+    encoder.close()
+
+
+@kinds
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_no_token_stands_for_more_than_is_said(kind: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind]
+    span = max_bytes_per_token(tokenizer)
+    assert (span is None) == (kind in ("wordpiece", "bpe with suffix", "no decoder", "llama", "gemma", "metaspace"))
+    if span is not None:
+        text = data.draw(st.one_of(st.text(max_size=50), st.sampled_from(LINES)))
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert len(text.encode()) <= len(ids) * span
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2's and Gemma's."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "e", "▁e", "▁▁"]
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    merges = [("▁", "e"), ("▁", "▁")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+def composing() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+@pytest.mark.parametrize("tokenizer", [byte_fallback(), composing()])
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(st.sampled_from("ab é你😀\n.\u0301\u0308\u1fef\u212b\u0345\u1f82가ᄀ\u1161\U0002f800"), max_size=40)
+)
+def test_nor_behind_a_normalizer(tokenizer: Tokenizer, text: str) -> None:
+    span = max_bytes_per_token(tokenizer)
+    assert span is not None
+    assert len(text.encode()) <= len(tokenizer.encode(text, add_special_tokens=False).ids) * span
+
+
+def dropping(**how: Any) -> Tokenizer:
+    tokenizer = byte_level()
+    for name, part in how.items():
+        setattr(tokenizer, name, part)
+    return tokenizer
+
+
+def stripping() -> Tokenizer:
+    tokenizer = byte_level()
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"][0]["rstrip"] = True
+    return Tokenizer.from_str(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        stripping(),
+        dropping(normalizer=normalizers.Strip()),
+        dropping(normalizer=normalizers.Replace("  ", " ")),
+        dropping(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.NFKC()])),
+        dropping(pre_tokenizer=pre_tokenizers.Whitespace()),
+        dropping(
+            pre_tokenizer=pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(use_regex=False)]
+            )
+        ),
+    ],
+)
+def test_where_text_is_dropped_nothing_is_said(tokenizer: Tokenizer) -> None:
+    assert max_bytes_per_token(tokenizer) is None
