@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
-from cost_model.quantities import counted
+from cost_model.quantities import counted, seconds_text
 from cost_model.report import as_json
 from cost_model.search import Plan
 from cost_model.size import Sizing
@@ -86,7 +86,7 @@ def _summary(sizing: Sizing, plan: Plan) -> str:
         f"# {sizing.setup.spec.name} on {sizing.system.s.name}: {counted(plan.sockets, 'R-worker')} on "
         f"{counted(plan.hosts, 'host')} of {sizing.system.r.name},\n"
         f"# {counted(plan.batch, 'sequence')} at once in {counted(plan.lanes, 'lane')}; expected "
-        f"{step.tokens_per_s:,.0f} tokens/s, {step.tpot_s * 1e3:.3g} ms a token."
+        f"{step.tokens_per_s:,.0f} tokens/s, {seconds_text(step.tpot_s)} a token."
     )
 
 

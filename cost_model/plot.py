@@ -10,7 +10,7 @@ from cost_model.predict import StepPrediction
 from cost_model.quantities import counted, rate_text, seconds_text
 from cost_model.search import Plan
 from cost_model.size import Sizing
-from fastdecode.core.errors import ConfigError, MissingExtraError
+from fastdecode.core.errors import ConfigError, imports_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,10 +38,8 @@ def check_plot(path: Path) -> None:
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"--plot {path}: the name must end in .png, .svg or .pdf")
-    try:
+    with imports_for("--plot"):
         import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise MissingExtraError("matplotlib", "plot", "--plot") from None
 
 
 def save_plot(sizing: Sizing, path: Path) -> None:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def seconds_text(seconds: float) -> str:
     """0.00123 → ``1.23 ms``."""
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
+
+
+def times_text(times: Sequence[float | None], separator: str = "/") -> str:
+    """Seconds in one unit: ``12/15.3/98 ms``; from 1 s on ``0.8/1.2/3.4 s``. None: there is none, ``-``."""
+    longest = max((each for each in times if each is not None), default=0.0)
+    size, unit = (1.0, "s") if longest >= 1.0 else (1e-3, "ms")
+    shown = ("-" if each is None else f"{round_to(each / size, 3):g}" for each in times)
+    return f"{separator.join(shown)} {unit}"
 
 
 def bytes_text(num_bytes: float) -> str:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from cost_model.constraints import Constraint, Promises, best_effort_constraints, gpu_busy_constraints
 from cost_model.hardware import Gpu
 from cost_model.predict import MAX_LANES, StepPrediction, System
-from cost_model.quantities import counted, rate_text
+from cost_model.quantities import counted, rate_text, seconds_text
 from cost_model.question import MAX_BATCH, Goal, Setup, split_counts
 from fastdecode.core.errors import ConfigError
 
@@ -208,8 +208,8 @@ def _what_must_give(setup: Setup, system: System, goal: Goal) -> str:
         return "more sockets than --max-sockets allows, or another --batch"
     fastest = min(plans, key=lambda plan: plan.expected.step_s)
     return (
-        f"the shortest step that this hardware can make is {fastest.expected.step_s * 1e3:.3g} ms a token "
-        f"({fastest.expected.latency_s:.3g} s a sequence), with {counted(fastest.batch, 'sequence')} on "
+        f"the shortest step that this hardware can make is {seconds_text(fastest.expected.step_s)} a token "
+        f"({seconds_text(fastest.expected.latency_s)} a sequence), with {counted(fastest.batch, 'sequence')} on "
         f"{counted(fastest.sockets, 'socket')}: ask for no less"
     )
 

@@ -41,7 +41,9 @@ _ENTRY, _JOB, _NUM_UNITS = 320, 328, 336
 _BUSY = 384
 _RUNTIME, _HELP, _NUM_THREADS, _SCRATCHES = 448, 456, 464, 472  # of an OpenMP team
 _NUM_ARRIVED = 512
-_SHARED_BYTES = 576
+_CALLER_SLEEPS = 576
+_SHARED_BYTES = 640
+_AT_WORK = 0xFFFF
 _OPEN = 1 << 16
 _GENERATION = 17
 _SPINS = 1500
@@ -103,14 +105,6 @@ def _system_call(typingctx, number, a, b, c):
         return call(builder, "syscall", I64, [*args, I64(0), I64(0), I64(0)])
 
     return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def _yield_core(typingctx):
-    def codegen(context, builder, signature, args):
-        return call(builder, "sched_yield", I32, [])
-
-    return types.int32(), codegen
 
 
 @intrinsic
@@ -177,7 +171,9 @@ def _serve(shared, scratch):
             if _exchange_if(shared + _GATE, gate, gate + 1):
                 last, spins = gate >> _GENERATION, 0
                 _work(shared, scratch)
-                fetch_add(shared + _GATE, -1)
+                left = fetch_add(shared + _GATE, -1) & (_OPEN | _AT_WORK)
+                if left == 1 and _atomic_load(shared + _CALLER_SLEEPS) != 0:  # the last one
+                    _system_call(_FUTEX, shared + _GATE, 129, 1)  # FUTEX_WAKE_PRIVATE
             continue
         spins += 1
         if spins < _SPINS:
@@ -207,6 +203,23 @@ def _wake_helpers(shared):
 
 
 @part
+def _await_helpers(shared):
+    """Until none is at work. One that has lost its core may be long: then whoever has that core needs this one."""
+    spins = 0
+    while (_atomic_load(shared + _GATE) & _AT_WORK) != 0:
+        spins += 1
+        if spins < _SPINS:
+            _pause()
+            continue
+        _exchange_if(shared + _CALLER_SLEEPS, 0, 1)
+        gate = _atomic_load(shared + _GATE)
+        if (gate & _AT_WORK) != 0:  # the system looks at the gate's lower half once more
+            _system_call(_FUTEX, shared + _GATE, 128, gate & 0xFFFFFFFF)  # FUTEX_WAIT_PRIVATE
+    if spins >= _SPINS:
+        _exchange_if(shared + _CALLER_SLEEPS, 1, 0)
+
+
+@part
 def run_units(shared, entry, job, num_units, scratch):
     """Run ``entry(job, unit, scratch)`` for every unit, with the team at ``shared`` (0: alone)."""
     alone = shared == 0 or num_units == 1
@@ -230,13 +243,7 @@ def run_units(shared, entry, job, num_units, scratch):
     _wake_helpers(shared)
     _work(shared, scratch)
     fetch_add(shared + _GATE, -_OPEN)
-    spins = 0
-    while (_atomic_load(shared + _GATE) & 0xFFFF) != 0:
-        spins += 1
-        if spins < _SPINS:
-            _pause()
-        else:
-            _yield_core()
+    _await_helpers(shared)
     fetch_add(shared + _BUSY, -1)
 
 

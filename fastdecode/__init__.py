@@ -14,7 +14,11 @@ R-worker host or a planner's laptop needs no torch.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
+
+from fastdecode.core.openmp import bound_spinning
 
 if TYPE_CHECKING:
     from fastdecode.core.config import EngineConfig as EngineConfig
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
     from fastdecode.engine.llm import LLM as LLM
 
 __version__ = "0.1.0"
+
+bound_spinning(os.environ, sys.modules)  # here, as every way to torch leads through this package
 
 _HOME = {
     "LLM": "fastdecode.engine.llm",
@@ -44,11 +50,7 @@ def __getattr__(name: str) -> Any:
 
     if name not in _HOME:
         raise AttributeError(f"module 'fastdecode' has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "safetensors", "tokenizers"):
-            raise
-        from fastdecode.core.errors import MissingExtraError
+    from fastdecode.core.errors import imports_for
 
-        raise MissingExtraError(str(error.name), "sworker", f"fastdecode.{name} (an S-worker)") from None
+    with imports_for(f"fastdecode.{name} (an S-worker)"):
+        return getattr(importlib.import_module(_HOME[name]), name)

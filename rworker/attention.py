@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 import cpu_kernels
 from cpu_kernels import allocate_pool
 from fastdecode.core.errors import CapacityError
+from fastdecode.core.machine import free_memory_bytes
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.messages import Activations, AttendResult
 from rworker.instructions import Compute, CopyBlocks, Prepare, StepPlan
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from cpu_kernels.team import OpenMPTeam
 
 logger = logging.getLogger(__name__)
-
-
-def _available_bytes() -> int:
-    return int(psutil.virtual_memory().available)
 
 
 class Kernels(Protocol):
@@ -60,7 +56,7 @@ class AttentionExecutor:
         team: those threads; None: the kernels' own.
         clock: seconds, for ``AttendResult.compute_s``.
         kernels: ``cpu_kernels`` by default.
-        free_bytes: memory that this host has left.
+        free_bytes: memory that this process may still take.
     """
 
     def __init__(
@@ -70,7 +66,7 @@ class AttentionExecutor:
         team: OpenMPTeam | None = None,
         clock: Callable[[], float] = time.perf_counter,
         kernels: Kernels = cpu_kernels,
-        free_bytes: Callable[[], int] = _available_bytes,
+        free_bytes: Callable[[], int] = free_memory_bytes,
     ) -> None:
         self._free_bytes = free_bytes
         self._threads: dict[str, Any] = {"num_threads": num_threads}
@@ -98,7 +94,7 @@ class AttentionExecutor:
         total_bytes, free_bytes = num_layers * prepare.num_blocks * layout.block_bytes, self._free_bytes()
         if total_bytes > free_bytes:  # the system would promise it, and kill whoever fills it
             raise CapacityError(
-                f"the KV cache would take {total_bytes} bytes, but {free_bytes} are free on this host: "
+                f"the KV cache would take {total_bytes} bytes, but {free_bytes} are free here: "
                 "give the R-worker less KV memory (--kv-memory-gb)"
             )
         try:

@@ -1,4 +1,4 @@
-"""What torch raises when a device, its memory or another rank has failed: not a mistake of ours, which raises as it is."""
+"""What torch raises when a device, its memory or another rank has failed: not a mistake of ours, which raises as is."""
 
 from __future__ import annotations
 

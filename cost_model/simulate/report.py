@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cost_model.quantities import times_text
 from cost_model.simulate.simulator import Outcome
 
 _PERCENTILES = (50, 90, 99)
@@ -70,9 +71,9 @@ def as_text(outcomes: Mapping[str, Outcome]) -> str:
         ("running, mean", lambda s: f"{s['running_mean']:.1f}"),
         ("S-worker idle", lambda s: f"{s['s_idle_share']:.0%}"),
         ("R-workers idle", lambda s: f"{s['r_idle_share']:.0%}"),
-        ("step p50 / p99", lambda s: _milliseconds(s["step_s"])),
-        ("TPOT p50 / p99", lambda s: _milliseconds(s["tpot_s"])),
-        ("TTFT p50 / p99", lambda s: f"{s['ttft_s']['p50']:.2f} / {s['ttft_s']['p99']:.2f} s"),
+        ("step p50 / p99", lambda s: _typical_and_worst(s["step_s"])),
+        ("TPOT p50 / p99", lambda s: _typical_and_worst(s["tpot_s"])),
+        ("TTFT p50 / p99", lambda s: _typical_and_worst(s["ttft_s"])),
         ("suspensions", lambda s: f"{s['suspensions']}"),
         ("refused requests", lambda s: f"{s['refused']}"),
     ]
@@ -91,5 +92,5 @@ def _percentiles(values: list[float]) -> dict[str, float]:
     return {f"p{p}": value for p, value in zip(_PERCENTILES, found, strict=True)} | {"max": max(values)}
 
 
-def _milliseconds(percentiles: Mapping[str, float]) -> str:
-    return f"{1e3 * percentiles['p50']:.1f} / {1e3 * percentiles['p99']:.1f} ms"
+def _typical_and_worst(percentiles: Mapping[str, float]) -> str:
+    return times_text((percentiles["p50"], percentiles["p99"]), " / ")

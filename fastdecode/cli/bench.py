@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import tell
-from fastdecode.core.errors import ConfigError, MissingExtraError
+from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.measurement import Profile, RProfile, SProfile, read_profile
 
 if TYPE_CHECKING:
@@ -56,12 +56,8 @@ def run_bench(args: argparse.Namespace) -> int:
     if not 0.0 < args.tolerance <= 1e6:
         raise ConfigError(f"--tolerance {args.tolerance} is not a number above 0 and at most 1e6")
     planned = read_plan(args.plan)
-    try:
+    with imports_for("fastdecode bench (an S-worker)"):
         from fastdecode.measure.calibrate import SEffort, calibrate_s
-    except ModuleNotFoundError as error:
-        if error.name in ("torch", "safetensors", "tokenizers"):
-            raise MissingExtraError(str(error.name), "sworker", "fastdecode bench (an S-worker)") from None
-        raise
     spec, config, twin = _twin(args, planned.dtype, planned.kv_dtype, planned.steady)
     if twin != planned.steady or spec.name != planned.model:
         tell(f"the plan is for {_describe(planned.model, planned.steady)}")
@@ -79,16 +75,14 @@ def _twin(
     args: argparse.Namespace, dtype: str, kv_dtype: str, planned: SteadyBatch
 ) -> tuple[ModelSpec, EngineConfig, SteadyBatch]:
     """What runs here in the plan's place."""
-    import psutil
-
     from cost_model.shapes import read_model
     from cost_model.steady import scale_down
     from fastdecode.core.config import EngineConfig
     from fastdecode.core.dtype import DType
-    from fastdecode.core.machine import available_cores
+    from fastdecode.core.machine import available_cores, default_kv_bytes
 
     spec, cores = read_model(args.model), available_cores()
-    kv_bytes = psutil.virtual_memory().available // 4
+    kv_bytes = default_kv_bytes(2)  # weights, and what steps need, have as much as the cache
     token_bytes = spec.kv_spec(DType.parse(kv_dtype, option="kv_dtype", of_kv=True)).token_bytes
     kv_tokens = min(MAX_TWIN_TOKENS, kv_bytes // token_bytes)
     longest = replace(planned, context_tokens=min(planned.context_tokens, spec.max_model_len // 2))
@@ -175,14 +169,17 @@ def _report(args: argparse.Namespace, twin: SteadyBatch, quantities: list[Quanti
     else:
         print(f"{'':<14} {'predicted':>12} {'measured':>12}   off by")
         for each in quantities:
-            unit = 1.0 if each.name.endswith("_per_s") else 1e3
-            name = each.name if unit == 1.0 else each.name.removesuffix("_s") + "_ms"
             mark = "" if each.within(args.tolerance) else "   beyond the tolerance"
-            print(
-                f"{name:<14} {each.predicted * unit:>12.3f} {each.measured * unit:>12.3f}   "
-                f"{each.relative_error:+.1%}{mark}"
-            )
+            print(f"{_row(each)}   {each.relative_error:+.1%}{mark}")
     return 0 if good else EXIT_OFF
+
+
+def _row(each: Quantity) -> str:
+    """Its name, prediction and measurement: times in ms, from 1 s on in s."""
+    name, factor = each.name, 1.0
+    if not name.endswith("_per_s") and max(each.predicted, each.measured) < 1.0:
+        name, factor = name.removesuffix("_s") + "_ms", 1e3
+    return f"{name:<14} {each.predicted * factor:>12.3f} {each.measured * factor:>12.3f}"
 
 
 def _read(path: Path | None, kind: type[Any], option: str, letter: str) -> Any:

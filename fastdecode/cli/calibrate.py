@@ -10,8 +10,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from cost_model.quantities import seconds_text
 from fastdecode.cli.options import tell
-from fastdecode.core.errors import ConfigError, MissingExtraError
+from fastdecode.core.errors import ConfigError, imports_for
 
 MAX_SIZES = 64
 LINK_BLOCK_SIZE = 16
@@ -110,19 +111,15 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
         kv_memory_gb=args.kv_memory_gb,
         block_size=args.block_size,
     )
-    try:
+    with imports_for("fastdecode calibrate s (an S-worker)"):
         from fastdecode.measure.calibrate import SEffort, calibrate_s
-    except ModuleNotFoundError as error:
-        if error.name in ("torch", "safetensors", "tokenizers"):
-            raise MissingExtraError(str(error.name), "sworker", "fastdecode calibrate s (an S-worker)") from None
-        raise
     default = SEffort()
     effort = SEffort(args.batches or default.batches, args.prompts or default.prompts, args.repeats)
     profile = calibrate_s(config, effort, tell)
     write_profile(args.out, profile)
     for point in profile.layer:
         timing = point.timing
-        tell(f"  T({point.size}) = {timing.median_s * 1e6:,.0f} us a layer (spread {timing.spread:.1%})")
+        tell(f"  T({point.size}) = {seconds_text(timing.median_s)} a layer (spread {timing.spread:.1%})")
     tell(f"wrote {args.out}; use it with: fastdecode size --gpu {args.out}")
     return 0
 
@@ -160,9 +157,9 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     ceiling = sorted(profile.read_bytes_per_s)[len(profile.read_bytes_per_s) // 2]
     rate = kv.token_bytes / kv.num_layers / fit.token_s if fit.token_s > 0 else float("inf")
     tell(
-        f"  R = {fit.token_s * 1e9:.3g} ns a cached token and layer ({rate / 1e9:.3g} GB/s of a read ceiling of "
-        f"{ceiling / 1e9:.3g}), {fit.sequence_s * 1e6:.3g} us a sequence, {fit.call_s * 1e6:.3g} us a call; fit error "
-        f"{fit.relative_error:.1%}"
+        f"  R = {seconds_text(fit.token_s)} a cached token and layer ({rate / 1e9:.3g} GB/s of a read ceiling of "
+        f"{ceiling / 1e9:.3g}), {seconds_text(fit.sequence_s)} a sequence, {seconds_text(fit.call_s)} a call; "
+        f"fit error {fit.relative_error:.1%}"
     )
     tell(f"wrote {args.out}; use it with: fastdecode size --cpu {args.out}")
     return 0
@@ -204,20 +201,19 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     write_profile(args.out, profile)
     link = Link.from_profile(profile)
     tell(
-        f"  round trip {link.round_trip_s * 1e6:.3g} us, {link.bytes_per_s / 1e9:.3g} GB/s each way, a message costs "
-        f"the S-worker's thread {link.message_s * 1e6:.3g} us"
+        f"  round trip {seconds_text(link.round_trip_s)}, {link.bytes_per_s / 1e9:.3g} GB/s each way, a message costs "
+        f"the S-worker's thread {seconds_text(link.message_s)}"
     )
     tell(f"wrote {args.out}; use it with: fastdecode size --nic {args.out}")
     return 0
 
 
 def _memory_bytes(args: argparse.Namespace) -> int:
-    """Of each R-worker's KV cache: as given, or half of the free memory shared out, which is the engine's default."""
-    import psutil
+    """Of each R-worker's KV cache: as given, or what R-workers take by default."""
+    from fastdecode.core.machine import default_kv_bytes
 
     if args.kv_memory_gb is None:
-        num_workers: int = args.r_workers
-        return int(psutil.virtual_memory().available) // 2 // num_workers
+        return default_kv_bytes(args.r_workers)
     if not 1e-3 <= args.kv_memory_gb <= 1e6:
         raise ConfigError(f"--kv-memory-gb {args.kv_memory_gb} is not a number of GB from 0.001 to 1000000")
     gigabytes: float = args.kv_memory_gb

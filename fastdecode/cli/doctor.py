@@ -19,6 +19,7 @@ from fastdecode.cli.options import add_exit_code_option
 from fastdecode.cli.r_worker import serve_rank
 from fastdecode.core.config import Cluster
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
+from fastdecode.core.install import pip_command
 from fastdecode.wire.mpi import job as mpi_job
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         _serve_if_r_rank(args)
         workers = _examine_all(args)
     except MissingExtraError as error:
-        findings.append(Finding("FAIL", "transport", error.message, f'pip install "fastdecode[{error.extra}]"'))
+        findings.append(Finding("FAIL", "transport", error.message, pip_command(error.extra)))
     except FastDecodeError as error:
         findings.append(Finding("FAIL", "transport", error.message))
     findings += _launcher()
@@ -136,7 +137,7 @@ def _launcher() -> list[Finding]:
     library = _mpi_library()
     if library is None or mpirun is None:
         missing = "mpi4py with an MPI library" if library is None else "mpirun"
-        mend = 'for jobs over MPI: pip install "fastdecode[mpi]"'
+        mend = f"for jobs over MPI: {pip_command('mpi')}"
         return [Finding("WARN", "mpi", f"there is no {missing} here: only threads and ZeroMQ can be used", mend)]
     try:
         version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False)

@@ -18,7 +18,7 @@ from fastdecode.cli.options import (
     tell,
 )
 from fastdecode.cli.r_worker import serve_if_r_rank
-from fastdecode.core.errors import MissingExtraError
+from fastdecode.core.errors import imports_for
 
 
 def add_generate(commands: Any) -> None:
@@ -52,16 +52,12 @@ def add_generate(commands: Any) -> None:
 def _generate(args: argparse.Namespace) -> int:
     serve_if_r_rank(args, engine_options(args))
     defaults = sampling_defaults(args)
-    try:
+    with imports_for("fastdecode generate (an S-worker)"):
         from fastdecode.engine.llm import LLM
         from fastdecode.engine.progress import Progress
         from fastdecode.jobs import ordered as batch
         from fastdecode.measure.chrome_trace import open_trace
         from fastdecode.measure.summary import render, summarise
-    except ModuleNotFoundError as error:
-        if error.name in ("torch", "safetensors", "tokenizers"):
-            raise MissingExtraError(str(error.name), "sworker", "fastdecode generate (an S-worker)") from None
-        raise
     batch.check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
     num_requests = batch.count_lines(args.input)
     with (

@@ -18,6 +18,7 @@ from typing import Any
 
 from fastdecode.cli.options import tell
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.install import pip_command
 from fastdecode.wire.mpirun_line import JobLine, parse_hosts, vendor_of
 
 COMMANDS = ("generate", "run-batch", "doctor", "calibrate")
@@ -144,7 +145,7 @@ def _mpirun(given: str | None) -> str:
     beside = Path(sys.executable).with_name("mpirun")
     found = given or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if found is None:
-        raise ConfigError('there is no mpirun: pip install "fastdecode[mpi]" brings one, or say --mpirun FILE')
+        raise ConfigError(f"there is no mpirun: {pip_command('mpi')} brings one, or say --mpirun FILE")
     return found
 
 

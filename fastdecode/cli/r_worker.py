@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastdecode.core.errors import ConfigError, MissingExtraError
+from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.wire.mpi import job as mpi_job
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of the memory that is free on a host, what the KV caches of its R-workers take together if nobody says.
-DEFAULT_KV_SHARE = 0.5
 MAX_THREADS = 4096
 _PARENT_INTERVAL_S = 0.5
 
@@ -196,10 +194,10 @@ def _make_worker(
 
 
 def _kv_bytes(kv_memory_gb: float | None, num_sharing: int) -> int:
-    from fastdecode.core.machine import free_memory_bytes
+    from fastdecode.core.machine import default_kv_bytes
 
     if kv_memory_gb is None:
-        return int(free_memory_bytes() * DEFAULT_KV_SHARE) // num_sharing
+        return default_kv_bytes(num_sharing)
     if not 0 < kv_memory_gb <= 1e6:
         raise ConfigError(f"kv_memory_gb={kv_memory_gb} is not a number of GB above 0 and at most 1e6")
     return int(kv_memory_gb * 1e9)
@@ -226,13 +224,9 @@ def _bind_cpus(args: argparse.Namespace) -> int | None:
 
 
 def _zmq_access() -> Any:
-    try:
-        from fastdecode.wire.zmq import access as zmq_access
-    except ModuleNotFoundError as error:
-        if error.name == "zmq":
-            raise MissingExtraError("pyzmq", "zmq", "an R-worker at an address") from None
-        raise
-    return zmq_access
+    with imports_for("an R-worker at an address"):
+        from fastdecode.wire.zmq import access
+    return access
 
 
 def _end_with(parent: int) -> None:

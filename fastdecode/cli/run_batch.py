@@ -32,7 +32,7 @@ from fastdecode.cli.options import (
 )
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.core.config import EngineConfig
-from fastdecode.core.errors import MissingExtraError
+from fastdecode.core.errors import imports_for
 from fastdecode.wire.mpi import job as mpi_job
 
 if TYPE_CHECKING:
@@ -106,14 +106,10 @@ def run_run_batch(args: argparse.Namespace) -> int:
     """Run or resume one job. Returns the exit code."""
     serve_if_r_rank(args, engine_options(args))
     sampling_defaults(args)
-    try:
+    with imports_for(f"{COMMAND} (an S-worker)"):
         from fastdecode.jobs import ordered as batch
         from fastdecode.jobs.job import open_job
         from fastdecode.measure.summary import render
-    except ModuleNotFoundError as error:
-        if error.name in ("torch", "safetensors", "tokenizers"):
-            raise MissingExtraError(str(error.name), "sworker", f"{COMMAND} (an S-worker)") from None
-        raise
     batch.check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
     config = EngineConfig.of(args.model, **engine_options(args))
     with open_job(_job_options(args), config, tell) as job:

@@ -20,9 +20,12 @@ invariants.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
+
+from fastdecode.core.install import pip_command
 
 _ABSENT = object()
 _E = TypeVar("_E", bound=BaseException)
@@ -105,11 +108,38 @@ class MissingExtraError(ConfigError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed. "
-            f'Install it with: pip install "fastdecode[{extra}]"   (from a checkout: pip install ".[{extra}]")'
+            f"{purpose} needs the package {package!r}, which is not installed. Install it with: {pip_command(extra)}"
         )
         self.package = package
         self.extra = extra
+
+
+@contextlib.contextmanager
+def imports_for(purpose: str) -> Iterator[None]:
+    """Within, modules are imported that need the packages of an extra.
+
+    Raises:
+        MissingExtraError: one of those packages isn't installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        package, extra = _EXTRAS[error.name]
+        raise MissingExtraError(package, extra, purpose) from None
+
+
+_EXTRAS = {
+    "torch": ("torch", "sworker"),
+    "safetensors": ("safetensors", "sworker"),
+    "tokenizers": ("tokenizers", "sworker"),
+    "jinja2": ("jinja2", "sworker"),
+    "zmq": ("pyzmq", "zmq"),
+    "mpi4py": ("mpi4py", "mpi"),
+    "matplotlib": ("matplotlib", "plot"),
+}
+"""Package and extra of the modules that not every host has."""
 
 
 class ModelError(FastDecodeError):

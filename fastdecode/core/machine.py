@@ -34,10 +34,24 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+DEFAULT_KV_SHARE = 0.5
+"""Of the memory that is free on a host, what KV caches there take together unless the user says."""
+
+
 def free_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Memory that this process may still take: what the host has free, or less if a control group that it is in
     (a container's, a batch job's) leaves less."""
     return max(0, min([psutil.virtual_memory().available, *_group_rooms(cgroups, own)]))
+
+
+def default_kv_bytes(num_caches: int, free_bytes: int | None = None) -> int:
+    """Memory of each of so many KV caches that share this host, where nobody says.
+
+    Args:
+        free_bytes: for them and all else; None: what is free now.
+    """
+    free = free_memory_bytes() if free_bytes is None else free_bytes
+    return int(free * DEFAULT_KV_SHARE) // num_caches
 
 
 def _group_rooms(cgroups: Path, own: Path) -> Iterator[int]:

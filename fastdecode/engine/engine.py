@@ -115,8 +115,7 @@ class Engine:
             raise copy(self.broken)
         if request.request_id in self._groups:
             raise RequestError(
-                f"request id {request.request_id!r} is that of a request which isn't finished: give each its own",
-                code="duplicate_id",
+                f"request id {request.request_id!r} is that of one unfinished: give each its own", code="duplicate_id"
             )
         runs = []
         now = time.perf_counter()

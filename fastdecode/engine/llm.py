@@ -161,8 +161,8 @@ class LLM:
         """Run requests as they come from an iterable; yield each output as soon as it is complete.
 
         Only so many requests are taken ahead as keep the batch full, so memory stays flat however many there are.
-        A request with the id of one that is unfinished is refused. If an R-worker is lost, every request that was taken is
-        yielded with that error, and the stream ends.
+        A request with the id of one that is unfinished is refused. When no R-worker is left, or the S-worker fails,
+        every request that was taken is yielded with that error, and the stream ends.
 
         Args:
             requests: asked for the next one when there is room for it.

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from cost_model.quantities import seconds_text
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.host import HostFacts
@@ -204,9 +205,8 @@ def _links(workers: Sequence[WorkerFacts]) -> Iterator[Finding]:
         if worker.link is None:
             continue
         link = worker.link
-        shown = (
-            f"{worker.peer}: round trip {link.round_trip_s * 1e6:.0f} us, {link.bytes_per_s / 1e9:.2f} GB/s each way"
-        )
+        round_trip = seconds_text(link.round_trip_s)
+        shown = f"{worker.peer}: round trip {round_trip}, {link.bytes_per_s / 1e9:.2f} GB/s each way"
         if link.round_trip_s > SLOW_ROUND_TRIP_S or link.bytes_per_s < SLOW_BYTES_PER_S:
             mend = "check that the fast network is used (launch --interface NET), and that ranks don't share CPUs"
             yield Finding("WARN", "link", f"{shown}: slow", mend)

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+from cost_model.quantities import times_text
 from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.engine.llm import LLM
 
@@ -103,4 +104,4 @@ def render(summary: dict[str, Any]) -> str:
 
 
 def _shown(percentiles: dict[str, float | None]) -> str:
-    return "/".join("-" if p is None else f"{p * 1e3:.3g}" for p in percentiles.values()) + " ms (p50/p90/p99)"
+    return f"{times_text(tuple(percentiles.values()))} (p50/p90/p99)"

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.core.errors import CheckpointError, ConfigError, MissingExtraError, RequestError
+from fastdecode.core.errors import CheckpointError, ConfigError, RequestError, imports_for
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -111,10 +111,8 @@ class ChatTemplate:
 
 
 def _compile(source: str, origin: str) -> Template:
-    try:
+    with imports_for("a chat template"):
         from jinja2 import TemplateError
-    except ModuleNotFoundError:
-        raise MissingExtraError("jinja2", "sworker", "a chat template") from None
     try:
         return _environment().from_string(source)
     except TemplateError as error:

@@ -7,7 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fastdecode.core.machine import free_memory_bytes
+import fastdecode
+from fastdecode.core.machine import default_kv_bytes, free_memory_bytes
+from rworker.attention import AttentionExecutor
 
 MB = 1 << 20
 
@@ -49,3 +51,20 @@ def test_no_limit(text: str, tmp_path: Path, own: Path) -> None:
     free = psutil.virtual_memory().total
     assert free // 64 < free_memory_bytes(tmp_path, own) <= free
     assert free_memory_bytes(tmp_path, tmp_path / "no such file") > free // 64
+
+
+def test_half_of_it_is_for_caches() -> None:
+    assert default_kv_bytes(3, 600) == 100
+    assert 0 < default_kv_bytes(1) <= psutil.virtual_memory().total // 2
+
+
+def test_nobody_asks_the_host_alone() -> None:
+    """In a container it has more than this process may take."""
+    root = Path(fastdecode.__file__).parents[1]
+    files = [
+        file
+        for package in ("fastdecode", "rworker", "sworker", "cost_model")
+        for file in (root / package).rglob("*.py")
+    ]
+    assert [file.name for file in files if "virtual_memory().available" in file.read_text()] == ["machine.py"]
+    assert AttentionExecutor()._free_bytes is free_memory_bytes

@@ -217,7 +217,7 @@ def test_a_broken_tokenizer_config_is_named(tmp_path: Path) -> None:
 def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(byte_level(), tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(MissingExtraError, match=r"fastdecode\[sworker\]"):
+    with pytest.raises(MissingExtraError, match=r"\[sworker\]"):
         TextCodec.load(tmp_path)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from fastdecode.core.errors import MissingExtraError, WorkerError
+from fastdecode.core.errors import WorkerError, imports_for
 from fastdecode.engine.fleet.fleet import RHub
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
@@ -155,13 +155,9 @@ class ZmqWorkers:
         silence_s: float,
         reach_timeout_s: float = REACH_TIMEOUT_S,
     ) -> None:
-        try:
+        with imports_for("the ZeroMQ transport"):
             from fastdecode.wire.zmq.access import ClusterKey
             from fastdecode.wire.zmq.hub import ZmqHub
-        except ModuleNotFoundError as error:
-            if error.name == "zmq":
-                raise MissingExtraError("pyzmq", "zmq", "the ZeroMQ transport") from None
-            raise
         self.hub = ZmqHub(None if key_file is None else ClusterKey.read(Path(key_file)), silence_s=silence_s)
         try:
             for address in addresses:

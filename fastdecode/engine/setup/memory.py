@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.machine import default_kv_bytes
 from fastdecode.core.model.spec import ModelSpec
 
-HOST_KV_SHARE = 0.5
-"""Of the host memory that the S-part leaves free, what KV caches in this process take unless the user says."""
 CUDA_RESERVE_BYTES = 1 << 30
 """Workspaces, fragmentation."""
 GRAPH_BYTES = 256 << 10
@@ -129,8 +128,9 @@ def plan_memory(
             what, kv.cache_bytes * kv.num_caches, kv_room, where, (Given("kv_memory_gb"), " or ", Given("r_workers"))
         )
         return MemoryPlan(weights, activations, staging, kv.cache_bytes, graphs)
-    share = 1.0 if kv.on_device and free.device_bytes is not None else HOST_KV_SHARE
-    return MemoryPlan(weights, activations, staging, int(kv_room * share) // kv.num_caches, graphs)
+    if kv.on_device and free.device_bytes is not None:
+        return MemoryPlan(weights, activations, staging, kv_room // kv.num_caches, graphs)
+    return MemoryPlan(weights, activations, staging, default_kv_bytes(kv.num_caches, kv_room), graphs)
 
 
 def _weights_bytes(spec: ModelSpec, sizes: StepSizes) -> int:

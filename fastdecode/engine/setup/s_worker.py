@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
+import torch
+
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.openmp import spins_on
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import fuse
@@ -12,6 +18,8 @@ from sworker.ranks.parallel import ParallelSWorker, Ranks
 from sworker.ranks.sharding import parallelize
 from sworker.worker import SWorker
 
+logger = logging.getLogger(__name__)
+
 
 def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> SWorker:
     """The S-worker as it was configured."""
@@ -20,8 +28,17 @@ def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks
         parallelize(model, ranks.shard, ranks.add_up)
         return ParallelSWorker(spec, model, ranks, step_graphs(model, resolved, ranks))
     if resolved.device.type == "cpu":
+        _tell_of_spinning()
         pack(model)
     return SWorker(spec, model, resolved.device, step_graphs(model, resolved))
+
+
+def _tell_of_spinning() -> None:
+    if torch.get_num_threads() > 1 and spins_on(os.environ):
+        logger.warning(
+            "torch was imported before fastdecode, so its idle threads spin for milliseconds: beside other work on "
+            "these cores this is several times slower. Import fastdecode first, or set GOMP_SPINCOUNT=3000"
+        )
 
 
 def step_graphs(model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> StepGraphs | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from fastdecode.core.errors import ConfigError, MissingExtraError, WorkerError
+from fastdecode.core.errors import ConfigError, MissingExtraError, WorkerError, imports_for
 from fastdecode.wire.mpi.siblings import stopped_siblings
 from fastdecode.wire.patience import look_until_found
 
@@ -168,10 +168,8 @@ def check_size(size: int, launched: int, library: str) -> None:
 
 def _prepare() -> None:
     """Set what must be set before ``mpi4py.MPI`` is imported."""
-    try:
+    with imports_for("the MPI transport"):
         import mpi4py
-    except ModuleNotFoundError:
-        raise MissingExtraError("mpi4py", "mpi", "the MPI transport") from None
     for name, value in _OPEN_MPI_DEFAULTS.items():
         os.environ.setdefault(name, value)
     # Any thread, one at a time: full multi-threading has been seen to hang over TCP when a rank is killed.

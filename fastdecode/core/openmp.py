@@ -1,0 +1,32 @@
+"""How an OpenMP runtime's idle threads wait: they spin for a moment, then sleep.
+
+Left alone, GNU's spin for some 10 ms after every parallel region and Intel's for 200. Where anything else wants the
+cores, such as an R-worker in another process, a thread that spins takes whole time slices from the one it waits for.
+Runtimes read their variables when they are loaded, which importing torch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, MutableMapping
+from typing import Final
+
+_SPINS: Final = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "1"}
+"""GNU's, in turns of a loop; LLVM's and Intel's, in ms. Of GNU's, 1000 cost an idle machine 4%."""
+_POLICY: Final = "OMP_WAIT_POLICY"
+
+
+def bound_spinning(environ: MutableMapping[str, str], modules: Container[str]) -> None:
+    """Bound it for a runtime that is still to be loaded, unless the user has decided.
+
+    Args:
+        environ: this process's environment.
+        modules: that are imported; with torch it is too late.
+    """
+    if "torch" not in modules and _POLICY not in environ:
+        for name, value in _SPINS.items():
+            environ.setdefault(name, value)
+
+
+def spins_on(environ: Container[str]) -> bool:
+    """Whether nobody has decided: torch was imported before this package."""
+    return not any(name in environ for name in (_POLICY, *_SPINS))

@@ -1,0 +1,54 @@
+"""How long idle OpenMP threads spin: bounded before torch is imported, unless the user has decided."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fastdecode.core.openmp import bound_spinning, spins_on
+
+
+def test_bounds_both_runtimes() -> None:
+    environ: dict[str, str] = {}
+    assert spins_on(environ)
+    bound_spinning(environ, modules=())
+    assert sorted(environ) == ["GOMP_SPINCOUNT", "KMP_BLOCKTIME"]
+    assert not spins_on(environ)
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"])
+def test_the_users_word_stands(name: str) -> None:
+    environ = {name: "7"}
+    bound_spinning(environ, modules=())
+    assert environ[name] == "7"
+    assert name != "OMP_WAIT_POLICY" or environ == {name: "7"}
+    assert not spins_on(environ)
+
+
+def test_too_late_with_torch() -> None:
+    environ: dict[str, str] = {}
+    bound_spinning(environ, modules={"torch": None})
+    assert not environ
+    assert spins_on(environ)
+
+
+WAYS = {
+    "the API": "import fastdecode; fastdecode.LLM",
+    "the S-part alone": "import sworker.load.weights",
+    "an R-worker": "import rworker.worker",
+    "the command": "import fastdecode.cli.main",
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_every_way_in(way: str) -> None:
+    decided = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
+    environ = {name: value for name, value in os.environ.items() if name not in decided}
+    code = f"{way}; import os; print(os.environ['GOMP_SPINCOUNT'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert int(done.stdout) < 300_000  # GNU's own
