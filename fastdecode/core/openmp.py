@@ -11,7 +11,7 @@ from collections.abc import Container, MutableMapping
 from typing import Final
 
 _SPINS: Final = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "1"}
-"""GNU's, in turns of a loop; LLVM's and Intel's, in ms. 1000 cost an idle machine 4%, more than these cost a busy one."""
+"""GNU's, in turns of a loop; LLVM's and Intel's, in ms. Of GNU's, 1000 cost an idle machine 4%."""
 _POLICY: Final = "OMP_WAIT_POLICY"
 
 
