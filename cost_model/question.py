@@ -15,6 +15,7 @@ from cost_model.stages import Link, RPart, SPart
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.json_file import read_object
 from fastdecode.core.measurement import NetProfile, RProfile, SProfile
 from fastdecode.core.model.spec import ModelSpec
 
@@ -151,16 +152,13 @@ class Prices:
     @classmethod
     def read(cls, path: Path) -> Prices:
         """Raises ConfigError if the file is missing, broken, or holds anything but prices above 0."""
-        try:
-            if path.stat().st_size > MAX_PRICES_BYTES:
-                raise ConfigError(f"--prices {path} is larger than {MAX_PRICES_BYTES >> 20} MiB: no price list")
-            text = path.read_text("utf-8")
-            tree: Any = json.loads(text) if path.suffix == ".json" else parse_toml(text)
-        except OSError as error:
-            raise ConfigError(f"--prices {path}: {error.strerror}") from None
-        except (UnicodeDecodeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"--prices {path} is neither TOML nor JSON (by its suffix): {error}") from None
-        if not isinstance(tree, dict) or set(tree) - {"currency", "gpu_per_hour", "socket_per_hour"}:
+        tree = read_object(
+            path,
+            most_bytes=MAX_PRICES_BYTES,
+            refuse=lambda why: ConfigError(f"--prices {path} (TOML, or JSON by its suffix): {why}"),
+            parse=json.loads if path.suffix == ".json" else parse_toml,
+        )
+        if set(tree) - {"currency", "gpu_per_hour", "socket_per_hour"}:
             raise ConfigError(f'--prices {path} may hold "currency", "gpu_per_hour" and "socket_per_hour" only')
         currency = tree.get("currency", "USD")
         if not isinstance(currency, str) or not 0 < len(currency) <= 8:

@@ -7,12 +7,12 @@ that its stated head size implies.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from cost_model.hardware import find_name
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.json_file import read_object
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 
@@ -137,14 +137,9 @@ def read_model(model: str) -> ModelSpec:
         if path.name == "config.json" or path.suffix == ".json":
             raise ConfigError(f"--model {model}: there is no file {path}", code="unknown_model")
         return model_named(model)
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"--model {model}: {path} is larger than {MAX_CONFIG_BYTES >> 20} MiB: no config.json")
-        config = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--model {model}: can't read {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"--model {model}: {path} isn't JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"--model {model}: {path} must hold a JSON object")
+    config = read_object(
+        path,
+        most_bytes=MAX_CONFIG_BYTES,
+        refuse=lambda why: ConfigError(f"--model {model}: {path}: {why}"),
+    )
     return read_model_spec(config, name=path.parent.name or model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from cost_model.closed_forms import at_most
 from cost_model.predict import System
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.json_file import read_object
 
 MAX_PLAN_BYTES = 16 << 20
 
@@ -73,15 +73,12 @@ def read_plan(path: Path) -> PlannedBatch:
     Raises:
         ConfigError: the file is missing, isn't such a plan, or has none because the question was infeasible.
     """
-    try:
-        if path.stat().st_size > MAX_PLAN_BYTES:
-            raise ConfigError(f"--plan {path} is larger than {MAX_PLAN_BYTES >> 20} MiB: that is no plan")
-        tree = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--plan {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"--plan {path} isn't JSON: {error}") from None
-    if not isinstance(tree, dict) or (tree.get("format"), tree.get("version")) != ("fastdecode.plan", 1):
+    tree = read_object(
+        path,
+        most_bytes=MAX_PLAN_BYTES,
+        refuse=lambda why: ConfigError(f"--plan {path}: {why}"),
+    )
+    if (tree.get("format"), tree.get("version")) != ("fastdecode.plan", 1):
         raise ConfigError(f"--plan {path} isn't a plan of this release: write it with fastdecode size --json")
     plan, question = tree.get("plan"), tree.get("question")
     if not isinstance(plan, dict) or not isinstance(question, dict):

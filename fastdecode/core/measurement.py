@@ -21,10 +21,12 @@ import statistics
 import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.json_file import read_object, write_whole
 from fastdecode.core.model.spec import ModelSpec
 
 FORMAT = "fastdecode.profile"
@@ -186,12 +188,7 @@ def write_profile(path: Path, profile: Profile) -> None:
     """
     kind = next(kind for kind, cls in _KINDS.items() if isinstance(profile, cls))
     text = json.dumps({"format": FORMAT, "version": SCHEMA_VERSION, "kind": kind, **asdict(profile)}, indent=1)
-    partial = path.with_name(path.name + ".part")
-    try:
-        partial.write_text(text + "\n", "utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"can't write the profile {path}: {error.strerror}") from None
+    write_whole(path, text + "\n", refuse=lambda why: ConfigError(f"the profile {path}: {why}"))
 
 
 def read_profile(path: Path) -> Profile:
@@ -200,15 +197,8 @@ def read_profile(path: Path) -> Profile:
     Raises:
         ConfigError: there is no such file, or it isn't a valid profile; names the field and what it must be.
     """
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB: that is no profile")
-        tree = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"can't read the profile {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise _broken(path, f"it isn't JSON ({error})") from None
-    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+    tree = read_object(path, most_bytes=MAX_FILE_BYTES, refuse=partial(_broken, path))
+    if tree.get("format") != FORMAT:
         raise _broken(path, f'"format" must be "{FORMAT}"')
     if tree.get("version") != SCHEMA_VERSION:
         raise _broken(path, f'"version" is {tree.get("version")!r}; this release reads {SCHEMA_VERSION}')

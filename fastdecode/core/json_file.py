@@ -1,0 +1,78 @@
+"""Small files that people or other programs wrote: read whole and bounded, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fastdecode.core.errors import FastDecodeError
+
+Refuse: TypeAlias = Callable[[str], FastDecodeError]
+"""Words the error for a file that can't be used, from why."""
+
+
+def read_bytes(path: Path, *, most_bytes: int, refuse: Refuse) -> bytes:
+    """A file's content.
+
+    Raises:
+        FastDecodeError: as ``refuse`` words it: it can't be read, isn't a regular file, or is too large.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise refuse("can't read it: it is not a file")
+        if found.st_size > most_bytes:
+            raise refuse(f"it has {found.st_size} bytes, and {most_bytes} are the most")
+        return path.read_bytes()
+    except OSError as error:
+        raise refuse(f"can't read it: {error.strerror or error}") from None
+
+
+def read_object(
+    path: Path,
+    *,
+    most_bytes: int,
+    refuse: Refuse,
+    parse: Callable[[str], Any] = json.loads,
+) -> dict[str, Any]:
+    """A file that holds one object.
+
+    Args:
+        parse: of another format than JSON; raises ValueError.
+
+    Raises:
+        FastDecodeError: as ``refuse`` words it: see ``read_bytes``, or it holds something else.
+    """
+    data = read_bytes(path, most_bytes=most_bytes, refuse=refuse)
+    try:
+        tree = parse(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"it isn't valid {'JSON' if parse is json.loads else 'text'}: {error}") from None
+    if not isinstance(tree, dict):
+        raise refuse(f"it holds a {type(tree).__name__}, and no object")
+    return tree
+
+
+def write_whole(path: Path, text: str, *, refuse: Refuse, durable: bool = False) -> None:
+    """Write a file in place of any that was there, whole or not at all.
+
+    Args:
+        durable: it is there even if the machine dies just after.
+
+    Raises:
+        FastDecodeError: as ``refuse`` words it: it can't be written.
+    """
+    partial = path.with_name(path.name + ".part")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise refuse(f"can't write it: {error.strerror or error}") from None
