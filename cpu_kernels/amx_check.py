@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from cpu_kernels.layout import BlockLayout, allocate_pool
@@ -14,10 +16,12 @@ _TOLERANCE = 0.02
 """Both round softmax weights to bfloat16, then outputs: a unit in the last place of either, for outputs below 2."""
 
 
-def disagreement(tested: str, trusted: str) -> str:
-    """What a small random problem shows against the level ``tested``; nothing if it agrees with ``trusted``."""
-    from cpu_kernels.kernels import append, attend
+def disagreement(tested: str, trusted: str, append: Callable[..., None], attend: Callable[..., None]) -> str:
+    """What a small random problem shows against the level ``tested``; nothing if it agrees with ``trusted``.
 
+    Args:
+        append, attend: of ``cpu_kernels.kernels``.
+    """
     rng = np.random.default_rng(0)
     blocks = [-(-context // _LAYOUT.block_size) for context in _CONTEXTS]
     pool = allocate_pool(_LAYOUT, 1, sum(blocks))[0]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numba import int64
@@ -27,6 +28,9 @@ from cpu_kernels.team import SCRATCH_BYTES, Team
 from cpu_kernels.variant import Variant, VariantType, plain_variant
 
 logger = logging.getLogger(__name__)
+
+Comparison: TypeAlias = Callable[[str, str], str]
+"""What attention at one level shows against another, which is trusted; nothing if they agree."""
 
 _MOST_ROWS = 8
 _MOST_SPREAD = 4
@@ -164,25 +168,31 @@ def shape_record(layout: BlockLayout, source: str) -> NDArray[np.int64]:
 
 
 @cache
-def plan_attend(layout: BlockLayout, group_size: int, source: str, ragged: bool, level: str | None) -> AttendPlan:
-    """The kernel for calls of this shape, compiled. Tiles must have proved themselves, unless ``level`` names them."""
+def plan_attend(
+    layout: BlockLayout,
+    group_size: int,
+    source: str,
+    ragged: bool,
+    level: str | None,
+    compare: Comparison,
+) -> AttendPlan:
+    """The kernel for calls of this shape, compiled. Tiles must have proved themselves in a comparison, unless ``level``
+    names them."""
     isa = find_level(level) if level else default_level()
     variant = choose_variant(layout, group_size, isa, source, ragged=ragged)
-    if variant.tiles and not level and not tiles_work(isa):
+    if variant.tiles and not level and not tiles_work(isa, compare):
         variant = choose_variant(layout, group_size, replace(isa, tiles=""), source, ragged=ragged)
     return AttendPlan(attend_entry(variant), variant.product_rows, shape_record(layout, source))
 
 
 @cache
-def tiles_work(isa: Isa) -> bool:
+def tiles_work(isa: Isa, compare: Comparison) -> bool:
     """Whether a small random problem gives with a level's tiles what it gives without; if not, a warning is logged.
 
     AMX kernels were written without a CPU to run them on, so each process convinces itself before it trusts them.
     """
-    from cpu_kernels.amx_check import disagreement
-
     trusted = next(known for known in reversed(host_levels()) if not known.tiles)
-    problem = disagreement(isa.name, trusted.name)
+    problem = compare(isa.name, trusted.name)
     if problem:
         logger.warning(
             "attention kernels don't use %s in this process: %s. Please report this; %s=%s avoids the check",

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpu_kernels import attend_driver
+from cpu_kernels.amx_check import disagreement
 from cpu_kernels.append_kernel import run_append
 from cpu_kernels.attend_driver import run_attend
 from cpu_kernels.checks import (
@@ -186,7 +187,7 @@ def attend(
     num_rows, num_q_heads, _ = q.shape
     check_score_options(num_q_heads, scale, sliding_window, alibi_slopes, logit_softcap)
     ragged = num_rows > context_lens.shape[0]
-    plan = plan_attend(layout, num_q_heads // layout.num_kv_heads, source, ragged, level)
+    plan = plan_attend(layout, num_q_heads // layout.num_kv_heads, source, ragged, level, compare_levels)
     room, code, index = 0, attend_driver.MORE_ROOM, 0
     while code == attend_driver.MORE_ROOM:
         code, index = run_attend(
@@ -213,6 +214,11 @@ def attend(
         room = index
     if code != attend_driver.OK:
         raise_bad_value(code, index, layout, pool_layer, block_tables, query_starts, query_positions, context_lens)
+
+
+def compare_levels(tested: str, trusted: str) -> str:
+    """What attention shows against the level ``tested``; nothing if it agrees with ``trusted``."""
+    return disagreement(tested, trusted, append, attend)
 
 
 def copy_blocks(pool: NDArray[np.uint8], source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
-import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-LENGTH = struct.Struct("<I")
-"""Of a question or an answer, in bytes; stands before it."""
-Answer = Callable[[dict[str, Any]], Any]
-"""From a question to its answer, in JSON's types. Raises Refusal, or whatever the model's authors make it raise."""
-
-
-class Refusal(Exception):  # noqa: N818  (an answer of its kind)
-    """What is asked for can't be done."""
-
-
-def pack(message: Mapping[str, Any]) -> bytes:
-    """A message as it travels. Half a surrogate pair, which JSON can spell, passes."""
-    return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def unpack(raw: bytes) -> Any:
-    """Raises ValueError, RecursionError: it is no message."""
-    return json.loads(raw.decode("utf-8", "surrogatepass"))
+from fastdecode.text.child_words import LENGTH, Answer, Refusal, pack, unpack
 
 
 def main(service: str) -> None:

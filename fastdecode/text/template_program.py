@@ -17,7 +17,7 @@ from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fastdecode.text.child_main import Answer, Refusal
+from fastdecode.text.child_words import Answer, Refusal
 
 MAX_TEXT_CHARS = 64 << 20
 TRIAL = {

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from fastdecode.core.errors import CheckpointError
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
-from fastdecode.text.child_main import Answer, Refusal
+from fastdecode.text.child_words import Answer, Refusal
 from fastdecode.text.token_span import max_bytes_per_token
 
 # A bit of everything, and the runs that make a regular expression go back and forth.

@@ -15,9 +15,9 @@ from numba import njit
 import cpu_kernels
 from cpu_kernels import BlockLayout, allocate_pool, amx, dispatch, isa, reference
 from cpu_kernels.amx import TILE_UNITS, SoftTiles, soft_multiply
-from cpu_kernels.amx_check import disagreement
 from cpu_kernels.dispatch import choose_variant, plan_attend, tiles_work
 from cpu_kernels.isa import LEVELS, SOFT_AMX, Isa
+from cpu_kernels.kernels import compare_levels
 
 AMX = LEVELS[-1]
 SEED = 20261121
@@ -263,12 +263,12 @@ def best_level(monkeypatch):
 
 
 def chosen_entry() -> int:
-    return plan_attend(LAYOUT, 16, "bfloat16", False, None).entry
+    return plan_attend(LAYOUT, 16, "bfloat16", False, None, compare_levels).entry
 
 
 def test_tiles_that_agree_are_used(best_level, caplog):
     best_level(SOFT_AMX)
-    assert chosen_entry() == plan_attend(LAYOUT, 16, "bfloat16", False, SOFT_AMX.name).entry
+    assert chosen_entry() == plan_attend(LAYOUT, 16, "bfloat16", False, SOFT_AMX.name, compare_levels).entry
     assert not caplog.records
 
 
@@ -280,6 +280,6 @@ def test_tiles_that_are_wrong_are_not_used(best_level, caplog, monkeypatch):
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "amx-broken" in record.getMessage() and f"FASTDECODE_ISA={trusted}" in record.getMessage()
-    assert entry != plan_attend(LAYOUT, 16, "bfloat16", False, "amx-broken").entry
-    assert disagreement("amx-broken", trusted)
+    assert entry != plan_attend(LAYOUT, 16, "bfloat16", False, "amx-broken", compare_levels).entry
+    assert compare_levels("amx-broken", trusted)
     assert chosen_entry() == entry and len(caplog.records) == 1
