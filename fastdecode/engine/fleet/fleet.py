@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, WorkerError, without_frames
+from fastdecode.core.holders import HolderId
 from fastdecode.wire.messages import (
     Attend,
     ExtendSequence,
@@ -67,6 +68,7 @@ class Fleet:
         self._due: list[deque[float]] = [deque() for _ in hub.connections]  # when each unanswered message was sent
         self._early: deque[tuple[int, FromRWorker]] = deque()
         self._lost: dict[int, WorkerError] = {}
+        self._untold: list[tuple[HolderId, WorkerError]] = []
 
     def __len__(self) -> int:
         return len(self._due)
@@ -75,6 +77,11 @@ class Fleet:
     def lost(self) -> dict[int, WorkerError]:
         """The workers that are lost, and why."""
         return self._lost
+
+    def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
+        """The losses of which nobody has been told yet, in their order. Each is told once."""
+        losses, self._untold = self._untold, []
+        return losses
 
     def peer(self, worker: int) -> str:
         return self._hub.connections[worker].peer
@@ -204,6 +211,7 @@ class Fleet:
         if worker not in self._lost:
             lost = error if isinstance(error, WorkerError) else WorkerError(str(error), code=error.code)
             self._lost[worker] = without_frames(lost)
+            self._untold.append((HolderId(worker), self._lost[worker]))
             self._due[worker].clear()
             logger.error("%s", loss(self.peer(worker), error))
 

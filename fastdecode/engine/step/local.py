@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import CapacityError, ProtocolError
+from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.messages import (
@@ -39,8 +40,8 @@ from fastdecode.wire.transport import closed_error, timeout_error
 from rworker.kv_store import KVStore
 from sworker.paged import PagedKV, PagedStep, Prompt
 
-WORKER = 0
-"""The one peer's index."""
+DEVICE = HolderId(0)
+"""The one holder's id."""
 
 
 class LocalWorkers:
@@ -58,7 +59,7 @@ class LocalWorkers:
         return None
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
-        self.hub.connections[WORKER].close()
+        self.hub.connections[DEVICE].close()
 
 
 class LocalHub:
@@ -68,7 +69,7 @@ class LocalHub:
         self.connections = (LocalConnection(device, kv_bytes),)
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
-        return WORKER, self.connections[WORKER].receive(timeout_s)
+        return DEVICE, self.connections[DEVICE].receive(timeout_s)
 
 
 class LocalConnection:
@@ -197,11 +198,10 @@ class LocalConnection:
 class LocalAttention:
     """Makes a lane's ``attend`` of every step; see ``fastdecode.engine.step.remote.Attention``."""
 
-    prompts_on_r = False
-
-    def __init__(self, workers: LocalWorkers, fleet: Fleet) -> None:
+    def __init__(self, workers: LocalWorkers, fleet: Fleet, device: Holder) -> None:
         self.fleet = fleet
-        self._connection = workers.hub.connections[WORKER]
+        self.holders = (device,)
+        self._connection = workers.hub.connections[DEVICE]
 
     def begin(self, batch: StepBatch) -> LocalStep:
         return LocalStep(self._connection, batch)
@@ -217,21 +217,25 @@ class LocalStep:
         self._paged = connection.begin_step(span.begin)
         self._o = torch.empty(0)
         self._is_timed = self._cache.pool.device.type == "cpu"
-        self.r_compute_s = {span.worker: 0.0}
+        self.r_compute_s = {span.holder: 0.0}
         """Zero on a GPU, where nobody waits for the end of a layer to take its time."""
         self.sent_s: Seq[float] = ()
+        self.lost: Collection[HolderId] = ()
 
     def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         started = time.perf_counter()
         self._o = self._cache.attend(layer, q, k, v, self._paged)
         if self._is_timed:
-            self.r_compute_s[WORKER] += time.perf_counter() - started
+            self.r_compute_s[DEVICE] += time.perf_counter() - started
 
     def dispatch(self, *, wait: bool) -> bool:
         return True
 
-    def deliver(self, worker: int, result: AttendResult) -> None:
+    def deliver(self, holder: HolderId, result: AttendResult) -> None:
         raise ProtocolError(f"the KV cache on the S-worker's device got an answer for layer {result.layer}")
+
+    def lose(self, holder: HolderId) -> None:
+        raise AssertionError("the S-worker's device isn't lost alone")
 
     @property
     def ready(self) -> bool:
