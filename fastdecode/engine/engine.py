@@ -106,7 +106,7 @@ class Engine:
         """Queue a valid request. ``prompt`` is its text, if it came as text, to be given back with the output.
 
         Raises:
-            RequestError: an unfinished request has the same id.
+            RequestError: an unfinished request has the same id, or its text can't be made.
             CapacityError: the request could never fit on any R-worker; nothing was queued.
             FastDecodeError: the engine broke down before, with this error.
         """
@@ -117,7 +117,12 @@ class Engine:
                 f"request id {request.request_id!r} is that of one unfinished: give each its own", code="duplicate_id"
             )
         self._carry_out(events.Submitted(request))
-        self._requests.add(request, prompt, self._lifecycle.lives.sequences(request.request_id), time.perf_counter())
+        sequences = self._lifecycle.lives.sequences(request.request_id)
+        try:
+            self._requests.add(request, prompt, sequences, time.perf_counter())
+        except FastDecodeError:
+            self._carry_out(events.Cancelled(request.request_id))
+            raise
 
     def step(self) -> list[RequestOutput]:
         """Run until some lane has finished a step. Returns the requests that are over.

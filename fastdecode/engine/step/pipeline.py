@@ -67,7 +67,7 @@ class LaneStep:
     def tell(self, times: MeasuredTimes, lanes: LaneControl | None, completed_s: float) -> None:
         """Tell how long the finished step's parts took, those of holders that were lost aside. ``completed_s``: what
         drawing tokens and handing them on has taken."""
-        r_parts = {
+        r_parts: dict[int, RPartTime] = {
             span.holder: RPartTime(
                 span.counts.load_tokens, span.counts.num_prompt_tokens, self.remote.r_compute_s[span.holder]
             )
