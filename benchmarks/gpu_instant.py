@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastdecode.core.holders import Holder, HolderId, HolderKind, Part, PartId, Residence, SequenceId
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
-from fastdecode.schedule.scheduler import Chunk
+from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
@@ -34,6 +35,9 @@ class InstantFleet:
     def peer(self, worker: int) -> str:
         return "nobody"
 
+    def take_losses(self) -> list[Any]:
+        return []
+
     def send(self, worker: int, message: object) -> None:
         if isinstance(message, Attend):
             shape = message.q.shape
@@ -52,7 +56,9 @@ def instant_steps(
     """Medians over steps of all lanes: (seconds of the host's clock, seconds of the S-part's compute)."""
     spec = model.spec
     s_worker = SWorker(spec, model, device, StepGraphs(model, device, capture=capture))
-    plan = AttentionPlan(spec.attention, model.embed_tokens.weight.dtype, InstantFleet(), device)  # type: ignore[arg-type]
+    holders = (Holder(HolderKind.R_WORKER, attends_prompts=False, answers_at_once=False, token_bytes=1),)
+    fleet = InstantFleet()
+    plan = AttentionPlan(spec.attention, model.embed_tokens.weight.dtype, fleet, device, holders)  # type: ignore[arg-type]
     pipeline = Pipeline(s_worker, plan, num_lanes)
     request = Request("instant", tuple(range(3, 3 + PAST + 1)), SamplingParams(temperature=0), 1, seed=0)
     times: list[tuple[float, float]] = []
@@ -60,16 +66,19 @@ def instant_steps(
     for _ in range(num_steps + 4):
         started, finished = time.perf_counter(), []
         for lane in range(num_lanes):
-            sequences = [Sequence(lane * rows + i, request, 0, list(request.prompt_token_ids)) for i in range(rows)]
+            sequences = [Sequence.of(SequenceId(lane * rows + i), request, 0) for i in range(rows)]
             for sequence in sequences:
-                sequence.num_cached, sequence.worker = PAST, 0
-            batch = StepBatch.build([Chunk(sequence, 1) for sequence in sequences], step=number, lane=lane)
+                part = Part(PartId(sequence.sequence_id), HolderId(0), 0, PAST + 1)
+                sequence.num_cached, sequence.residence = PAST, Residence((part,))
+            batch = StepBatch.build([Chunk(sequence, 1) for sequence in sequences], holders, step=number, lane=lane)
             number += 1
             if lane == 0:
                 started = time.perf_counter()
             pipeline.launch(lane, batch, np.arange(0))
         while pipeline.in_flight:
-            finished.append(pipeline.run())
+            step = pipeline.run()
+            assert step is not None
+            finished.append(step)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         elapsed_s = time.perf_counter() - started

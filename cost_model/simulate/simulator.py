@@ -1,4 +1,4 @@
-"""The virtual clock: plans of the real scheduler, carried out by workers that only count.
+"""The virtual clock: the lives of sequences as the engine leads them, with R-workers that only count.
 
 Time passes in rounds; in a round every lane makes one step. Lanes share the S-worker and the R-workers, and a lane is
 at one of the two at a time, so a round takes
@@ -10,14 +10,33 @@ which is S + R with one lane, and max(S, R) a lane with two equal ones, as long 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cache
 
 from cost_model.simulate.trace import Trace, TracedRequest
 from fastdecode.core.errors import CapacityError
+from fastdecode.core.holders import Part, PartId, Residence
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
-from fastdecode.schedule.scheduler import Chunk, Scheduler, StepPlan
+from fastdecode.schedule.continuous import ContinuousScheduler
+from fastdecode.schedule.events import (
+    Close,
+    Drawn,
+    Event,
+    Extend,
+    Finish,
+    Fork,
+    LaneIdle,
+    LaneReady,
+    Open,
+    Opened,
+    Run,
+    StepDone,
+    Submitted,
+)
+from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import StepTimes
 
 # No policy looks further into its queue than a full batch; the rest of a long trace isn't held in memory.
@@ -30,28 +49,28 @@ class SimulatedRWorker:
 
     num_blocks: int
     block_size: int
-    reserved: dict[int, int] = field(default_factory=dict)
-    """Sequence → tokens."""
-    cached: dict[int, int] = field(default_factory=dict)
-    """Sequence → tokens."""
+    reserved: dict[PartId, int] = field(default_factory=dict)
+    """Tokens of each part."""
+    cached: dict[PartId, int] = field(default_factory=dict)
+    """Tokens of each part."""
 
-    def open(self, sequence_id: int, num_reserved_tokens: int) -> None:
-        assert sequence_id not in self.reserved
-        self.cached[sequence_id] = 0
-        self.reserve(sequence_id, num_reserved_tokens)
+    def open(self, part: Part, num_cached: int = 0) -> None:
+        assert part.part_id not in self.reserved
+        self.cached[part.part_id] = num_cached
+        self.reserve(part)
 
-    def reserve(self, sequence_id: int, num_reserved_tokens: int) -> None:
-        assert num_reserved_tokens >= self.reserved.get(sequence_id, 0)
-        self.reserved[sequence_id] = num_reserved_tokens
+    def reserve(self, part: Part) -> None:
+        assert part.num_tokens >= self.reserved.get(part.part_id, 0)
+        self.reserved[part.part_id] = part.num_tokens
         assert self.num_reserved_blocks <= self.num_blocks, "an R-worker's blocks are oversubscribed"
 
-    def append(self, sequence_id: int, num_past: int, num_tokens: int) -> None:
-        assert num_tokens >= 1 and self.cached[sequence_id] == num_past
-        self.cached[sequence_id] += num_tokens
-        assert self.cached[sequence_id] <= self.reserved[sequence_id], "a sequence outgrows what it reserved"
+    def append(self, part: Part, num_past: int, num_tokens: int) -> None:
+        assert num_tokens >= 1 and self.cached[part.part_id] == num_past
+        self.cached[part.part_id] += num_tokens
+        assert self.cached[part.part_id] <= self.reserved[part.part_id], "a sequence outgrows what it reserved"
 
-    def close(self, sequence_id: int) -> None:
-        del self.reserved[sequence_id], self.cached[sequence_id]
+    def close(self, part: Part) -> None:
+        del self.reserved[part.part_id], self.cached[part.part_id]
 
     @property
     def num_reserved_blocks(self) -> int:
@@ -113,14 +132,14 @@ class Simulator:
     """Runs one trace to its end.
 
     Args:
-        scheduler: what the engine would use, for ``num_lanes`` lanes and these R-workers.
+        scheduler: what the engine would use, for ``num_lanes`` lanes and these R-workers, which answer at once.
         link_s: what a lane's step spends on the way between S-worker and R-workers, over all of its layers.
     """
 
     def __init__(
         self,
         trace: Trace,
-        scheduler: Scheduler,
+        scheduler: ContinuousScheduler,
         times: StepTimes,
         *,
         worker_blocks: tuple[int, ...],
@@ -130,13 +149,13 @@ class Simulator:
     ) -> None:
         self._trace = trace
         self._link_s = link_s
-        self._scheduler = scheduler
+        self._lifecycle = Lifecycle(scheduler)
         self._times = times
         self.workers = [SimulatedRWorker(blocks, block_size) for blocks in worker_blocks]
         self._num_lanes = num_lanes
         self._coming = deque(trace.requests)
-        self._live: dict[int, ServedRequest] = {}
-        self._num_arrived = 0
+        self._unserved: dict[str, ServedRequest] = {}
+        self._request_ids = map(str, itertools.count())
         self._now_s = 0.0
         self._step = 0.0
         """Rounds so far, and those slept through until an arrival."""
@@ -144,32 +163,33 @@ class Simulator:
 
     def run(self) -> Outcome:
         """Run the trace to its end."""
-        while self._live or self._coming:
+        while self._unserved or self._coming:
             self._arrive()
-            plans = [self._scheduler.plan(lane) for lane in range(self._num_lanes)]
-            if any(plan.chunks for plan in plans):
-                self._run_round(plans)
+            runs = [run for lane in range(self._num_lanes) for run in self._launch(lane)]
+            if runs:
+                self._run_round(runs)
                 continue
-            assert not self._live, "a scheduler with unfinished sequences plans at least one chunk"
+            assert not self._unserved, "a scheduler with unfinished sequences plans at least one chunk"
             if self._coming:
                 self._sleep_until(self._coming[0].arrival)
+        self.outcome.num_suspended = self._lifecycle.num_suspended
         self.outcome.total_s = self._now_s
         return self.outcome
 
     def _arrive(self) -> None:
         """Queue the requests whose time has come."""
         now = self._now_s if self._trace.unit == "s" else self._step
-        while self._coming and self._coming[0].arrival <= now and self._scheduler.num_waiting < _QUEUE_AHEAD:
+        scheduler = self._lifecycle.scheduler
+        while self._coming and self._coming[0].arrival <= now and scheduler.num_waiting < _QUEUE_AHEAD:
             traced = self._coming.popleft()
-            sequence_id, self._num_arrived = self._num_arrived, self._num_arrived + 1
-            request = _request(traced)
+            request = _request(next(self._request_ids), traced)
             try:
-                self._scheduler.add([Sequence.of(sequence_id, request, 0)])
+                self._tell(Submitted(request))
             except CapacityError:
                 self.outcome.num_refused += 1
                 continue
             arrived_s = traced.arrival if self._trace.unit == "s" else self._now_s
-            self._live[sequence_id] = ServedRequest(traced, arrived_s)
+            self._unserved[request.request_id] = ServedRequest(traced, arrived_s)
 
     def _sleep_until(self, arrival: float) -> None:
         if self._trace.unit == "s":
@@ -177,55 +197,56 @@ class Simulator:
         else:
             self._step = max(self._step, arrival)
 
-    def _run_round(self, plans: list[StepPlan]) -> None:
-        for plan in plans:
-            self.begin(plan)
-        step = self._timed([plan.chunks for plan in plans])
+    def _launch(self, lane: int) -> list[Run]:
+        """A lane's next step, if anybody can step."""
+        for part in self._tell(LaneIdle(lane)):
+            self._tell(Opened(part.part_id))
+        runs = [run for run in self._lifecycle.handle(LaneReady(lane)) if isinstance(run, Run)]
+        for chunk in [chunk for run in runs for chunk in run.chunks]:
+            part, num_past = _growing_part(chunk)
+            self.workers[part.holder].append(part, num_past, chunk.num_tokens)
+        return runs
+
+    def _tell(self, event: Event) -> list[Part]:
+        """Tell the lifecycle what has happened, and do what it wants. Returns the parts that were opened, or grew."""
+        granted: list[Part] = []
+        for instruction in self._lifecycle.handle(event):
+            match instruction:
+                case Close(part):
+                    self.workers[part.holder].close(part)
+                case Open(part):
+                    self.workers[part.holder].open(part)
+                    granted.append(part)
+                case Fork(part, _, num_shared):
+                    self.workers[part.holder].open(part, num_shared)
+                    granted.append(part)
+                case Extend(part):
+                    self.workers[part.holder].reserve(part)
+                    granted.append(part)
+                case Finish(sequence, _):
+                    served = self._unserved.pop(sequence.request.request_id)
+                    served.finished_s = self._now_s
+                    self.outcome.served.append(served)
+                case _:
+                    raise AssertionError("nobody fails, and lanes run when they are launched")
+        return granted
+
+    def _run_round(self, runs: list[Run]) -> None:
+        step = self._timed([run.chunks for run in runs])
         self.outcome.steps.append(step)
         self._now_s += step.step_s
         self._step += 1
-        for plan in plans:
-            self.complete(plan)
+        for run in runs:
+            drawing = [chunk.sequence for chunk in run.chunks if chunk.num_tokens == chunk.sequence.num_uncached]
+            self._tell(StepDone(run.lane, tuple(map(self._draw, drawing))))
 
-    def begin(self, plan: StepPlan) -> None:
-        """Tell the R-workers what a step brings, as the engine does: close, enlarge, open, append."""
-        for suspend in plan.suspends:
-            self.workers[suspend.worker].close(suspend.sequence.sequence_id)
-        for extend in plan.extends:
-            self._worker_of(extend.sequence).reserve(extend.sequence.sequence_id, extend.num_reserved_tokens)
-        for start in plan.starts:
-            reserved = start.num_reserved_tokens
-            self.workers[start.worker].open(
-                start.sequence.sequence_id, start.sequence.max_cached_tokens if reserved is None else reserved
-            )
-        for chunk in plan.chunks:
-            sequence = chunk.sequence
-            self._worker_of(sequence).append(sequence.sequence_id, sequence.num_cached, chunk.num_tokens)
-        self.outcome.num_suspended += len(plan.suspends)
-
-    def complete(self, plan: StepPlan) -> None:
-        """A step is over: draw tokens, finish what they end."""
-        for chunk in plan.chunks:
-            sequence = chunk.sequence
-            sequence.num_cached += chunk.num_tokens
-            if sequence.num_uncached:
-                continue
-            sequence.token_ids.append(0)
-            served = self._live[sequence.sequence_id]
-            if sequence.num_generated == 1:
-                served.first_token_s = self._now_s
-            if sequence.num_generated == served.traced.num_output_tokens:
-                self._finish(sequence, served)
-
-    def _finish(self, sequence: Sequence, served: ServedRequest) -> None:
-        self._worker_of(sequence).close(sequence.sequence_id)
-        self._scheduler.finish(sequence)
-        served.finished_s = self._now_s
-        self.outcome.served.append(self._live.pop(sequence.sequence_id))
-
-    def _worker_of(self, sequence: Sequence) -> SimulatedRWorker:
-        assert sequence.worker is not None
-        return self.workers[sequence.worker]
+    def _draw(self, sequence: Sequence) -> Drawn:
+        """The sequence's next token, at the end of its step."""
+        served = self._unserved[sequence.request.request_id]
+        if not sequence.num_generated:
+            served.first_token_s = self._now_s
+        is_over = sequence.num_generated + 1 == served.traced.num_output_tokens
+        return Drawn(sequence, 0, "stop" if is_over else None)
 
     def _timed(self, lanes: list[tuple[Chunk, ...]]) -> Step:
         """How long a round takes, and who is busy for how long."""
@@ -234,12 +255,9 @@ class Simulator:
         busy_s = [0.0] * len(self.workers)
         num_tokens = load_tokens = 0
         for chunks in lanes:
-            if not chunks:
-                continue
             loads = [0] * len(self.workers)
             for chunk in chunks:
-                assert chunk.sequence.worker is not None
-                loads[chunk.sequence.worker] += chunk.sequence.num_cached + chunk.num_tokens
+                _add_load(loads, chunk)
             lane_tokens = sum(chunk.num_tokens for chunk in chunks)
             r_parts = [self._times.r_part_s(w, load) if load else 0.0 for w, load in enumerate(loads)]
             s_parts.append(self._times.s_part_s(lane_tokens))
@@ -259,6 +277,25 @@ class Simulator:
         )
 
 
+def _residence(chunk: Chunk) -> Residence:
+    assert chunk.sequence.residence is not None
+    return chunk.sequence.residence
+
+
+def _growing_part(chunk: Chunk) -> tuple[Part, int]:
+    """Where a chunk goes, and how many tokens are there."""
+    residence, num_cached = _residence(chunk), chunk.sequence.num_cached
+    part = residence.parts[residence.index_of(num_cached)]
+    return part, num_cached - part.first_token
+
+
+def _add_load(loads: list[int], chunk: Chunk) -> None:
+    """Count what is cached once the chunk has run, by R-worker."""
+    num_cached = chunk.sequence.num_cached + chunk.num_tokens
+    for part in _residence(chunk).parts:
+        loads[part.holder] += max(0, min(num_cached - part.first_token, part.num_tokens))
+
+
 @cache
 def _prompt(num_tokens: int) -> tuple[int, ...]:
     return (0,) * num_tokens
@@ -267,7 +304,7 @@ def _prompt(num_tokens: int) -> tuple[int, ...]:
 _KNOWN, _UNKNOWN = SamplingParams(ignore_eos=True), SamplingParams()
 
 
-def _request(traced: TracedRequest) -> Request:
+def _request(request_id: str, traced: TracedRequest) -> Request:
     """Its length is known to the scheduler if it runs to its max_tokens."""
     params = _KNOWN if traced.num_output_tokens == traced.max_tokens else _UNKNOWN
-    return Request("", _prompt(traced.num_prompt_tokens), params, traced.max_tokens, seed=0)
+    return Request(request_id, _prompt(traced.num_prompt_tokens), params, traced.max_tokens, seed=0)

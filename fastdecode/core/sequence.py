@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
+from fastdecode.core.holders import Residence, SequenceId
 
 FinishReason = Literal["stop", "length"]
 
@@ -221,65 +222,29 @@ class RequestOutput:
         return self.completions[0].text
 
 
-# Sequences count from 0, far below this; so do the parts of one.
-_PART_STRIDE = 1 << 36
-
-
-def part_id(sequence_id: int, part: int) -> int:
-    """What an R-worker calls a part of a sequence; the first part, or all of a whole one, has the sequence's id."""
-    return sequence_id + part * _PART_STRIDE
-
-
-def part_of(part: int) -> int:
-    """Which part of its sequence a part of this id is, counted from 0."""
-    return part // _PART_STRIDE
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Where the parts of a split sequence are: part i holds its tokens from i · ``num_tokens`` on, so many at most."""
-
-    workers: tuple[int, ...]
-    """Of each part that it may ever need."""
-    num_tokens: int
-
-    def fill(self, num_cached: int) -> tuple[int, int]:
-        """Which part the next token goes to when so many are cached, and how many tokens that part has by then."""
-        return divmod(num_cached, self.num_tokens)
-
-
 @dataclass(eq=False)
 class Sequence:
-    """One continuation in the making: its tokens, and how many of them an R-worker holds.
+    """One continuation in the making: its tokens, how many of them are cached, and where.
 
     A sequence is always continued the same way: run the tokens that aren't cached yet, and once all are, draw the
     next one. So a first prefill, a chunk of one, a decode step (one token to run) and a recomputation after the cache
     was lost (prompt and generated tokens to run) are the same thing to everyone.
     """
 
-    sequence_id: int
+    sequence_id: SequenceId
     request: Request
     index: int
     """Which of the request's ``n``."""
     token_ids: list[int]
     """The prompt, then what was generated."""
     num_cached: int = 0
-    """Leading tokens whose K and V the R-worker holds."""
-    worker: int | None = None
-    """Index of the R-worker that holds the cache, or the first part of it; None while waiting."""
-    parts: Parts | None = None
-    """Where all parts are; None: it isn't split."""
+    """Leading tokens whose K and V are cached."""
+    residence: Residence | None = None
+    """Where they are, and where there is room for more; None while waiting."""
 
     @classmethod
-    def of(cls, sequence_id: int, request: Request, index: int) -> Sequence:
+    def of(cls, sequence_id: SequenceId, request: Request, index: int) -> Sequence:
         return cls(sequence_id, request, index, list(request.prompt_token_ids))
-
-    @property
-    def workers(self) -> tuple[int, ...]:
-        """The R-workers that hold it, or have set room aside for it; none while waiting."""
-        if self.parts is not None:
-            return self.parts.workers
-        return () if self.worker is None else (self.worker,)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -51,6 +51,20 @@ class EngineStats:
     def load_mean(self) -> float:
         return self.load_sum / max(self.num_steps, 1)
 
+    def count_step(self, r_compute_s: float, r_busy_s: float) -> None:
+        """A step is over. The busiest R-worker computed so long for it, and all together."""
+        self.num_steps += 1
+        self.r_compute_s += r_compute_s
+        self.r_busy_s += r_busy_s
+
+    def count_time(self, elapsed_s: float, wait_s: float, *, is_prefill: bool) -> None:
+        """So much time has passed, of which the S-worker waited so long; ``is_prefill``: part of a prompt ran in it."""
+        self.wait_s += wait_s
+        if is_prefill:
+            self.prefill_s += elapsed_s
+        else:
+            self.decode_s += elapsed_s
+
     def count_load(self, load: int) -> None:
         """A step is over, with these tokens cached."""
         self.load_sum += load

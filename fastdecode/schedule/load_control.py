@@ -67,9 +67,9 @@ class MicroBatch:
             return length
         return max(0, min(length - self.skipped, self.most))
 
-    def split(self, num_parts: int, part_tokens: int) -> tuple[MicroBatch, ...]:
-        """What each part of its sequences, ``part_tokens`` long, is of it."""
-        return tuple(replace(self, skipped=i * part_tokens, most=part_tokens) for i in range(num_parts))
+    def part(self, first_token: int, num_tokens: int) -> MicroBatch:
+        """What so many tokens of each of its sequences, from the ``first_token`` on, are of it."""
+        return replace(self, skipped=first_token, most=num_tokens)
 
 
 class LoadControl:

@@ -9,6 +9,8 @@ from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor, LongestLengths
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.placement import BlockLedger
+from fastdecode.schedule.prefill import PrefillBudget
+from fastdecode.schedule.running import Lane
 from fastdecode.schedule.stabilized import ColdStart, PacedStart, RampedStart, Stabilized
 from fastdecode.schedule.times import StepTimes, balanced_loads
 
@@ -16,28 +18,39 @@ __all__ = ["ScheduleOptions", "make_scheduler"]
 
 
 def make_scheduler(
-    options: ScheduleOptions, worker_blocks: tuple[int, ...], block_size: int, times: StepTimes | None = None
+    options: ScheduleOptions,
+    blocks: tuple[int, ...],
+    block_size: int,
+    times: StepTimes | None = None,
+    *,
+    opening_steps: int = 0,
 ) -> ContinuousScheduler:
-    """A scheduler for R-workers of ``worker_blocks`` KV blocks of ``block_size`` tokens each.
+    """A scheduler for holders of so many KV ``blocks`` each, of ``block_size`` tokens.
 
     Args:
+        opening_steps: see ``ContinuousScheduler``.
         times: what load limits follow from, unless ``load_limit`` is given; asked again now and then. Without either,
             the limit is the load of a full batch whose starts are spread evenly.
 
     Raises:
         ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
     """
-    capacity = tuple(blocks * block_size for blocks in worker_blocks)
+    capacity = tuple(num_blocks * block_size for num_blocks in blocks)
     lengths: LengthPredictor = LearntLengths(options.length_quantile) if options.learn_lengths else LongestLengths()
+
+    def make_lane(num_lanes: int) -> Lane:
+        one = replace(options, num_lanes=num_lanes)
+        max_prompt_tokens = one.max_step_tokens - one.lane_size
+        budget = PrefillBudget(max_prompt_tokens, one.prefill_chunk, one.max_closed_rows, one.split_tokens)
+        return Lane(_admission(one, capacity, times), budget)
+
     return ContinuousScheduler(
-        BlockLedger(worker_blocks, block_size, options.split_tokens, options.max_guest_rows),
-        lambda num_lanes: _admission(replace(options, num_lanes=num_lanes), capacity, times),
+        BlockLedger(blocks, block_size, options.split_tokens, options.max_closed_rows),
+        make_lane,
         lengths,
         num_lanes=options.num_lanes,
         max_num_sequences=options.max_num_sequences,
-        prefill_chunk=options.prefill_chunk,
-        max_step_tokens=options.max_step_tokens,
-        max_guest_rows=options.max_guest_rows,
+        opening_steps=opening_steps,
     )
 
 

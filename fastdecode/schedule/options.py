@@ -54,7 +54,7 @@ class ScheduleOptions:
     split_tokens: int | None = None
     """Sequences that may get longer than this are split into parts of so many tokens, on several R-workers; a multiple
     of the KV block size."""
-    max_guest_rows: int = 1 << 19
+    max_closed_rows: int = 1 << 19
     """Most queries of a step that go to an R-worker which doesn't store their tokens: of prompts, and as many of
     decoding sequences, over all lanes."""
 
@@ -63,7 +63,7 @@ class ScheduleOptions:
             raise ConfigError(Given("schedule", self.mode), f" is not one of {', '.join(MODES)}")
         if self.cold_start not in COLD_STARTS:
             raise ConfigError(Given("cold_start", self.cold_start), f" is not one of {', '.join(COLD_STARTS)}")
-        for name in ("max_num_sequences", "prefill_chunk", "max_step_tokens", "num_lanes", "max_guest_rows"):
+        for name in ("max_num_sequences", "prefill_chunk", "max_step_tokens", "num_lanes", "max_closed_rows"):
             self._check_int(name, getattr(self, name))
         for name in ("load_limit", "target_length", "interval", "split_tokens"):
             if getattr(self, name) is not None:

@@ -1,58 +1,59 @@
-"""Sequence → R-worker; or, where long sequences are split, part → R-worker.
+"""Sequence → holder; or, where long sequences are split, part → holder.
 
-Placement counts the KV blocks that live sequences have reserved, so that no step can run out of them. Blocks that
-siblings share are counted once for each of them: the count errs on the safe side, and needs no news from the workers.
+Placement counts the KV blocks that running sequences have reserved, so that no step can run out of them. Blocks that
+siblings share are counted once for each of them: the count errs on the safe side, and needs no news from the holders.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 from fastdecode.core.errors import CapacityError
+from fastdecode.core.holders import HolderId, Part, Residence
 
-_NOTHING: Mapping[int, int] = {}
+_NOTHING: Mapping[HolderId, int] = {}
 
 
 class BlockLedger:
-    """KV blocks reserved on each R-worker.
+    """KV blocks reserved on each holder.
 
     Args:
-        worker_blocks: of each R-worker.
+        blocks: of each holder.
         block_size: tokens in a block.
         part_tokens: a sequence that may get longer than this is split into parts of so many tokens; a multiple of
             ``block_size``. None: every sequence is whole.
-        max_closed_parts: most closed parts, all but the last of each sequence, on one R-worker.
+        max_closed_parts: most closed parts, all but the last of each sequence, on one holder.
     """
 
     def __init__(
         self,
-        worker_blocks: tuple[int, ...],
+        blocks: tuple[int, ...],
         block_size: int,
         part_tokens: int | None = None,
         max_closed_parts: int = 1 << 40,
     ) -> None:
-        assert worker_blocks and min(worker_blocks) >= 0 and block_size > 0
+        assert blocks and min(blocks) >= 0 and block_size > 0
         assert part_tokens is None or (part_tokens > 0 and part_tokens % block_size == 0)
         self.block_size = block_size
         self.part_tokens = part_tokens
-        self._capacity = list(worker_blocks)
-        self._free = list(worker_blocks)
+        self._capacity = list(blocks)
+        self._free = list(blocks)
         self._max_closed_parts = max_closed_parts
-        self._closed_parts = [0] * len(worker_blocks)
-        self._lost: set[int] = set()
+        self._closed_parts = [0] * len(blocks)
+        self._lost: set[HolderId] = set()
 
-    def lose(self, worker: int) -> None:
-        """The worker is gone: nothing fits on it any more."""
-        self._lost.add(worker)
+    def lose(self, holder: HolderId) -> None:
+        """The holder is gone: nothing fits on it any more."""
+        self._lost.add(holder)
 
-    def regain(self, worker: int, num_blocks: int) -> None:
-        """In the place of a lost worker there is an empty one, of so many blocks."""
-        assert worker in self._lost and self._free[worker] == self._capacity[worker]
-        self._lost.remove(worker)
-        self._free[worker] = self._capacity[worker] = num_blocks
+    def regain(self, holder: HolderId, num_blocks: int) -> None:
+        """In the place of a lost holder there is an empty one, of so many blocks."""
+        assert holder in self._lost and self._free[holder] == self._capacity[holder]
+        self._lost.remove(holder)
+        self._free[holder] = self._capacity[holder] = num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of ``num_tokens`` cached tokens fills; a sequence always takes one."""
@@ -66,7 +67,7 @@ class BlockLedger:
         return (self.part_tokens,) * num_full + ((rest,) if rest else ())
 
     def is_possible(self, num_tokens: int) -> bool:
-        """Whether R-workers, were they empty, could hold a sequence of ``num_tokens`` tokens."""
+        """Whether holders, were they empty, could hold a sequence of ``num_tokens`` tokens."""
         return self.blocks_for(num_tokens) <= self._most_blocks and len(self.part_sizes(num_tokens)) <= self._most_parts
 
     def check_possible(self, num_tokens: int) -> None:
@@ -95,9 +96,9 @@ class BlockLedger:
 
     @property
     def _most_blocks(self) -> int:
-        """Of the longest sequence that empty R-workers hold: as many full parts as there is room for, and a last one
+        """Of the longest sequence that empty holders hold: as many full parts as there is room for, and a last one
         in the largest room that these leave."""
-        capacities = [c for w, c in enumerate(self._capacity) if w not in self._lost]
+        capacities = [c for h, c in enumerate(self._capacity) if h not in self._lost]
         if self.part_tokens is None:
             return max(capacities, default=0)
         full = self.part_tokens // self.block_size
@@ -105,85 +106,84 @@ class BlockLedger:
 
     @property
     def _most_parts(self) -> int:
-        """Of any sequence: as many closed ones as R-workers may have, and a last one."""
+        """Of any sequence: as many closed ones as holders may have, and a last one."""
         if self.part_tokens is None:
             return 1
         full = self.part_tokens // self.block_size
-        live = (c for w, c in enumerate(self._capacity) if w not in self._lost)
-        return sum(min(c // full, self._max_closed_parts) for c in live) + 1
+        present = (c for h, c in enumerate(self._capacity) if h not in self._lost)
+        return sum(min(c // full, self._max_closed_parts) for c in present) + 1
 
-    def capacity_tokens(self, worker: int) -> int:
-        """What the R-worker holds when it is empty."""
-        return self._capacity[worker] * self.block_size
+    def capacity_tokens(self, holder: HolderId) -> int:
+        """What the holder has room for when it is empty."""
+        return self._capacity[holder] * self.block_size
 
-    def free_blocks(self, worker: int) -> int:
-        return self._free[worker]
+    def free_blocks(self, holder: HolderId) -> int:
+        return self._free[holder]
 
-    def workers_with_room(self, num_tokens: int, may_grow_to: int, taken: Mapping[int, int] = _NOTHING) -> list[int]:
-        """The R-workers that have room for ``num_tokens`` now, and could hold ``may_grow_to`` if they were empty; those
-        with most free blocks first. ``taken``: worker → blocks that are as good as reserved."""
+    def holders_with_room(
+        self, num_tokens: int, may_grow_to: int, taken: Mapping[HolderId, int] = _NOTHING
+    ) -> list[HolderId]:
+        """Those that have room for ``num_tokens`` now, and could hold ``may_grow_to`` if they were empty; those with
+        most free blocks first. ``taken``: holder → blocks that are as good as reserved."""
         blocks, most = self.blocks_for(num_tokens), self.blocks_for(may_grow_to)
-        free = {w: self._free[w] - taken.get(w, 0) for w in range(len(self._free)) if w not in self._lost}
-        fitting = (w for w in free if free[w] >= blocks and self._capacity[w] >= most)
-        return sorted(fitting, key=lambda w: (-free[w], w))
+        present = (HolderId(h) for h in range(len(self._free)) if h not in self._lost)
+        free = {h: self._free[h] - taken.get(h, 0) for h in present}
+        fitting = (h for h in free if free[h] >= blocks and self._capacity[h] >= most)
+        return sorted(fitting, key=lambda h: (-free[h], h))
 
-    def place_parts(
-        self,
-        sizes: Seq[int],
-        may_grow_to: Seq[int],
-        choose: Callable[[list[int], list[int]], int | None],
-        fixed: Seq[int] = (),
-    ) -> tuple[int, ...] | None:
-        """An R-worker for each part of a sequence; None if a part has to wait, and with it the sequence.
-
-        A part goes where fewest of the sequence's other parts are, so that as many R-workers as possible attend to it
-        at once. All parts but the last are of one size, so that taking whatever worker has room never spoils it for a
-        later part.
+    def candidates(self, placed: Seq[HolderId], sizes: Seq[int], may_grow_to: Seq[int]) -> list[list[HolderId]]:
+        """Where the next part of a sequence could go, those first that have fewest of its other parts, so that as many
+        holders as possible attend to it at once. All parts but the last are of one size, so that taking whatever
+        holder has room never spoils it for a later part.
 
         Args:
+            placed: where its parts before this one go.
             sizes: tokens of each part.
             may_grow_to: tokens that each may have in the end.
-            choose: takes the R-workers of the parts before, and those that have room for this one; gives one of them,
-                or None: not yet.
-            fixed: where the first parts have to be.
+
+        Returns:
+            Holders that have as many of its parts, together; a single empty list if there is room nowhere.
         """
-        placed: list[int] = []
-        blocks: Counter[int] = Counter()
-        for part, num_tokens in enumerate(sizes):
-            fitting = self.workers_with_room(num_tokens, may_grow_to[part], blocks)
-            if part < len(sizes) - 1:
-                fitting = [w for w in fitting if self._closed_parts[w] + placed.count(w) < self._max_closed_parts]
-            if part < len(fixed):
-                fitting = [worker for worker in fitting if worker == fixed[part]]
-            fitting.sort(key=placed.count)
-            tiers = [list(tier) for _, tier in itertools.groupby(fitting, key=placed.count)] or [[]]
-            worker = next((w for tier in tiers if (w := choose(placed, tier)) is not None), None)
-            if worker is None:
-                return None
-            placed.append(worker)
-            blocks[worker] += self.blocks_for(num_tokens)
-        return tuple(placed)
+        part = len(placed)
+        taken: Counter[HolderId] = Counter()
+        for holder, num_tokens in zip(placed, sizes, strict=False):
+            taken[holder] += self.blocks_for(num_tokens)
+        fitting = self.holders_with_room(sizes[part], may_grow_to[part], taken)
+        if part < len(sizes) - 1:
+            fitting = [h for h in fitting if self._closed_parts[h] + placed.count(h) < self._max_closed_parts]
+        fitting.sort(key=placed.count)
+        return [list(tier) for _, tier in itertools.groupby(fitting, key=placed.count)] or [[]]
 
-    def reserve(self, workers: Seq[int], sizes: Seq[int]) -> None:
-        """For a sequence's parts."""
-        self._hold(workers, sizes, 1)
-        assert all(self._free[worker] >= 0 for worker in workers)
+    def reserve(self, residence: Residence) -> None:
+        """Set aside what a sequence's parts need."""
+        self._hold(residence, 1)
+        assert all(self._free[part.holder] >= 0 for part in residence.parts)
 
-    def grow(self, worker: int, num_tokens: int, to_tokens: int) -> bool:
-        """Enlarge a reservation of ``num_tokens``, if there is room; says whether there was."""
-        blocks = self.blocks_for(to_tokens) - self.blocks_for(num_tokens)
-        if blocks > self._free[worker]:
+    def grow(self, part: Part, num_tokens: int) -> bool:
+        """Enlarge a part to so many tokens, if there is room; says whether there was."""
+        blocks = self.blocks_for(num_tokens) - self.blocks_for(part.num_tokens)
+        if blocks > self._free[part.holder]:
             return False
-        self._free[worker] -= blocks
+        self._free[part.holder] -= blocks
         return True
 
-    def release(self, workers: Seq[int], sizes: Seq[int]) -> None:
-        """What was reserved for a sequence's parts."""
-        self._hold(workers, sizes, -1)
-        assert all(self._free[worker] <= self._capacity[worker] for worker in workers)
+    def release(self, residence: Residence) -> None:
+        """Free what a sequence's parts have."""
+        self._hold(residence, -1)
+        assert all(self._free[part.holder] <= self._capacity[part.holder] for part in residence.parts)
 
-    def _hold(self, workers: Seq[int], sizes: Seq[int], sign: int) -> None:
-        for worker, num_tokens in zip(workers, sizes, strict=True):
-            self._free[worker] -= sign * self.blocks_for(num_tokens)
-        for worker in workers[:-1]:
-            self._closed_parts[worker] += sign
+    def check_invariants(self, residences: Iterable[Residence]) -> None:
+        """Recount. ``residences``: of all that runs."""
+        free, closed = list(self._capacity), [0] * len(self._capacity)
+        for residence in residences:
+            for part in residence.parts:
+                free[part.holder] -= self.blocks_for(part.num_tokens)
+            for part in residence.parts[:-1]:
+                closed[part.holder] += 1
+        assert free == self._free and closed == self._closed_parts, "the ledger is wrong"
+
+    def _hold(self, residence: Residence, sign: int) -> None:
+        for part in residence.parts:
+            self._free[part.holder] -= sign * self.blocks_for(part.num_tokens)
+        for part in residence.parts[:-1]:
+            self._closed_parts[part.holder] += sign

@@ -10,14 +10,15 @@ step; a prefill of q steps that ends with c cached tokens never has more than c 
 its second, and so on: no more than a sequence that decodes from there. (Chunks of split sequences end where a part
 does, so a larger one may follow; who finds a later step full because of that waits.)
 
-The queries of a split sequence also go to the R-workers of its **closed** parts, once for each of them, and so take
-room in messages: to each R-worker chunk · closed parts there **guest rows**. These are booked, too, and chunks get
-smaller as an R-worker has more of the parts.
+The queries of a split sequence also go to the holders of its **closed** parts, once for each of them, and so take
+room in messages: to each holder chunk · closed parts there **closed-part rows**. These are booked, too, and chunks get
+smaller as a holder has more of the parts.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -27,8 +28,8 @@ class _Booked:
     """Of one step."""
 
     tokens: int = 0
-    guest_rows: Counter[int] = field(default_factory=Counter)
-    """By R-worker."""
+    closed_rows: Counter[int] = field(default_factory=Counter)
+    """By holder."""
 
 
 class PrefillBudget:
@@ -37,17 +38,17 @@ class PrefillBudget:
     Args:
         max_step_tokens: of all prompts in one step.
         max_chunk: of one prompt in one step.
-        max_guest_rows: of all prompts in one step, on one R-worker. No prompt has more closed parts there than this.
+        max_closed_rows: of all prompts in one step, on one holder. No prompt has more closed parts there than this.
         part_tokens: sequences that are split have parts of so many tokens.
     """
 
     def __init__(
-        self, max_step_tokens: int, max_chunk: int, max_guest_rows: int = 1 << 40, part_tokens: int | None = None
+        self, max_step_tokens: int, max_chunk: int, max_closed_rows: int = 1 << 40, part_tokens: int | None = None
     ) -> None:
-        assert max_step_tokens >= 1 and max_chunk >= 1 and max_guest_rows >= 1
+        assert max_step_tokens >= 1 and max_chunk >= 1 and max_closed_rows >= 1
         self._max_step_tokens = max_step_tokens
         self._max_chunk = max_chunk
-        self._max_guest_rows = max_guest_rows
+        self._max_closed_rows = max_closed_rows
         self._part_tokens = part_tokens
         self._booked: deque[_Booked] = deque()  # this step's first
 
@@ -59,23 +60,27 @@ class PrefillBudget:
         """Nobody holds a booking any more."""
         self._booked.clear()
 
-    def chunks(self, num_tokens: int, first: int = 0, *, parts: Seq[int] | None = None) -> tuple[int, ...]:
-        """How many of a prompt's tokens would run in this step, the next, …; empty if this step has no room left.
+    def chunks(
+        self, num_tokens: int, first: int = 0, *, parts: Seq[int] | None = None, ahead: int = 0
+    ) -> tuple[int, ...]:
+        """How many of a prompt's tokens would run in a step, the next, …; empty if the step has no room left.
 
         Args:
             num_tokens: of the prompt, from its ``first`` on.
-            parts: of a split sequence, the R-worker of each part as far as they are known. A chunk doesn't go beyond
-                its part, and its queries find room on the R-workers of those before.
+            parts: of a split sequence, the holder of each part as far as they are known. A chunk doesn't go beyond
+                its part, and its queries find room on the holders of those before.
+            ahead: which step it is; 0 is the present one.
         """
         chunks: list[int] = []
         while num_tokens:
-            booked = self._booked[len(chunks)] if len(chunks) < len(self._booked) else _Booked()
+            step = ahead + len(chunks)
+            booked = self._booked[step] if step < len(self._booked) else _Booked()
             chunk = min(num_tokens, self._max_chunk, self._max_step_tokens - booked.tokens)
             if parts is not None:
                 assert self._part_tokens is not None
                 chunk = min(chunk, self._part_tokens - first % self._part_tokens)
-                for worker, num_closed in self._closed(parts, first).items():
-                    chunk = min(chunk, (self._max_guest_rows - booked.guest_rows[worker]) // num_closed)
+                for holder, num_closed in self._closed(parts, first).items():
+                    chunk = min(chunk, (self._max_closed_rows - booked.closed_rows[holder]) // num_closed)
             if chunk <= 0:
                 return ()  # now; or later, where lanes were regrouped and bookings came together
             chunks.append(chunk)
@@ -83,21 +88,24 @@ class PrefillBudget:
             first += chunk
         return tuple(chunks)
 
-    def book_ahead(self, chunks: tuple[int, ...], first: int = 0, *, parts: Seq[int] | None = None) -> None:
-        """Take room in the steps that follow this one, whether or not there is so much."""
-        self.book((0, *chunks), first, parts=parts)
+    def book(self, chunks: Iterable[int], first: int = 0, *, parts: Seq[int] | None = None, ahead: int = 0) -> None:
+        """Take what ``chunks`` offered, or whatever else, whether or not there is room."""
+        self._count(chunks, first, parts, ahead, 1)
 
-    def book(self, chunks: tuple[int, ...], first: int = 0, *, parts: Seq[int] | None = None) -> None:
-        """Take what ``chunks`` offered."""
-        for step, chunk in enumerate(chunks):
-            if step == len(self._booked):
+    def unbook(self, chunks: Iterable[int], first: int = 0, *, parts: Seq[int] | None = None, ahead: int = 0) -> None:
+        """Give back what was booked."""
+        self._count(chunks, first, parts, ahead, -1)
+
+    def _count(self, chunks: Iterable[int], first: int, parts: Seq[int] | None, ahead: int, sign: int) -> None:
+        for step, chunk in enumerate(chunks, ahead):
+            while step >= len(self._booked):
                 self._booked.append(_Booked())
             booked = self._booked[step]
-            booked.tokens += chunk
-            for worker, num_closed in self._closed(parts or (), first).items():
-                booked.guest_rows[worker] += chunk * num_closed
+            booked.tokens += sign * chunk
+            for holder, num_closed in self._closed(parts or (), first).items():
+                booked.closed_rows[holder] += sign * chunk * num_closed
             first += chunk
 
     def _closed(self, parts: Seq[int], first: int) -> Counter[int]:
-        """R-worker → closed parts there of a sequence with ``first`` tokens."""
+        """Holder → closed parts there of a sequence with ``first`` tokens."""
         return Counter(parts[: first // self._part_tokens] if parts and self._part_tokens else ())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
 
+from fastdecode.core.holders import HolderId, Residence
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission import Admission
 from fastdecode.schedule.load_control import MicroBatch
+from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.prefill import PrefillBudget
-from fastdecode.schedule.scheduler import Chunk
 
 
 @dataclass(eq=False)
@@ -18,21 +18,33 @@ class Run:
     """A running sequence, and what was promised to it."""
 
     sequence: Sequence
-    workers: tuple[int, ...]
-    """Of each part; one where it is whole."""
-    num_reserved_tokens: int
     projected: MicroBatch
     """Its load from its start, or from when it outlived what was projected first."""
     prefill: deque[int]
     """Chunks that are still booked."""
-    decode: Chunk
+    first_step: int | None
+    """Of its lane: what is booked begins there. None: nothing is, for want of room; so it can't step."""
+    until: int
+    """It may have so many tokens cached before it needs more room, or another projection."""
+    is_open: bool = False
+    """All the room that it has was granted."""
+    decode: Chunk = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.decode = Chunk(self.sequence, 1)
+
+    @property
+    def residence(self) -> Residence:
+        assert self.sequence.residence is not None
+        return self.sequence.residence
+
+    @property
+    def holders(self) -> tuple[HolderId, ...]:
+        """Of each part."""
+        return self.residence.holders
 
     def next_chunk(self) -> Chunk:
         return Chunk(self.sequence, self.prefill.popleft()) if self.prefill else self.decode
-
-
-Planned: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], MicroBatch]
-"""Of a sequence that starts: its prefill's chunks, the R-worker of each part, its load."""
 
 
 @dataclass(eq=False)
@@ -41,10 +53,50 @@ class Lane:
     budget: PrefillBudget
     step: int = -1
     """The lane's own count of steps."""
+    is_planned: bool = False
+    """Its next step is planned, and hasn't begun."""
     running: dict[int, Run] = field(default_factory=dict)
     """By sequence_id, in order of their start."""
-    reserved_tokens: Counter[int] = field(default_factory=Counter)
-    """By R-worker."""
+    reserved_tokens: Counter[HolderId] = field(default_factory=Counter)
+
+    def enter(self, run: Run, residence: Residence) -> None:
+        """A sequence runs in the lane from now on."""
+        first, *others = loads(residence, run.projected)
+        self.admission.add(*first)
+        for holder, load in others:
+            self.admission.prolong(holder, load)
+        for part in residence.parts:
+            self.reserved_tokens[part.holder] += part.num_tokens
+        self.running[run.sequence.sequence_id] = run
+
+    def leave(self, run: Run, at: int) -> None:
+        """It runs no more, from the lane's step ``at`` on."""
+        del self.running[run.sequence.sequence_id]
+        (holder, load), *others = loads(run.residence, run.projected)
+        self.admission.end(holder, load, at)
+        for holder, load in others:
+            self.admission.unload(holder, load, at)
+        for part in run.residence.parts:
+            self.reserved_tokens[part.holder] -= part.num_tokens
+
+    def prolong(self, run: Run, projected: MicroBatch) -> None:
+        """It has come to the end of its projection, and goes on like this."""
+        run.projected = projected
+        for holder, load in loads(run.residence, projected):
+            self.admission.prolong(holder, load)
+
+    def postpone(self, run: Run, steps: int) -> None:
+        """What was projected of it comes so many steps later."""
+        for holder, load in loads(run.residence, run.projected):
+            self.admission.unload(holder, load, self.step)
+        self.prolong(run, replace(run.projected, start=run.projected.start + steps))
+
+
+def loads(residence: Residence, projected: MicroBatch) -> list[tuple[HolderId, MicroBatch]]:
+    """Of a sequence's projected load, what each part is of it, and where."""
+    if len(residence.parts) == 1:
+        return [(residence.parts[0].holder, projected)]
+    return [(part.holder, projected.part(part.first_token, part.num_tokens)) for part in residence.parts]
 
 
 def arrival(run: Run) -> int:

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fastdecode.core.sequence import Parts, Request, SamplingParams, Sequence
+from fastdecode.core.holders import Holder, HolderKind, Part, Residence
+from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import LaneStep
-from fastdecode.schedule.scheduler import Chunk
+from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 
 
@@ -19,9 +20,11 @@ class Told(MeasuredTimes):
         self.told = num_decoding, num_prompt_tokens, r_parts
 
 
-def chunk(sequence_id: int, num_cached: int, num_tokens: int, parts: Parts | None = None) -> Chunk:
+def chunk(sequence_id: int, num_cached: int, num_tokens: int, holders: tuple[int, ...] = (0,)) -> Chunk:
     sequence = Sequence.of(sequence_id, Request("r", (1,) * 100, SamplingParams(), 1, seed=0), 0)
-    sequence.worker, sequence.num_cached, sequence.parts = 0, num_cached, parts
+    size = 100 if len(holders) == 1 else 32
+    parts = (Part(10 * sequence_id + i, holder, size * i, size) for i, holder in enumerate(holders))
+    sequence.num_cached, sequence.residence = num_cached, Residence(tuple(parts))
     return Chunk(sequence, num_tokens)
 
 
@@ -32,12 +35,12 @@ def test_what_a_chunk_attends_of_its_past_is_load(prompts_on_r: bool) -> None:
         chunk(0, 50, 1),
         chunk(1, 30, 7),
         chunk(2, 0, 9),
-        chunk(3, 40, 4, Parts((1, 0), 32)),  # 32 of its past are on R-worker 1
+        chunk(3, 40, 4, (1, 0)),  # 32 of its past are on R-worker 1
     ]
-    batch = StepBatch.build(chunks, step=0, prompts_on_r=prompts_on_r)
-    remote = SimpleNamespace(r_compute_s={0: 0.25, 1: 0.5})
+    batch = StepBatch.build(chunks, (Holder(HolderKind.R_WORKER, prompts_on_r, False, 1),) * 2, step=0)
+    remote = SimpleNamespace(r_compute_s={0: 0.25, 1: 0.5}, lost=())
     forward = SimpleNamespace(device_s=lambda: 0.0, layer=0)
     times = Told()
-    LaneStep(0, batch, np.zeros(0, np.int64), remote, forward).tell(times, None, (), 0.0)  # type: ignore[arg-type]
+    LaneStep(0, batch, np.zeros(0, np.int64), remote, forward).tell(times, None, 0.0)  # type: ignore[arg-type]
     parts = {0: RPartTime(51 + 30 + 8, 7 + 9 + 4, 0.25), 1: RPartTime(32, 4, 0.5)}
     assert times.told == (1, 20, parts)

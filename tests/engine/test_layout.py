@@ -8,10 +8,14 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from fastdecode.core.sequence import Parts, Request, SamplingParams, Sequence, part_id
+from fastdecode.core.holders import Holder, HolderKind, Part, Residence
+from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.schedule.scheduler import Chunk
+from fastdecode.schedule.plan import Chunk
 
+ON_S = (Holder(HolderKind.R_WORKER, False, False, 1),) * 4
+ON_R = (Holder(HolderKind.R_WORKER, True, False, 1),) * 4
+STRIDE = 100  # between the part ids of two sequences
 MEMBER = st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(1, 20))  # worker, cached, new
 
 
@@ -19,22 +23,24 @@ def chunk_of(sequence_id: int, worker: int, num_cached: int, num_new: int) -> Ch
     tokens = tuple(1000 * sequence_id + i for i in range(num_cached + num_new))
     request = Request(str(sequence_id), tokens, SamplingParams(), max_tokens=1, seed=0)
     sequence = Sequence.of(sequence_id, request, 0)
-    sequence.num_cached, sequence.worker = num_cached, worker
+    sequence.num_cached = num_cached
+    sequence.residence = Residence((Part(STRIDE * sequence_id, worker, 0, num_cached + num_new),))
     return Chunk(sequence, num_new)
 
 
 @given(st.lists(MEMBER, min_size=1, max_size=12))
 def test_rows_are_slices_and_nothing_is_lost(members: list[tuple[int, int, int]]) -> None:
     chunks = [chunk_of(i, *member) for i, member in enumerate(members)]
-    batch = StepBatch.build(chunks, step=5, lane=1)
+    batch = StepBatch.build(chunks, ON_S, step=5, lane=1)
     rows_of_worker = []
     for span in batch.spans:
         begin, row = span.begin, span.rows.start
         assert (begin.step, begin.lane) == (5, 1)
         seen_store_only = False
-        for i, sequence_id in enumerate(begin.sequence_ids.tolist()):
+        for i, part_id in enumerate(begin.sequence_ids.tolist()):
+            sequence_id = part_id // STRIDE
             worker, num_cached, num_new = members[sequence_id]
-            assert worker == span.worker
+            assert worker == span.holder
             rows = slice(row, row + num_new)
             expected = [1000 * sequence_id + num_cached + j for j in range(num_new)]
             assert batch.token_ids[rows].tolist() == expected
@@ -64,7 +70,7 @@ def test_rows_are_slices_and_nothing_is_lost(members: list[tuple[int, int, int]]
 
 @given(st.lists(MEMBER, min_size=1, max_size=12))
 def test_local_spans_are_the_prompt_chunks(members: list[tuple[int, int, int]]) -> None:
-    batch = StepBatch.build([chunk_of(i, *member) for i, member in enumerate(members)], step=0)
+    batch = StepBatch.build([chunk_of(i, *member) for i, member in enumerate(members)], ON_S, step=0)
     local_rows: list[int] = []
     for local in batch.local:
         local_rows += range(local.rows.start, local.rows.stop)
@@ -79,7 +85,7 @@ def test_local_spans_are_the_prompt_chunks(members: list[tuple[int, int, int]]) 
 
 @given(st.lists(MEMBER, min_size=1, max_size=12))
 def test_r_workers_attend_everything_where_they_attend_prompts(members: list[tuple[int, int, int]]) -> None:
-    batch = StepBatch.build([chunk_of(i, *member) for i, member in enumerate(members)], step=0, prompts_on_r=True)
+    batch = StepBatch.build([chunk_of(i, *member) for i, member in enumerate(members)], ON_R, step=0)
     assert not batch.local
     for span in batch.spans:
         assert span.query_rows == span.rows
@@ -97,7 +103,10 @@ def split_chunk(sequence_id: int, workers: list[int], num_cached: int, num_new: 
     num_cached %= PART * len(workers)
     chunk = chunk_of(sequence_id, workers[0], num_cached, min(num_new, PART - num_cached % PART))
     if len(workers) > 1:
-        chunk.sequence.parts = Parts(tuple(workers), PART)
+        places = enumerate(workers)
+        chunk.sequence.residence = Residence(
+            tuple(Part(STRIDE * sequence_id + i, worker, PART * i, PART) for i, worker in places)
+        )
     return chunk
 
 
@@ -108,24 +117,24 @@ def test_every_key_is_attended_once(
     """By the R-worker that has it or by the S-worker, from the place where the query stands, whatever is split; of keys
     outside the window, only those whose part is seen."""
     chunks = [split_chunk(i, *member) for i, member in enumerate(members)]
-    batch = StepBatch.build(chunks, step=0, prompts_on_r=prompts_on_r, window=window)
+    batch = StepBatch.build(chunks, ON_R if prompts_on_r else ON_S, step=0, window=window)
     attended: dict[int, Counter[int]] = {row: Counter() for row in range(len(batch.token_ids))}
     for span in batch.spans:
         begin = span.begin
         assert len(set(begin.sequence_ids.tolist())) == len(begin.sequence_ids)
         rows = [*range(span.query_rows.start, span.query_rows.stop)]
-        for guests in span.guests:
-            assert len(set(guests.rows.tolist())) == len(guests.rows)
-            rows += guests.rows.tolist()
-        assert len(rows) == begin.num_queries.sum() and begin.want_lse >= bool(span.guests)
+        for closed in span.closed:
+            assert len(set(closed.rows.tolist())) == len(closed.rows)
+            rows += closed.rows.tolist()
+        assert len(rows) == begin.num_queries.sum() and begin.want_lse >= bool(span.closed)
         assert span.rows.stop - span.rows.start == begin.num_new.sum()
-        assert (begin.num_beyond is not None) == bool(span.guests)
+        assert (begin.num_beyond is not None) == bool(span.closed)
         beyond = [0] * len(begin.num_new) if begin.num_beyond is None else begin.num_beyond.tolist()
         columns = (begin.sequence_ids, begin.num_past, begin.num_new, begin.num_queries, begin.num_visible)
         for held, past, new, queries, visible, further in zip(*(x.tolist() for x in columns), beyond, strict=True):
-            sequence_id, part = held % part_id(0, 1), held // part_id(0, 1)
+            sequence_id, part = divmod(held, STRIDE)
             sequence = chunks[sequence_id].sequence
-            assert sequence.workers[part] == span.worker
+            assert sequence.residence.parts[part].holder == span.holder
             if further and window is not None:
                 first = sequence.num_cached
                 assert first - window < (part + 1) * PART - 1, "nobody is asked for a part that isn't seen"
@@ -146,7 +155,7 @@ def test_every_key_is_attended_once(
         assert keys >= Counter(range(0 if window is None else max(0, position + 1 - window), position + 1))
 
 
-def test_a_step_of_whole_sequences_has_no_guests() -> None:
-    batch = StepBatch.build([chunk_of(0, 1, 9, 1), split_chunk(1, [1, 0, 2], 5, 1)], step=0)
-    assert all(span.guests == () and span.begin.num_beyond is None for span in batch.spans)
+def test_a_step_of_whole_sequences_has_no_rows_of_closed_parts() -> None:
+    batch = StepBatch.build([chunk_of(0, 1, 9, 1), split_chunk(1, [1, 0, 2], 5, 1)], ON_S, step=0)
+    assert all(span.closed == () and span.begin.num_beyond is None for span in batch.spans)
     assert len(batch.spans) == 1, "parts that nothing is in yet attend nothing"

@@ -88,7 +88,7 @@ def test_queries_for_closed_parts_fit_into_a_message(resolved: Resolve) -> None:
     resolved_ = resolved(0, split_tokens=64)
     spec = open_checkpoint(resolved_.config.model).spec().attention[0]
     row_bytes = spec.num_q_heads * spec.head_dim * resolved_.dtype.size_bytes
-    assert 1024 * row_bytes < (MAX_AUTO_LANES + 1) * resolved_.schedule.max_guest_rows * row_bytes < MAX_BODY_BYTES
+    assert 1024 * row_bytes < (MAX_AUTO_LANES + 1) * resolved_.schedule.max_closed_rows * row_bytes < MAX_BODY_BYTES
 
 
 def test_contexts_end_where_kernels_stop_counting(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -17,10 +17,11 @@ from trouble import crash_after, give
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
-from fastdecode.core.sequence import Parts, Request, Sequence, part_of
+from fastdecode.core.holders import Holder, HolderKind, Part, Residence
+from fastdecode.core.sequence import Request, Sequence
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.parts import GuestMerge
-from fastdecode.schedule.scheduler import Chunk
+from fastdecode.engine.step.parts import ClosedPartMerge
+from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
@@ -132,12 +133,12 @@ def test_a_step_goes_on_whoever_has_answered() -> None:
     """R-workers 0 and 1 have a closed part each, 2 has the last one."""
     request = Request("r", tuple(range(40)), SamplingParams(), max_tokens=1, seed=0)
     sequence = Sequence.of(0, request, 0)
-    sequence.num_cached, sequence.worker, sequence.parts = 36, 0, Parts((0, 1, 2), 16)
-    batch = StepBatch.build([Chunk(sequence, 1)], step=0)
-    spans = {span.worker: span for span in batch.spans}
+    sequence.num_cached, sequence.residence = 36, Residence(tuple(Part(i, i, 16 * i, 16) for i in range(3)))
+    batch = StepBatch.build([Chunk(sequence, 1)], (Holder(HolderKind.R_WORKER, False, False, 1),) * 3, step=0)
+    spans = {span.holder: span for span in batch.spans}
     answer = AttendResult(0, 0, 0, np.full((1, 1, 2), 3.0, np.float32), np.zeros((1, 1), np.float32), 0.0)
     for answered, expected in (((), 9.0), ((1,), 3.0), ((2,), 9.0), ((0, 2), 6.0), ((2, 1, 0), 5.0)):
-        merge, o = GuestMerge(batch, torch.device("cpu")), torch.full((1, 1, 2), 9.0)
+        merge, o = ClosedPartMerge(batch, torch.device("cpu")), torch.full((1, 1, 2), 9.0)
         for worker in answered:
             merge.arrive(spans[worker], answer, torch.float32)
         merge.merge_into(o)
@@ -173,7 +174,7 @@ def test_a_refusal_names_the_request_its_part_and_the_r_worker(
     really_open = KVStore.open
 
     def open_first(store: KVStore, sequence_id: int, num_reserved: int) -> None:
-        really_open(store, sequence_id, num_reserved if part_of(sequence_id) == 0 else 1 << 20)
+        really_open(store, sequence_id, num_reserved if sequence_id == 0 else 1 << 20)
 
     monkeypatch.setattr(KVStore, "open", open_first)
     with LLM(str(tiny_checkpoint("llama")), **OPTIONS, r_workers=2, split_tokens=64) as llm:

@@ -23,6 +23,7 @@ from traffic import (
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.schedule.lives import Status
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import COLD_STARTS, MODES
 
@@ -57,7 +58,7 @@ def test_the_load_never_exceeds_its_limit_when_lengths_are_bounds(
         "stabilized", num_lanes, load_limit=load_limit, cold_start=cold_start, interval=8, learn_lengths=False
     )
     scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE)
-    limits = [control.limit for control in scheduler._lanes[0].admission._controls]  # type: ignore[attr-defined]
+    limits = [control.limit for control in scheduler.lanes[0].admission._controls]  # type: ignore[attr-defined]
     assert sum(limits) * num_lanes <= load_limit
     harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], num_lanes, limits)
     play(data, harness, requests, lose=False)
@@ -90,14 +91,18 @@ def test_the_latest_arrivals_are_suspended_and_resume_where_they_were() -> None:
     for _ in range(3):
         harness.arrive(4, (12,), 12)  # 4 blocks each in the end, 1 at first
     suspended: list[int] = []
+    places = {}
     while harness.live:
-        plan = scheduler.plan(0)
-        for start in plan.starts:
-            resumed = start.sequence.sequence_id in suspended
-            assert start.num_reserved_tokens == (start.sequence.max_cached_tokens if resumed else 4)
-        suspended += [suspend.sequence.sequence_id for suspend in plan.suspends]
-        harness._begin(0, plan)
-        harness._complete(plan)
+        harness.begin(0)
+        for sequence_id, sequence in harness.live.items():
+            residence, before = sequence.residence, places.get(sequence_id)
+            if before is not None and (residence is None or residence.parts[0].part_id != before):
+                suspended.append(sequence_id)
+            if residence is not None and residence.parts[0].part_id != before and not sequence.num_cached:
+                resumed = sequence_id in suspended
+                assert residence.num_tokens == (sequence.max_cached_tokens if resumed else 4)
+            places[sequence_id] = None if residence is None else residence.parts[0].part_id
+        harness.complete(0)
     assert suspended[0] == 4 and 2 not in suspended
     assert [harness.finished[i] for i in (2, 3, 4)] == [[1000 * i + k for k in range(12)] for i in (2, 3, 4)]
     assert list(harness.finished) == [0, 1, 2, 3, 4]
@@ -148,9 +153,9 @@ def test_what_ends_early_makes_room_at_once() -> None:
     for step in range(3):
         harness.turn(0)
         harness.turn(0)
-        assert (second.worker is None) and (first.sequence_id in harness.live) == (step < 2)
+        assert (second.residence is None) and (first.sequence_id in harness.live) == (step < 2)
     harness.turn(0)
-    assert second.worker == 0
+    assert second.residence is not None
 
 
 def test_what_a_cancelled_prompt_had_booked_holds_nobody_up() -> None:
@@ -175,9 +180,57 @@ def test_prompts_never_hold_up_decoding() -> None:
     for _ in range(3):
         harness.arrive(20, (2,), 2)
     for _ in range(5):
-        plan = scheduler.plan(0)
-        assert any(chunk.sequence.sequence_id == 0 and chunk.num_tokens == 1 for chunk in plan.chunks)
-        prompts = [chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens > 1]
+        run = harness.begin(0)
+        assert run is not None
+        assert any(chunk.sequence.sequence_id == 0 and chunk.num_tokens == 1 for chunk in run.chunks)
+        prompts = [chunk.num_tokens for chunk in run.chunks if chunk.num_tokens > 1]
         assert sum(prompts) <= MAX_STEP_TOKENS - MAX_SEQUENCES
-        harness._begin(0, plan)
-        harness._complete(plan)
+        harness.complete(0)
+
+
+@relaxed
+@given(st.data(), traffic(forks=True), st.sampled_from(MODES), st.integers(1, 3), st.booleans(), st.booleans())
+def test_answers_may_come_after_the_step_they_were_asked_for(
+    data: st.DataObject, requests: Requests, mode: str, num_lanes: int, forecast: bool, lose: bool
+) -> None:
+    """Lanes step with whoever has room; nobody gets on twice or never, and what befalls a sequence while its room is
+    being opened is carried out once that is known."""
+    chosen = options(mode, num_lanes, length_quantile=0.1 if forecast else None)
+    scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE, opening_steps=1)
+    scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
+    late = st.sampled_from((True, True, False))
+    harness = Harness(
+        scheduler,
+        [Store(blocks) for blocks in WORKER_BLOCKS],
+        num_lanes,
+        is_late=lambda: data.draw(late) if harness.num_arrived <= 12 else False,
+    )
+    harness.arrive(1, (1,), 1)
+    harness.run_out()
+    play(data, harness, requests, lose=lose)
+
+
+def test_a_lane_steps_while_others_are_opened() -> None:
+    scheduler = make_scheduler(options("greedy", 1), WORKER_BLOCKS, BLOCK_SIZE, opening_steps=1)
+    late = [False, True]
+    harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], 1, is_late=lambda: late.pop(0))
+    harness.arrive(3, (4,), 4)
+    harness.turn(0)
+    harness.turn(0)
+    harness.arrive(3, (2,), 4)
+    (first, second) = harness.live.values()
+    run = harness.begin(0)
+    assert run is not None and [chunk.sequence for chunk in run.chunks] == [first]
+    assert harness.lifecycle.lives.status(second.sequence_id) is Status.OPENING
+    harness.complete(0)
+    harness.answer()
+    run = harness.begin(0)
+    assert run is not None and [chunk.num_tokens for chunk in run.chunks] == [1, 3], "as it was booked"
+    harness.complete(0)
+    harness.run_out()
+    assert harness.lifecycle.lives.story(second.sequence_id) == [
+        "submitted, 3 tokens",
+        "opening on 0",
+        "running",
+        "finished: stop",
+    ]

@@ -7,8 +7,21 @@ from dataclasses import dataclass
 
 import pytest
 
-from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.schedule.continuous import ContinuousScheduler
+from fastdecode.schedule.events import (
+    Drawn,
+    LaneIdle,
+    LaneReady,
+    Open,
+    Opened,
+    Regrouped,
+    Run,
+    StepDone,
+    Submitted,
+)
 from fastdecode.schedule.lanes import LaneControl
+from fastdecode.schedule.lifecycle import Lifecycle
 from fastdecode.schedule.modes import ScheduleOptions, make_scheduler
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 
@@ -81,9 +94,24 @@ def test_nothing_is_decided_before_times_are_known() -> None:
     assert control.decide() == 2
 
 
-def sequences(lengths: list[int], max_tokens: int = 64) -> list[Sequence]:
+def requests(lengths: list[int], max_tokens: int = 64) -> list[Request]:
     params = SamplingParams(max_tokens=max_tokens)
-    return [Sequence.of(i, Request(str(i), (5,) * n, params, max_tokens, seed=0), 0) for i, n in enumerate(lengths)]
+    return [Request(str(i), (5,) * n, params, max_tokens, seed=0) for i, n in enumerate(lengths)]
+
+
+def run_a_step(lifecycle: Lifecycle, lane: int) -> list[int]:
+    """Of R-workers that answer at once. Returns who stepped."""
+    for instruction in lifecycle.handle(LaneIdle(lane)):
+        if isinstance(instruction, Open):
+            assert not lifecycle.handle(Opened(instruction.part.part_id))
+    members: list[int] = []
+    for run in lifecycle.handle(LaneReady(lane)):
+        assert isinstance(run, Run)
+        assert all(1 <= chunk.num_tokens <= chunk.sequence.num_uncached for chunk in run.chunks)
+        members = [chunk.sequence.sequence_id for chunk in run.chunks]
+        drawn = [c.sequence for c in run.chunks if c.num_tokens == c.sequence.num_uncached]
+        lifecycle.handle(StepDone(lane, tuple(Drawn(sequence, 7) for sequence in drawn)))
+    return members
 
 
 @pytest.mark.parametrize("mode", ["greedy", "stabilized", "synchronized"])
@@ -91,35 +119,31 @@ def test_regrouped_sequences_go_on_and_end(mode: str) -> None:
     """Every sequence runs every token once, whatever the lanes; lanes are as even as whole sequences allow."""
     options = ScheduleOptions(mode=mode, max_num_sequences=12, prefill_chunk=16, max_step_tokens=40, num_lanes=2)
     scheduler = make_scheduler(options, (64, 64), 16)
-    live = {s.sequence_id: s for s in sequences([1, 50, 3, 33, 7, 90, 2, 20, 41, 5, 18, 9, 70, 4])}
-    scheduler.add(live.values())
+    lifecycle = Lifecycle(scheduler)
+    for request in requests([1, 50, 3, 33, 7, 90, 2, 20, 41, 5, 18, 9, 70, 4]):
+        lifecycle.handle(Submitted(request))
     num_lanes, changes = 2, itertools.cycle([1, 4, 3, 2])
     for step in itertools.count():
         assert step < 2000, "it doesn't get on"
-        if not live:
+        if not scheduler.num_running + scheduler.num_waiting:
             break
         if step % 7 == 6:
             num_lanes = next(changes)
-            scheduler.regroup(num_lanes)
+            lifecycle.handle(Regrouped(num_lanes))
             assert_even(scheduler, num_lanes)
         members: list[int] = []
+        ended = 0
         for lane in range(num_lanes):
-            for chunk in scheduler.plan(lane).chunks:
-                sequence = chunk.sequence
-                members.append(sequence.sequence_id)
-                assert 1 <= chunk.num_tokens <= sequence.num_uncached
-                sequence.num_cached += chunk.num_tokens
-                if not sequence.num_uncached:
-                    sequence.token_ids.append(7)
-        assert len(set(members)) == len(members) == scheduler.num_running
-        for sequence in [s for s in live.values() if s.num_generated == 64]:
-            scheduler.finish(live.pop(sequence.sequence_id))
+            before = scheduler.num_running + scheduler.num_waiting
+            members += run_a_step(lifecycle, lane)
+            ended += before - scheduler.num_running - scheduler.num_waiting
+        lifecycle.check_invariants()
+        assert len(set(members)) == len(members) == scheduler.num_running + ended
     assert scheduler.num_running == scheduler.num_waiting == 0
 
 
-def assert_even(scheduler: object, num_lanes: int) -> None:
-    lanes = scheduler._lanes  # type: ignore[attr-defined]
-    sizes = [len(lane.running) for lane in lanes]
+def assert_even(scheduler: ContinuousScheduler, num_lanes: int) -> None:
+    sizes = [len(lane.running) for lane in scheduler.lanes]
     assert len(sizes) == num_lanes and max(sizes) - min(sizes) <= 1
 
 

@@ -331,10 +331,10 @@ def test_what_fits_under_a_falling_limit(wanted: list[Wish], slack: int, falls: 
 def test_parts_of_split_sequences_never_exceed_the_limit(wanted: list[Wish], parts: list[int], slack: int) -> None:
     """Part 0 of a wish is all of it."""
     batches = [
-        wish.at(wish.arrival) if part == 0 else wish.at(wish.arrival).split(part, 8)[-1]
+        wish.at(wish.arrival) if part == 0 else wish.at(wish.arrival).part(8 * part - 8, 8)
         for wish, part in zip(wanted, parts, strict=False)
     ]
-    limit = max(batch.peak for batch in batches) + slack
+    limit = max(1, *(batch.peak for batch in batches)) + slack
     control, brute = LoadControl(limit), BruteForce(limit)
     for batch in batches:
         started = replace(batch, start=control.earliest_start(batch))
@@ -349,7 +349,7 @@ def test_parts_of_split_sequences_never_exceed_the_limit(wanted: list[Wish], par
 
 def test_parts_add_up_to_their_sequence() -> None:
     batch = MicroBatch(2, 30, 5, 7)
-    parts = batch.split(4, 8)
+    parts = [batch.part(first, 8) for first in range(0, 32, 8)]
     for step in range(40):
         assert sum(part.load_at(step) for part in parts) == batch.load_at(step)
     assert [part.peak for part in parts] == [16, 16, 16, 12]

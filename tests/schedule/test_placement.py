@@ -3,33 +3,70 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import TypeAlias
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode.core.errors import CapacityError
+from fastdecode.core.holders import HolderId, Part, PartId, Residence, new_residence
 from fastdecode.schedule.placement import BlockLedger
+
+Choose: TypeAlias = "Callable[[list[int], list[int]], int | None]"
+
+
+def part(holder: int, num_tokens: int) -> Part:
+    return Part(PartId(0), HolderId(holder), 0, num_tokens)
+
+
+def whole(holder: int, num_tokens: int) -> Residence:
+    return Residence((part(holder, num_tokens),))
+
+
+def in_parts(holders: tuple[int, ...], sizes: tuple[int, ...]) -> Residence:
+    return new_residence([HolderId(holder) for holder in holders], sizes, map(PartId, itertools.count()))
+
+
+def first(placed: list[int], fitting: list[int]) -> int | None:
+    return fitting[0] if fitting else None
+
+
+def place(
+    ledger: BlockLedger, sizes: tuple[int, ...], choose: Choose, fixed: tuple[int, ...] = ()
+) -> tuple[int, ...] | None:
+    """A holder for each part, as ``choose`` says, which takes those of the parts before, and the candidates."""
+    placed: list[HolderId] = []
+    while len(placed) < len(sizes):
+        tiers = ledger.candidates(placed, sizes, sizes)
+        if len(placed) < len(fixed):
+            tiers = [[holder for tier in tiers for holder in tier if holder == fixed[len(placed)]]]
+        chosen = next((h for tier in tiers if (h := choose(placed, tier)) is not None), None)
+        if chosen is None:
+            return None
+        placed.append(HolderId(chosen))
+    return tuple(placed)
 
 
 def test_candidates_have_room_now_and_could_hold_the_whole_sequence() -> None:
     ledger = BlockLedger((10, 4, 12), block_size=4)
-    assert ledger.workers_with_room(8, may_grow_to=16) == [2, 0, 1]
-    assert ledger.workers_with_room(8, may_grow_to=17) == [2, 0], "worker 1 would be outgrown"
-    ledger.reserve((2,), (30,))
-    assert ledger.workers_with_room(8, may_grow_to=16) == [0, 1, 2]
-    assert ledger.workers_with_room(17, may_grow_to=17) == [0]
+    assert ledger.holders_with_room(8, may_grow_to=16) == [2, 0, 1]
+    assert ledger.holders_with_room(8, may_grow_to=17) == [2, 0], "worker 1 would be outgrown"
+    ledger.reserve(whole(2, 30))
+    assert ledger.holders_with_room(8, may_grow_to=16) == [0, 1, 2]
+    assert ledger.holders_with_room(17, may_grow_to=17) == [0]
     ledger.lose(0)
-    assert ledger.workers_with_room(8, may_grow_to=16) == [1, 2]
+    assert ledger.holders_with_room(8, may_grow_to=16) == [1, 2]
 
 
 def test_a_reservation_grows_by_whole_blocks_while_there_are_any() -> None:
     ledger = BlockLedger((3,), block_size=4)
-    ledger.reserve((0,), (5,))
-    assert ledger.grow(0, 5, 8) and ledger.free_blocks(0) == 1
-    assert not ledger.grow(0, 8, 13) and ledger.free_blocks(0) == 1
-    assert ledger.grow(0, 8, 12) and ledger.free_blocks(0) == 0
-    ledger.release((0,), (12,))
+    ledger.reserve(whole(0, 5))
+    assert ledger.grow(part(0, 5), 8) and ledger.free_blocks(0) == 1
+    assert not ledger.grow(part(0, 8), 13) and ledger.free_blocks(0) == 1
+    assert ledger.grow(part(0, 8), 12) and ledger.free_blocks(0) == 0
+    ledger.release(whole(0, 12))
     assert ledger.free_blocks(0) == 3
     assert ledger.capacity_tokens(0) == 12
 
@@ -40,9 +77,9 @@ def test_a_replacement_is_as_large_as_it_says() -> None:
     assert not ledger.is_possible(33)
     ledger.regain(0, 3)
     assert ledger.is_possible(48) and not ledger.is_possible(49)
-    assert ledger.workers_with_room(1, 1) == [0, 1]
-    ledger.reserve((0,), (48,))
-    assert ledger.workers_with_room(1, 1) == [1]
+    assert ledger.holders_with_room(1, 1) == [0, 1]
+    ledger.reserve(whole(0, 48))
+    assert ledger.holders_with_room(1, 1) == [1]
 
 
 def test_part_sizes() -> None:
@@ -73,23 +110,23 @@ def test_parts_are_placed_if_and_only_if_some_way_fits(
         if room >= needed[-1]
     )
     assert ledger.is_possible(num_tokens) == is_possible
-    placed = ledger.place_parts(sizes, sizes, lambda placed, fitting: fitting[-1] if fitting else None)
+    placed = place(ledger, sizes, lambda placed, fitting: fitting[-1] if fitting else None)
     assert (placed is not None) == is_possible
     if placed is not None:
         assert lost.isdisjoint(placed)
         assert all(placed[:-1].count(worker) <= most_closed for worker in placed)
-        ledger.reserve(placed, sizes)  # asserts that there is room
+        ledger.reserve(in_parts(placed, sizes))  # asserts that there is room
 
 
 def test_closed_parts_of_all_sequences_count() -> None:
     ledger = BlockLedger((20, 20), block_size=4, part_tokens=4, max_closed_parts=3)
     sizes = (4,) * 5  # four of them closed: two on each
-    placed = ledger.place_parts(sizes, sizes, lambda placed, fitting: fitting[0] if fitting else None)
+    placed = place(ledger, sizes, first)
     assert placed == (0, 1, 0, 1, 0)
-    ledger.reserve(placed, sizes)
-    assert ledger.place_parts(sizes, sizes, lambda placed, fitting: fitting[0] if fitting else None) is None
-    ledger.release(placed, sizes)
-    assert ledger.place_parts(sizes, sizes, lambda placed, fitting: fitting[0] if fitting else None) == placed
+    ledger.reserve(in_parts(placed, sizes))
+    assert place(ledger, sizes, first) is None
+    ledger.release(in_parts(placed, sizes))
+    assert place(ledger, sizes, first) == placed
 
 
 @given(BLOCKS, st.integers(2, 40), st.integers(0, 3))
@@ -97,7 +134,7 @@ def test_parts_are_spread_as_far_as_there_is_room(blocks: list[int], num_tokens:
     ledger = BlockLedger(tuple(blocks), block_size=1, part_tokens=2)
     sizes = ledger.part_sizes(num_tokens)
     fixed = (0,) * min(num_fixed, len(sizes))
-    placed = ledger.place_parts(sizes, sizes, lambda placed, fitting: fitting[0] if fitting else None, fixed)
+    placed = place(ledger, sizes, first, fixed)
     if placed is None:
         return
     assert placed[: len(fixed)] == fixed
@@ -116,9 +153,9 @@ def test_where_a_policy_says_no_the_next_best_is_asked() -> None:
         offers.append((len(placed), fitting))
         return next((worker for worker in fitting if worker != 2), None)
 
-    assert ledger.place_parts((2, 2, 2), (2, 2, 2), choose) == (0, 1, 0)
+    assert place(ledger, (2, 2, 2), choose) == (0, 1, 0)
     assert offers == [(0, [0, 1, 2]), (1, [1, 2]), (2, [2]), (2, [0, 1])]
-    assert ledger.place_parts((2, 2), (2, 2), lambda placed, fitting: None) is None
+    assert place(ledger, (2, 2), lambda placed, fitting: None) is None
 
 
 def test_what_never_fits_is_told_what_would() -> None:

@@ -41,7 +41,7 @@ def test_each_part_counts_as_load_where_it_is(
 ) -> None:
     chosen = options("stabilized", num_lanes, load_limit=load_limit, learn_lengths=False, split_tokens=split_tokens)
     scheduler = make_scheduler(chosen, SPLIT_BLOCKS, BLOCK_SIZE)
-    limits = [control.limit for control in scheduler._lanes[0].admission._controls]  # type: ignore[attr-defined]
+    limits = [control.limit for control in scheduler.lanes[0].admission._controls]  # type: ignore[attr-defined]
     harness = Harness(scheduler, [Store(blocks) for blocks in SPLIT_BLOCKS], num_lanes, limits)
     play(data, harness, requests, lose=False)
 
@@ -54,7 +54,9 @@ def test_parts_on_one_r_worker_are_weighed_together() -> None:
     assert harness.arrive(4, (13,), 13) and harness.arrive(4, (13,), 13)
     first, second = harness.live.values()
     harness.turn(0)
-    assert first.workers == (0, 0) and second.workers == (), "16 tokens in the end; two are above the limit"
+    assert first.residence.holders == (0, 0) and second.residence is None, (
+        "16 tokens in the end; two are above the limit"
+    )
     harness.run_out()
 
 
@@ -87,7 +89,7 @@ def test_a_split_sequence_ends_once() -> None:
     """Early, and that is noted once, not once for each part."""
     chosen = options("stabilized", 1, learn_lengths=False, split_tokens=8)
     scheduler = make_scheduler(chosen, (20, 20), BLOCK_SIZE)
-    headroom = scheduler._lanes[0].admission._headroom  # type: ignore[attr-defined]
+    headroom = scheduler.lanes[0].admission._headroom  # type: ignore[attr-defined]
     harness = Harness(scheduler, [Store(20), Store(20)], 1)
     harness.arrive(4, (1,), 24)
     harness.run_out()
@@ -97,16 +99,15 @@ def test_a_split_sequence_ends_once() -> None:
 
 def test_queries_of_all_parts_fit_into_a_message() -> None:
     """24 tokens in parts of 4: with 3 queries for closed parts on each of two R-workers, one such sequence runs."""
-    scheduler = make_scheduler(options("greedy", 1, split_tokens=4, max_guest_rows=3), (20, 20), BLOCK_SIZE)
+    scheduler = make_scheduler(options("greedy", 1, split_tokens=4, max_closed_rows=3), (20, 20), BLOCK_SIZE)
     harness = Harness(scheduler, [Store(20), Store(20)], 1)
     assert harness.arrive(20, (5,), 5) and harness.arrive(20, (5,), 5)
     while harness.live:
         assert scheduler.num_running <= 1
-        plan = scheduler.plan(0)
+        chunks = harness.begin(0).chunks
         for worker in (0, 1):
-            closed = (chunk.sequence.workers[: chunk.sequence.num_cached // 4].count(worker) for chunk in plan.chunks)
-            assert sum(chunk.num_tokens * n for chunk, n in zip(plan.chunks, closed, strict=True)) <= 3
-        harness._begin(0, plan)
-        harness._complete(plan)
+            places = [chunk.sequence.residence.holders[: chunk.sequence.num_cached // 4] for chunk in chunks]
+            assert sum(chunk.num_tokens * at.count(worker) for chunk, at in zip(chunks, places, strict=True)) <= 3
+        harness.complete(0)
     with pytest.raises(CapacityError, match=r"29 cached tokens, 8 parts of 4.*can go to 7 parts.*--split-tokens"):
         scheduler.add([Sequence.of(9, Request("r", (1,) * 20, SamplingParams(), 10, seed=0), 0)])

@@ -9,14 +9,16 @@ from collections.abc import Callable
 import torch
 
 from fastdecode.core.config import EngineConfig
+from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import KVSpec
-from fastdecode.core.trace import Trace
-from fastdecode.engine.engine import Engine
+from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.engine.engine import Engine, Watch
 from fastdecode.engine.fleet.fleet import Fleet, RHub
 from fastdecode.engine.fleet.heads import HeadsWorkers
 from fastdecode.engine.fleet.workers import InlineWorkers, MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
+from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.resolve import ResolvedConfig, describe_device, resolve_for_this_host
 from fastdecode.engine.setup.s_worker import make_s_worker
@@ -24,6 +26,7 @@ from fastdecode.engine.step.local import LocalAttention, LocalWorkers
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.schedule.lanes import LaneControl
+from fastdecode.schedule.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
@@ -111,18 +114,15 @@ class RunningEngine:
         blocks = tuple(welcome.num_blocks for welcome in self.welcomes)
         s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
         attention = _attention(workers, self._fleet, self.spec, resolved, s_worker)
-        return Engine(
-            s_worker,
-            Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace),
-            self._fleet,
-            make_scheduler(resolved.schedule, blocks, resolved.config.r_part.block_size, times),
-            self.codec,
-            self._eos_token_ids(),
-            trace,
-            times,
-            _lane_control(resolved, times),
-            workers.replacements(hello),
+        pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
+        at_once = all(holder.answers_at_once for holder in attention.holders)
+        scheduler = make_scheduler(
+            resolved.schedule, blocks, resolved.config.r_part.block_size, times, opening_steps=0 if at_once else 1
         )
+        recovery = Recovery(self._fleet, workers.replacements(hello))
+        watch = Watch(trace or NoTrace(), times, _lane_control(resolved, times))
+        eos = self._eos_token_ids()
+        return Engine(s_worker, pipeline, self._fleet, Lifecycle(scheduler), self.codec, eos, recovery, watch)
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """Those that the model's configs name, or else the tokenizer's."""
@@ -158,9 +158,12 @@ def _lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl
 def _attention(
     workers: Workers, fleet: Fleet, spec: ModelSpec, resolved: ResolvedConfig, s_worker: SWorker
 ) -> Attention:
+    token_bytes = _kv_spec(spec, resolved).token_bytes
     if isinstance(workers, LocalWorkers):
-        return LocalAttention(workers, fleet)
-    return AttentionPlan(spec.attention, resolved.kv_dtype, fleet, s_worker.device, resolved.prompts_on_r)
+        return LocalAttention(workers, fleet, Holder(HolderKind.DEVICE, False, True, token_bytes))
+    at_once = isinstance(workers, InlineWorkers)
+    holder = Holder(HolderKind.R_WORKER, resolved.prompts_on_r, at_once, token_bytes)
+    return AttentionPlan(spec.attention, resolved.kv_dtype, fleet, s_worker.device, (holder,) * len(fleet))
 
 
 def _greeting(workers: Workers) -> str:
@@ -194,11 +197,15 @@ def _reach_r_workers(resolved: ResolvedConfig) -> Workers:
 
 
 def _hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
-    kv = KVSpec(
+    kv = _kv_spec(spec, resolved)
+    return Hello(PROTOCOL_VERSION, checkpoint.model_hash, kv, spec.attention, resolved.dtype)
+
+
+def _kv_spec(spec: ModelSpec, resolved: ResolvedConfig) -> KVSpec:
+    return KVSpec(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=resolved.kv_dtype,
         block_size=resolved.config.r_part.block_size,
     )
-    return Hello(PROTOCOL_VERSION, checkpoint.model_hash, kv, spec.attention, resolved.dtype)

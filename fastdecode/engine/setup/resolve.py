@@ -22,7 +22,7 @@ from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets
 
 _GRAPHS_SHARE = 32
 """CUDA graphs may take one part in so many of the device's memory."""
-_GUEST_BYTES = MAX_BODY_BYTES // (2 * MAX_AUTO_LANES)
+_CLOSED_BYTES = MAX_BODY_BYTES // (2 * MAX_AUTO_LANES)
 """Of a layer's queries that go to closed parts of split sequences: of a lane's prompts, and as many of all decoding
 sequences. So they fit into one message even where lanes have become one whose prompts were booked apart."""
 
@@ -205,7 +205,7 @@ class _Steps:
 
     def _planned(self, lanes: _Lanes) -> _StepPlan:
         config = self.config
-        schedule = replace(_schedule(config, lanes.first), max_guest_rows=self._max_guest_rows)
+        schedule = replace(_schedule(config, lanes.first), max_closed_rows=self._max_closed_rows)
         sizes = StepSizes(
             num_lanes=lanes.most,
             step_tokens=schedule.max_step_tokens,
@@ -224,9 +224,9 @@ class _Steps:
         return _StepPlan(lanes, schedule, memory)
 
     @property
-    def _max_guest_rows(self) -> int:
+    def _max_closed_rows(self) -> int:
         row_bytes = max(spec.num_q_heads * spec.head_dim for spec in self.spec.attention) * self.dtype.size_bytes
-        return max(1, min(_GUEST_BYTES // row_bytes, ScheduleOptions.max_guest_rows))
+        return max(1, min(_CLOSED_BYTES // row_bytes, ScheduleOptions.max_closed_rows))
 
     @property
     def max_graphs(self) -> int:

@@ -1,33 +1,34 @@
-"""One step's rows, laid out so that what each R-worker gets is a contiguous slice and nothing is gathered by index.
+"""One step's rows, laid out so that what each holder gets is a contiguous slice and nothing is gathered by index.
 
-Rows are sorted by R-worker, and within one worker's span the sequences whose queries it attends come first::
+Rows are sorted by holder, and within one holder's span the sequences whose queries it attends come first::
 
     rows    | decode, later prompt chunks | first chunks | decode, later … | first chunks |
-            |<----- q to worker 0 ------->|              |<- q to worker 1>|
-            |<------------ k, v to worker 0 ------------>|<----- k, v to worker 1 ------->|
+            |<----- q to holder 0 ------->|              |<- q to holder 1>|
+            |<------------ k, v to holder 0 ------------>|<----- k, v to holder 1 ------->|
 
 Three kinds of row follow from how many tokens a sequence brings and has (see ``fastdecode.wire.messages``):
 
 =================  ============================  ============================  ======================
-sequence brings    the R-worker attends          the S-worker attends          o is
+sequence brings    the holder attends            the S-worker attends          o is
 =================  ============================  ============================  ======================
-1 token            past and the token            nothing                       the R-worker's
+1 token            past and the token            nothing                       the holder's
 a later chunk      the past                      the chunk, causally           both, merged by lse
 a first chunk      nothing (it stores k, v)      the chunk, causally           the S-worker's
 =================  ============================  ============================  ======================
 
-Where R-workers attend prompts (``prompts_on_r``: the S-part runs on a CPU, too), every row is of the first kind: an
-R-worker attends past and chunk, causally, and the S-worker nothing.
+Rows of a holder that attends prompts are all of the first kind: it attends past and chunk, causally, and the S-worker
+nothing.
 
-Of a **split** sequence, the R-worker in this table is that of its last part, where k and v go. Its queries also go to
-the R-workers of its closed parts, as **guests**: gathered by index, behind the rows of whom is at home there. What
-guests are told is merged into the rows by log-sum-exp. A chunk doesn't go beyond a part.
+Of a sequence with several parts, the holder in this table is that of the part that grows, where k and v go. Its queries
+also go to the holders of its **closed parts**: gathered by index, behind the rows whose sequences grow there. What is
+said to them is merged into the rows by log-sum-exp. A chunk doesn't go beyond a part.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -35,30 +36,46 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.core.sequence import part_id
-from fastdecode.schedule.scheduler import Chunk
+from fastdecode.core.holders import Holder, HolderId, Part
+from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import BeginStep
+
+# Kinds of row, in the order in which they stand in a span.
+_DECODE, _WITH_PAST, _LATER, _FIRST = range(4)
+_NUM_KINDS = 4
 
 
 @dataclass(frozen=True)
-class Guests:
-    """Rows of sequences of which an R-worker has the same part: the second of each, say."""
+class ClosedRows:
+    """Rows of sequences of which a holder has the same closed part: the second of each, say."""
 
     part: int
+    """Which, counted from 0."""
     rows: NDArray[np.int64]  # [G], none twice
 
 
 @dataclass(frozen=True)
-class WorkerSpan:
-    """The rows of one step that belong to one R-worker."""
+class HolderCounts:
+    """What a step asks of one holder."""
 
-    worker: int
+    load_tokens: int
+    """Cached tokens that it attends to; of a prompt's chunk, those of its past."""
+    num_prompt_tokens: int
+    """That it stores, or that its closed parts attend."""
+
+
+@dataclass(frozen=True)
+class HolderSpan:
+    """The rows of one step that belong to one holder."""
+
+    holder: HolderId
     begin: BeginStep
     rows: slice
     """All rows: k and v."""
     query_rows: slice
-    """The leading rows whose q the R-worker attends."""
-    guests: tuple[Guests, ...] = ()
+    """The leading rows whose q the holder attends."""
+    counts: HolderCounts
+    closed: tuple[ClosedRows, ...] = ()
     """Whose q comes behind those: rows of sequences with closed parts here."""
 
 
@@ -70,7 +87,7 @@ class LocalSpan:
     starts: tuple[int, ...]
     """First row of each chunk, relative to the span, and the span's length last."""
     merge: bool
-    """Later chunks: merge with what the R-worker says of their past."""
+    """Later chunks: merge with what the holder says of their past."""
 
 
 @dataclass(frozen=True)
@@ -80,139 +97,204 @@ class StepBatch:
     chunks: tuple[Chunk, ...]
     token_ids: np.ndarray  # int64 [T]
     positions: np.ndarray  # int64 [T]
-    spans: tuple[WorkerSpan, ...]
+    spans: tuple[HolderSpan, ...]
     local: tuple[LocalSpan, ...]
     last_rows: np.ndarray  # int64 [N] the row of each chunk's last token
+    draws: np.ndarray  # bool [N] whether that is the sequence's last, so that its next one is drawn
+    num_decoding: int
+    """Sequences that bring one token."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of chunks that bring more than one."""
+        return len(self.token_ids) - self.num_decoding
 
     @classmethod
     def build(
         cls,
         chunks: Seq[Chunk],
+        holders: Seq[Holder],
         *,
         step: int,
         lane: int = 0,
-        prompts_on_r: bool = False,
         window: int | None = None,
     ) -> StepBatch:
-        """Lay out a plan's chunks. Every sequence has its R-workers. ``window``: tokens that any layer sees at most."""
-        keys = [(_home(chunk), 0 if prompts_on_r else _kind(chunk)) for chunk in chunks]
-        order = sorted(range(len(keys)), key=lambda i: (*keys[i], chunks[i].num_tokens > 1))
+        """Lay out a plan's chunks. Every sequence has its residence.
+
+        Args:
+            holders: what they are, by their ids.
+            window: tokens that any layer sees at most.
+        """
+        homes, keys = _homes(chunks, holders)
+        order = sorted(range(len(keys)), key=keys.__getitem__)
         ordered = tuple([chunks[i] for i in order])
-        kinds = np.array([keys[i][1] for i in order])
-        lengths = np.array([chunk.num_tokens for chunk in ordered], np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64)
-        past = np.array([chunk.sequence.num_cached for chunk in ordered], np.int32)
-        tokens: list[int] = []
-        for chunk in ordered:
-            first = chunk.sequence.num_cached
-            tokens += chunk.sequence.token_ids[first : first + chunk.num_tokens]
-        row_starts = ends - lengths
-        positions = np.arange(len(tokens)) - np.repeat(row_starts - past, lengths)
-        ids = np.array([chunk.sequence.sequence_id for chunk in ordered], np.int64)
-        split = [i for i, chunk in enumerate(ordered) if chunk.sequence.parts is not None]
-        guests = _guests(ordered, row_starts, split, window) if split else {}
-        for i in split:
-            ids[i], past[i] = _last_part(ordered[i])
-        spans: list[WorkerSpan] = []
+        columns = _Columns.of(ordered, [homes[i] for i in order], [keys[i] for i in order])
+        num_cached = columns.past + columns.first_tokens
+        positions = np.arange(columns.num_rows) - np.repeat(columns.starts - num_cached, columns.lengths)
+        num_uncached = np.array([len(chunk.sequence.token_ids) for chunk in ordered]) - num_cached
+        closed = _closed_parts(ordered, columns.starts, window)
+        spans: list[HolderSpan] = []
         local: list[LocalSpan] = []
-        first = 0
-        for worker, group in itertools.groupby([keys[i][0] for i in order]):
-            part = slice(first, first + len(list(group)))
-            first = part.stop
-            columns = ids[part], kinds[part], lengths[part], past[part], row_starts[part]
-            span = _worker_span(worker, *columns, step, lane)
-            spans.append(_with_guests(span, guests.pop(worker)) if worker in guests else span)
-            local += _local_spans(kinds[part], row_starts[part], lengths[part])
-        for worker, here in guests.items():  # nobody is at home there
-            spans.append(_with_guests(_empty_span(worker, step, lane), here))
-        return cls(ordered, np.array(tokens, np.int64), positions, tuple(spans), tuple(local), ends - 1)
+        for holder, members in columns.by_holder():
+            span = _span(holder, members, step, lane)
+            spans.append(_with_closed(span, closed.pop(holder)) if holder in closed else span)
+            local += _local_spans(members)
+        for holder, here in closed.items():  # nothing grows there
+            spans.append(_with_closed(_empty_span(holder, step, lane), here))
+        num_decoding = int((columns.kinds == _DECODE).sum())
+        last_rows = columns.starts + columns.lengths - 1
+        draws = columns.lengths == num_uncached
+        return cls(ordered, _tokens(ordered), positions, tuple(spans), tuple(local), last_rows, draws, num_decoding)
 
 
-def _kind(chunk: Chunk) -> int:
-    """0: attended by the R-worker alone; 1: a later chunk; 2: a first chunk."""
-    if chunk.num_tokens == 1:
-        return 0
-    return 1 if chunk.sequence.num_cached else 2
+def _homes(chunks: Seq[Chunk], holders: Seq[Holder]) -> tuple[list[Part], list[int]]:
+    """The part that each chunk goes to, and a key to sort it by: by holder, then by kind of row."""
+    attends_prompts = [holder.attends_prompts for holder in holders]
+    homes: list[Part] = []
+    keys: list[int] = []
+    for chunk in chunks:
+        sequence = chunk.sequence
+        residence = sequence.residence
+        assert residence is not None
+        parts = residence.parts
+        part = parts[0] if len(parts) == 1 else parts[residence.index_of(sequence.num_cached)]
+        if chunk.num_tokens == 1:
+            kind = _DECODE
+        elif attends_prompts[part.holder]:
+            kind = _WITH_PAST
+        else:
+            kind = _LATER if sequence.num_cached else _FIRST
+        homes.append(part)
+        keys.append(part.holder * _NUM_KINDS + kind)
+    return homes, keys
 
 
-def _home(chunk: Chunk) -> int:
-    """The R-worker that stores the chunk."""
-    sequence = chunk.sequence
-    if sequence.parts is not None:
-        return sequence.parts.workers[sequence.parts.fill(sequence.num_cached)[0]]
-    assert sequence.worker is not None
-    return sequence.worker
-
-
-def _worker_span(
-    worker: int,
-    ids: np.ndarray,
-    kinds: np.ndarray,
-    lengths: np.ndarray,
-    past: np.ndarray,
-    row_starts: np.ndarray,
-    step: int,
-    lane: int,
-) -> WorkerSpan:
-    queries = np.where(kinds == 2, 0, lengths).astype(np.int32)
-    begin = BeginStep(
-        step=step,
-        lane=lane,
-        sequence_ids=ids.copy(),
-        num_past=past.copy(),
-        num_new=lengths.copy(),
-        num_queries=queries,
-        num_visible=np.where(kinds == 0, past + lengths, past).astype(np.int32),
-        want_lse=bool((kinds == 1).any() or (ids >= part_id(0, 1)).any()),
-    )
-    first = int(row_starts[0])
-    return WorkerSpan(worker, begin, slice(first, first + int(lengths.sum())), slice(first, first + int(queries.sum())))
+def _tokens(chunks: Iterable[Chunk]) -> NDArray[np.int64]:
+    tokens: list[int] = []
+    for chunk in chunks:
+        first = chunk.sequence.num_cached
+        if chunk.num_tokens == 1:
+            tokens.append(chunk.sequence.token_ids[first])
+        else:
+            tokens += chunk.sequence.token_ids[first : first + chunk.num_tokens]
+    return np.array(tokens, np.int64)
 
 
 @dataclass(frozen=True)
-class _Guest:
+class _Columns:
+    """Chunks in the order of their rows, as arrays [N]."""
+
+    holders: NDArray[np.int64]
+    kinds: NDArray[np.int64]
+    part_ids: NDArray[np.int64]
+    first_tokens: NDArray[np.int32]
+    """Of the parts that the chunks go to."""
+    past: NDArray[np.int32]
+    """Tokens that those parts have."""
+    lengths: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    """First rows."""
+
+    @classmethod
+    def of(cls, chunks: Seq[Chunk], homes: Seq[Part], keys: Seq[int]) -> _Columns:
+        holders, kinds = np.divmod(np.array(keys, np.int64), _NUM_KINDS)
+        first_tokens = np.array([part.first_token for part in homes], np.int32)
+        lengths = np.array([chunk.num_tokens for chunk in chunks], np.int32)
+        return cls(
+            holders,
+            kinds,
+            part_ids=np.array([part.part_id for part in homes], np.int64),
+            first_tokens=first_tokens,
+            past=np.array([chunk.sequence.num_cached for chunk in chunks], np.int32) - first_tokens,
+            lengths=lengths,
+            starts=np.cumsum(lengths, dtype=np.int64) - lengths,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.starts[-1] + self.lengths[-1])
+
+    def by_holder(self) -> Iterable[tuple[HolderId, _Columns]]:
+        """Each holder's chunks."""
+        ids, firsts = np.unique(self.holders, return_index=True)
+        for holder, first, end in zip(ids.tolist(), firsts, (*firsts[1:], len(self.holders)), strict=True):
+            members = slice(first, end)
+            yield (
+                HolderId(holder),
+                _Columns(
+                    self.holders[members],
+                    self.kinds[members],
+                    self.part_ids[members],
+                    self.first_tokens[members],
+                    self.past[members],
+                    self.lengths[members],
+                    self.starts[members],
+                ),
+            )
+
+
+def _span(holder: HolderId, columns: _Columns, step: int, lane: int) -> HolderSpan:
+    kinds, lengths, past = columns.kinds, columns.lengths, columns.past
+    queries = np.where(kinds == _FIRST, 0, lengths).astype(np.int32)
+    visible = np.where(kinds <= _WITH_PAST, past + lengths, past).astype(np.int32)
+    begin = BeginStep(
+        step=step,
+        lane=lane,
+        sequence_ids=columns.part_ids,
+        num_past=past,
+        num_new=lengths,
+        num_queries=queries,
+        num_visible=visible,
+        want_lse=bool((kinds == _LATER).any() or columns.first_tokens.any()),
+    )
+    num_rows = int(lengths.sum())
+    num_decoding = int((kinds == _DECODE).sum())
+    # What a first chunk has is nothing, and one that decodes also attends to its own token.
+    counts = HolderCounts(int(past.sum()) + num_decoding, num_rows - num_decoding)
+    first = int(columns.starts[0])
+    return HolderSpan(holder, begin, slice(first, first + num_rows), slice(first, first + int(queries.sum())), counts)
+
+
+@dataclass(frozen=True)
+class _ClosedPart:
     """A closed part of a sequence that steps."""
 
     part: int
-    sequence_id: int
+    """Which, counted from 0."""
+    part_id: int
     num_tokens: int
     num_beyond: int
     rows: NDArray[np.int64]
     """The chunk's."""
 
 
-def _last_part(chunk: Chunk) -> tuple[int, int]:
-    """Where a chunk of a split sequence goes: the part's id, and its tokens so far."""
-    sequence = chunk.sequence
-    assert sequence.parts is not None
-    part, num_tokens = sequence.parts.fill(sequence.num_cached)
-    return part_id(sequence.sequence_id, part), num_tokens
+def _closed_parts(
+    chunks: tuple[Chunk, ...], starts: NDArray[np.int64], window: int | None
+) -> dict[HolderId, list[_ClosedPart]]:
+    """By holder. Parts that not even a chunk's first token sees anything of aren't among them."""
+    closed: dict[HolderId, list[_ClosedPart]] = defaultdict(list)
+    for chunk, start in zip(chunks, starts, strict=True):
+        residence = chunk.sequence.residence
+        assert residence is not None
+        if len(residence.parts) == 1:
+            continue
+        num_cached = chunk.sequence.num_cached
+        rows = np.arange(start, start + chunk.num_tokens)
+        seen = 0 if window is None else max(0, num_cached + 1 - window)  # the first token that is
+        for index, part in enumerate(residence.parts[: residence.index_of(num_cached)]):
+            if part.end > seen:
+                num_beyond = num_cached + chunk.num_tokens - part.end
+                closed[part.holder].append(_ClosedPart(index, part.part_id, part.num_tokens, num_beyond, rows))
+    return closed
 
 
-def _guests(
-    chunks: tuple[Chunk, ...], row_starts: np.ndarray, split: list[int], window: int | None
-) -> dict[int, list[_Guest]]:
-    """By R-worker. Parts that not even a chunk's first token sees anything of have none."""
-    guests: dict[int, list[_Guest]] = defaultdict(list)
-    for i in split:
-        sequence, num_tokens = chunks[i].sequence, chunks[i].num_tokens
-        assert sequence.parts is not None
-        rows = np.arange(row_starts[i], row_starts[i] + num_tokens)
-        part_tokens = sequence.parts.num_tokens
-        seen = 0 if window is None else max(0, sequence.num_cached + 1 - window)  # the first token that is
-        for part in range(seen // part_tokens, sequence.parts.fill(sequence.num_cached)[0]):
-            num_beyond = sequence.num_cached + num_tokens - (part + 1) * part_tokens
-            guest = _Guest(part, sequence.sequence_id, part_tokens, num_beyond, rows)
-            guests[sequence.parts.workers[part]].append(guest)
-    return guests
-
-
-def _with_guests(span: WorkerSpan, guests: list[_Guest]) -> WorkerSpan:
-    begin, guests = span.begin, sorted(guests, key=attrgetter("part"))
-    ids = np.array([part_id(guest.sequence_id, guest.part) for guest in guests], np.int64)
-    counts = [(guest.num_tokens, len(guest.rows), guest.num_beyond) for guest in guests]
-    num_tokens, num_rows, num_beyond = np.array(counts, np.int32).T.copy()
-    nothing = np.zeros_like(num_tokens)
+def _with_closed(span: HolderSpan, closed: list[_ClosedPart]) -> HolderSpan:
+    """The span, and the closed parts that the holder has."""
+    closed = sorted(closed, key=attrgetter("part"))
+    ids = np.array([part.part_id for part in closed], np.int64)
+    columns = [(part.num_tokens, len(part.rows), part.num_beyond) for part in closed]
+    num_tokens, num_rows, num_beyond = np.array(columns, np.int32).T.copy()
+    begin, nothing = span.begin, np.zeros_like(num_tokens)
     begin = replace(
         begin,
         sequence_ids=np.concatenate((begin.sequence_ids, ids)),
@@ -223,25 +305,29 @@ def _with_guests(span: WorkerSpan, guests: list[_Guest]) -> WorkerSpan:
         num_beyond=np.concatenate((np.zeros_like(begin.num_new), num_beyond)),
         want_lse=True,
     )
-    by_part = itertools.groupby(guests, key=attrgetter("part"))
-    rows = tuple(Guests(part, np.concatenate([guest.rows for guest in members])) for part, members in by_part)
-    return replace(span, begin=begin, guests=rows)
+    counts = HolderCounts(
+        span.counts.load_tokens + int(num_tokens.sum()),
+        span.counts.num_prompt_tokens + int(num_rows[num_rows > 1].sum()),
+    )
+    by_part = itertools.groupby(closed, key=attrgetter("part"))
+    rows = tuple(ClosedRows(part, np.concatenate([one.rows for one in members])) for part, members in by_part)
+    return replace(span, begin=begin, closed=rows, counts=counts)
 
 
-def _empty_span(worker: int, step: int, lane: int) -> WorkerSpan:
-    """Of an R-worker that stores nothing in this step."""
+def _empty_span(holder: HolderId, step: int, lane: int) -> HolderSpan:
+    """Of a holder that stores nothing in this step."""
     none = np.zeros(0, np.int32)
     begin = BeginStep(step, lane, np.zeros(0, np.int64), none, none, none, none)
-    return WorkerSpan(worker, begin, slice(0, 0), slice(0, 0))
+    return HolderSpan(holder, begin, slice(0, 0), slice(0, 0), HolderCounts(0, 0))
 
 
-def _local_spans(kinds: np.ndarray, row_starts: np.ndarray, lengths: np.ndarray) -> list[LocalSpan]:
+def _local_spans(columns: _Columns) -> list[LocalSpan]:
     spans = []
-    for kind in (1, 2):
-        members = np.flatnonzero(kinds == kind).tolist()
+    for kind in (_LATER, _FIRST):
+        members = np.flatnonzero(columns.kinds == kind).tolist()
         if members:
-            first, last = int(row_starts[members[0]]), members[-1]
-            end = int(row_starts[last] + lengths[last])
-            starts = (*(int(row_starts[i]) - first for i in members), end - first)
-            spans.append(LocalSpan(slice(first, end), starts, merge=kind == 1))
+            first, last = int(columns.starts[members[0]]), members[-1]
+            end = int(columns.starts[last] + columns.lengths[last])
+            starts = (*(int(columns.starts[i]) - first for i in members), end - first)
+            spans.append(LocalSpan(slice(first, end), starts, merge=kind == _LATER))
     return spans

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.exhaustive import assert_never
-from fastdecode.core.holders import HolderId
+from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.messages import (
@@ -42,8 +42,8 @@ from fastdecode.wire.transport import SoleHub, closed_error, timeout_error
 from rworker.books import Books, blocks_within
 from sworker.paged import PagedKV, PagedStep, Prompt
 
-WORKER = HolderId(0)
-"""The one holder."""
+DEVICE = HolderId(0)
+"""The one holder's id."""
 _MEND = "raise --kv-memory-gb or --gpu-memory-fraction, or keep the KV cache on R-workers (--kv-placement r)"
 
 
@@ -173,10 +173,9 @@ class LocalConnection:
 class LocalAttention:
     """Makes a lane's ``attend`` of every step; see ``fastdecode.engine.step.remote.Attention``."""
 
-    prompts_on_r = False
-
-    def __init__(self, workers: LocalWorkers, fleet: Fleet) -> None:
+    def __init__(self, workers: LocalWorkers, fleet: Fleet, device: Holder) -> None:
         self.fleet = fleet
+        self.holders = (device,)
         self._connection = workers.connection
 
     def begin(self, batch: StepBatch) -> LocalStep:
@@ -195,22 +194,26 @@ class LocalStep:
         self._paged = connection.begin_step(span.begin)
         self._o = torch.empty(0)
         self._is_timed = self._cache.pool.device.type == "cpu"
-        self.r_compute_s = {span.worker: 0.0}
+        self.r_compute_s = {span.holder: 0.0}
         """Zero on a GPU, where nobody waits for the end of a layer to take its time."""
         self.sent_s: Seq[float] = ()
+        self.lost: Collection[HolderId] = ()
 
     def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         started = time.perf_counter()
         self._books.finish_layer(self._begin.lane, self._begin.step, layer)
         self._o = self._cache.attend(layer, q, k, v, self._paged)
         if self._is_timed:
-            self.r_compute_s[WORKER] += time.perf_counter() - started
+            self.r_compute_s[DEVICE] += time.perf_counter() - started
 
     def dispatch(self, *, wait: bool) -> bool:
         return True
 
-    def deliver(self, worker: int, result: AttendResult) -> None:
+    def deliver(self, holder: HolderId, result: AttendResult) -> None:
         raise ProtocolError(f"the KV cache on the S-worker's device got an answer for layer {result.layer}")
+
+    def lose(self, holder: HolderId) -> None:
+        raise AssertionError("the S-worker's device isn't lost alone")
 
     @property
     def ready(self) -> bool:

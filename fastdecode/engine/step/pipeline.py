@@ -16,15 +16,17 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Container
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.errors import ProtocolError
+from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
+from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.remote import Attention, LaneAttention
@@ -32,6 +34,9 @@ from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
 from sworker.worker import Pass, SWorker
+
+News: TypeAlias = "tuple[HolderId, Accepted | Refused | WorkerError]"
+"""A holder's answer about a part, or why it was lost."""
 
 
 @dataclass(eq=False)
@@ -60,31 +65,22 @@ class LaneStep:
         """The busiest R-worker's compute for this step."""
         return max(self.remote.r_compute_s.values(), default=0.0)
 
-    def tell(self, times: MeasuredTimes, lanes: LaneControl | None, lost: Container[int], completed_s: float) -> None:
-        """Tell how long the finished step's parts took, those of R-workers that are lost aside. ``completed_s``: what
+    def tell(self, times: MeasuredTimes, lanes: LaneControl | None, completed_s: float) -> None:
+        """Tell how long the finished step's parts took, those of holders that were lost aside. ``completed_s``: what
         drawing tokens and handing them on has taken."""
-        num_decoding = num_prompt_tokens = 0
-        r_parts: dict[int, RPartTime] = {}
-        for span in self.batch.spans:
-            num_new, num_queries = span.begin.num_new, span.begin.num_queries
-            decoding = int((num_new == 1).sum())
-            prompt_tokens = int(num_new.sum()) - decoding
-            num_decoding += decoding
-            num_prompt_tokens += prompt_tokens
-            if span.worker not in lost:
-                # What is attended of what was there before; a prompt's own tokens count as such. One that decodes also
-                # attends to its token.
-                attended = np.where(num_queries > 1, span.begin.num_past, span.begin.num_visible)
-                load = int(attended[num_queries > 0].sum())
-                # Closed parts of split sequences attend prompt tokens that others store.
-                prompt_tokens += int(num_queries[(num_new == 0) & (num_queries > 1)].sum())
-                r_parts[span.worker] = RPartTime(load, prompt_tokens, self.remote.r_compute_s[span.worker])
+        r_parts: dict[int, RPartTime] = {
+            span.holder: RPartTime(
+                span.counts.load_tokens, span.counts.num_prompt_tokens, self.remote.r_compute_s[span.holder]
+            )
+            for span in self.batch.spans
+            if span.holder not in self.remote.lost
+        }
         # A GPU works on while this thread is elsewhere.
         s_part_s = max(self.s_compute_s + completed_s, self.forward.device_s())
-        times.observe(num_decoding, num_prompt_tokens, s_part_s, r_parts)
+        times.observe(self.batch.num_decoding, self.batch.num_prompt_tokens, s_part_s, r_parts)
         if lanes is not None:
-            loads = {worker: part.load_tokens for worker, part in r_parts.items()}
-            lanes.observe(self.lane, num_decoding, loads, self.round_trip_s * (self.forward.layer + 1))
+            loads = {holder: part.load_tokens for holder, part in r_parts.items()}
+            lanes.observe(self.lane, self.batch.num_decoding, loads, self.round_trip_s * (self.forward.layer + 1))
 
 
 class Pipeline:
@@ -97,15 +93,14 @@ class Pipeline:
         self._lanes: list[LaneStep | None] = [None] * num_lanes
         self._ready: deque[LaneStep] = deque()
         self._unsent: deque[LaneStep] = deque()  # scattered, but not on the host yet; once a layer
-        self._awaited: dict[int, int] = {}  # sequences, or parts of them, to be opened or extended: by which R-worker
-        self._openings: dict[int, Accepted | Refused] = {}
+        self._news: list[News] = []
         self.wait_s = 0.0
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
 
     @property
-    def prompts_on_r(self) -> bool:
-        """Whether R-workers attend prompts."""
-        return self._attention.prompts_on_r
+    def holders(self) -> Seq[Holder]:
+        """What they are, by their ids."""
+        return self._attention.holders
 
     @property
     def num_lanes(self) -> int:
@@ -136,33 +131,38 @@ class Pipeline:
         self._scatter(step)
         self._count_s_part(step, 0, started)
 
-    def run(self) -> LaneStep:
-        """Go on until some lane has finished its step."""
+    def run(self) -> LaneStep | None:
+        """Go on until some lane has finished its step, or there is news (``take_news``); then None."""
         while True:
             self._dispatch(wait=False)
+            self._note_losses()
             self._collect_ready()
+            if self._news:
+                return None
             if not self._ready:
                 if not self._dispatch(wait=True):
-                    self._receive()
+                    self.receive()
                 continue
             step = self._ready.popleft()
             if step.logits is None:
                 self._advance(step)
             if step.logits is not None and step.remote.settled:
                 self._lanes[step.lane] = None
-                # What isn't sent by now was for R-workers that are lost; others may be in their place soon.
+                # What isn't sent by now was for holders that are lost; others may be in their place soon.
                 self._unsent = deque(other for other in self._unsent if other is not step)
                 return step
 
-    def await_openings(self, awaited: dict[int, int]) -> dict[int, Accepted | Refused]:
-        """Wait until every sequence, or part of one, {id: R-worker} that was sent to be opened is accepted, refused, or
-        its R-worker lost. Answers to other lanes' steps that arrive meanwhile are kept."""
-        lost = self._attention.fleet.lost
-        self._awaited, self._openings = awaited, {}
-        while any(i not in self._openings and worker not in lost for i, worker in awaited.items()):
-            self._receive()
-        self._awaited = {}
-        return self._openings
+    def take_news(self) -> list[News]:
+        """What has come in the meantime that is no part of a step, in its order. Each is told once."""
+        self._note_losses()
+        news, self._news = self._news, []
+        return news
+
+    def _note_losses(self) -> None:
+        for holder, error in self._attention.fleet.take_losses():
+            for step in self.in_flight:
+                step.remote.lose(holder)
+            self._news.append((holder, error))
 
     def _advance(self, step: LaneStep) -> None:
         started = time.perf_counter()
@@ -199,7 +199,8 @@ class Pipeline:
             if can_go_on and step not in self._ready:
                 self._ready.append(step)
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Wait for a message, and take it in. Somebody owes one."""
         started = time.perf_counter()
         received = self._attention.fleet.receive()
         now = time.perf_counter()
@@ -207,33 +208,30 @@ class Pipeline:
         self._trace.waited(started, now)
         if received is None:
             return
-        worker, message = received
+        holder, message = received
         try:
-            self._route(worker, message)
+            self._route(holder, message)
         except ProtocolError as error:
-            self._attention.fleet.lose(worker, error)
+            self._attention.fleet.lose(holder, error)
 
-    def _route(self, worker: int, answer: Answer) -> None:
+    def _route(self, holder: HolderId, answer: Answer) -> None:
         match answer:
             case AttendResult():
-                self._deliver(worker, answer)
-            case Accepted() | Refused() if self._is_awaited(worker, answer.sequence_id):
-                self._openings[answer.sequence_id] = answer
-            case Accepted() | Refused() | Welcome() | Report():
+                self._deliver(holder, answer)
+            case Accepted() | Refused():
+                self._news.append((holder, answer))
+            case Welcome() | Report():
                 raise ProtocolError(
-                    f"{self._attention.fleet.peer(worker)} sent {type(answer).__name__}, which nobody asked for"
+                    f"{self._attention.fleet.peer(holder)} sent {type(answer).__name__}, which nobody asked for"
                 )
             case _:
                 assert_never(answer)
 
-    def _deliver(self, worker: int, result: AttendResult) -> None:
+    def _deliver(self, holder: HolderId, result: AttendResult) -> None:
         step = self._lanes[result.lane] if 0 <= result.lane < len(self._lanes) else None
         if step is None:
-            raise ProtocolError(f"{self._attention.fleet.peer(worker)} answered for lane {result.lane}, which is idle")
-        step.remote.deliver(worker, result)
+            raise ProtocolError(f"{self._attention.fleet.peer(holder)} answered for lane {result.lane}, which is idle")
+        step.remote.deliver(holder, result)
         sent, now = step.remote.sent_s[result.layer], time.perf_counter()
         step.round_trip_s = min(step.round_trip_s, now - sent - result.compute_s)
-        self._trace.attended(worker, step.lane, result.step, result.layer, sent, now, result.compute_s)
-
-    def _is_awaited(self, worker: int, sequence_id: int) -> bool:
-        return self._awaited.get(sequence_id) == worker and sequence_id not in self._openings
+        self._trace.attended(holder, step.lane, result.step, result.layer, sent, now, result.compute_s)

@@ -1,18 +1,19 @@
-"""Attention over R-workers for one lane's step: scatter q, k, v; attend prompt chunks here meanwhile; gather o.
+"""Attention over holders for one lane's step: scatter q, k, v; attend prompt chunks here meanwhile; gather o.
 
 ``RemoteStep`` belongs to one step of one lane. Layer by layer its caller ``scatter``\\ s, hands it every answer that
 arrives for the lane (``deliver``), and takes ``o`` when the step is ``ready``. It never waits: waiting is the
 pipeline's business, which has other lanes to run.
 
-An R-worker may be lost in the middle of a step. Rows are independent of each other, so the step goes on with zeros for
-that worker's rows, whose results are then thrown away; the other rows notice nothing, and nothing has to be rolled
-back.
+A holder may be lost in the middle of a step, which ``lose`` tells. Rows are independent of each other, so the step goes
+on with zeros for that holder's rows, whose results are then thrown away; the other rows notice nothing, and nothing has
+to be rolled back.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,10 +24,11 @@ from torch import Tensor
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
+from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet.fleet import Fleet
-from fastdecode.engine.step.layout import LocalSpan, StepBatch, WorkerSpan
-from fastdecode.engine.step.parts import GuestMerge
+from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
+from fastdecode.engine.step.parts import ClosedPartMerge
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.buffers import LENT_LAYERS, Staged, Staging, as_tensor, to_device
 from sworker.prefill import as_cached, local_causal_attention, merge_attention
@@ -43,8 +45,12 @@ class LaneAttention(Protocol):
         """When each layer's q, k and v were ready to go, on ``time.perf_counter``."""
 
     @property
-    def r_compute_s(self) -> dict[int, float]:
-        """Worker → seconds that it computed."""
+    def r_compute_s(self) -> dict[HolderId, float]:
+        """Holder → seconds that it computed."""
+
+    @property
+    def lost(self) -> Collection[HolderId]:
+        """Holders that were lost before they had answered everything."""
 
     def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Take a layer's q [T, Hq, D], k and v [T, Hkv, D], which may still be on their way to the host."""
@@ -53,8 +59,11 @@ class LaneAttention(Protocol):
         """Send the oldest layer that was scattered and not sent, once it is on the host. False: it isn't there yet, and
         wasn't to be waited for; True: sent, or nothing was left to send."""
 
-    def deliver(self, worker: int, result: AttendResult) -> None:
-        """Take in a worker's answer."""
+    def deliver(self, holder: HolderId, result: AttendResult) -> None:
+        """Take in a holder's answer."""
+
+    def lose(self, holder: HolderId) -> None:
+        """The holder will answer nothing any more."""
 
     @property
     def ready(self) -> bool:
@@ -75,8 +84,8 @@ class Attention(Protocol):
     def fleet(self) -> Fleet: ...
 
     @property
-    def prompts_on_r(self) -> bool:
-        """Whether R-workers attend prompts; see ``fastdecode.engine.step.layout``."""
+    def holders(self) -> Seq[Holder]:
+        """What they are, by their ids."""
 
     def begin(self, batch: StepBatch) -> LaneAttention:
         """A step begins: make room for its tokens where their K and V will be."""
@@ -92,7 +101,8 @@ class AttentionPlan:
     fleet: Fleet
     device: torch.device
     """The S-worker's."""
-    prompts_on_r: bool = False
+    holders: Seq[Holder]
+    """By their ids."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
 
     def begin(self, batch: StepBatch) -> RemoteStep:
@@ -106,24 +116,26 @@ class AttentionPlan:
 
 
 class RemoteStep:
-    """One lane's step on the R-workers."""
+    """One lane's step on the holders."""
 
     def __init__(self, plan: AttentionPlan, batch: StepBatch) -> None:
         self._plan = plan
         self.batch = batch
-        self._spans = {span.worker: span for span in batch.spans}
+        self._spans = {span.holder: span for span in batch.spans}
+        self._lost: set[HolderId] = set()
         self._layer = -1
-        self._answered = dict.fromkeys(self._spans, -1)  # the last layer that each worker has answered
-        self._later = {span.worker: _later_chunks(batch, span) for span in batch.spans}
+        self._answered = dict.fromkeys(self._spans, -1)  # the last layer that each has answered
+        self._later = {span.holder: _later_chunks(batch, span) for span in batch.spans}
         self._local_lse: dict[int, Tensor] = {}
-        self._guests = GuestMerge(batch, plan.device) if any(span.guests for span in batch.spans) else None
+        has_closed = any(span.closed for span in batch.spans)
+        self._closed = ClosedPartMerge(batch, plan.device) if has_closed else None
         self._o = torch.empty(0)
         self._staging = plan.staging(batch.spans[0].begin.lane)
         self._unsent: deque[tuple[int, Staged]] = deque()
         self.r_compute_s = dict.fromkeys(self._spans, 0.0)
         self.sent_s: list[float] = []
         for span in batch.spans:
-            plan.fleet.send(span.worker, span.begin)
+            plan.fleet.send(span.holder, span.begin)
 
     def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Send a layer's q [T, Hq, D], k and v [T, Hkv, D] on their way; attend the prompt chunks' own tokens here."""
@@ -150,85 +162,94 @@ class RemoteStep:
             staged.wait()
         self._unsent.popleft()
         self.sent_s.append(time.perf_counter())
-        for worker, span in self._spans.items():
+        for holder, span in self._spans.items():
             begin = span.begin
             q, k, v = staged.q[span.query_rows], staged.k[span.rows], staged.v[span.rows]
-            if span.guests:
-                q = np.concatenate((q, *(staged.q[guests.rows] for guests in span.guests)))
-            self._plan.fleet.send(worker, Attend(begin.step, begin.lane, layer, q, k, v))
+            if span.closed:
+                q = np.concatenate((q, *(staged.q[closed.rows] for closed in span.closed)))
+            self._plan.fleet.send(holder, Attend(begin.step, begin.lane, layer, q, k, v))
         return True
 
-    def deliver(self, worker: int, result: AttendResult) -> None:
-        """Take in an answer, in the order in which the worker gave them.
+    def deliver(self, holder: HolderId, result: AttendResult) -> None:
+        """Take in an answer, in the order in which the holder gave them.
 
         Raises:
             ProtocolError: it isn't the answer that was due.
         """
-        span = self._spans.get(worker)
-        due = None if span is None else (span.begin.step, self._answered[worker] + 1)
+        span = self._spans.get(holder)
+        due = None if span is None else (span.begin.step, self._answered[holder] + 1)
         if span is None or (result.step, result.layer) != due or result.layer > self._layer:
             raise ProtocolError(
-                f"{self._plan.fleet.peer(worker)} answered for step {result.step}, layer {result.layer}, "
+                f"{self._plan.fleet.peer(holder)} answered for step {result.step}, layer {result.layer}, "
                 f"where (step, layer) {due} was due: are both ends of the same version?"
             )
-        self._answered[worker] += 1
-        self.r_compute_s[worker] += result.compute_s
+        self._answered[holder] += 1
+        self.r_compute_s[holder] += result.compute_s
         queries = span.query_rows
-        num_queries = num_home = queries.stop - queries.start
-        if span.guests:
-            num_queries += sum(len(guests.rows) for guests in span.guests)
+        num_queries = num_own = queries.stop - queries.start
+        if span.closed:
+            num_queries += sum(len(closed.rows) for closed in span.closed)
         if num_queries == 0:
             return
         due_shape = (num_queries, *self._o.shape[1:])
         if result.o.shape != due_shape:
             raise ProtocolError(
-                f"{self._plan.fleet.peer(worker)} answered o of shape {result.o.shape}, not {due_shape}"
+                f"{self._plan.fleet.peer(holder)} answered o of shape {result.o.shape}, not {due_shape}"
             )
         carrier = np.dtype(np.float32 if self._o.dtype == torch.float32 else np.uint16)
         if result.o.dtype != carrier:
             raise ProtocolError(
-                f"{self._plan.fleet.peer(worker)} answered o of {result.o.dtype}, where {carrier} was agreed"
+                f"{self._plan.fleet.peer(holder)} answered o of {result.o.dtype}, where {carrier} was agreed"
             )
         found = None if result.lse is None else result.lse.shape
         if found != (due_shape[:2] if span.begin.want_lse else None):
             raise ProtocolError(
-                f"{self._plan.fleet.peer(worker)} answered lse of shape {found}, where "
+                f"{self._plan.fleet.peer(holder)} answered lse of shape {found}, where "
                 + (f"{due_shape[:2]} was asked" if span.begin.want_lse else "none was asked")
             )
-        if self._guests is not None:
-            result = self._guests.arrive(span, result, self._o.dtype)
-        if num_home:
+        if self._closed is not None:
+            result = self._closed.arrive(span, result, self._o.dtype)
+        if num_own:
             self._place(span, result)
+
+    def lose(self, holder: HolderId) -> None:
+        """See ``LaneAttention``."""
+        if holder in self._spans:
+            self._lost.add(holder)
+
+    @property
+    def lost(self) -> Collection[HolderId]:
+        """See ``LaneAttention``."""
+        return self._lost
 
     @property
     def ready(self) -> bool:
-        """Whether every row of the layer's o is there, and no worker is too far behind with storing."""
+        """Whether every row of the layer's o is there, and no holder is too far behind with storing."""
         return all(
-            worker in self._plan.fleet.lost or self._layer - self._answered[worker] <= self._may_owe(span)
-            for worker, span in self._spans.items()
+            holder in self._lost or self._layer - self._answered[holder] <= self._may_owe(span)
+            for holder, span in self._spans.items()
         )
 
     @property
     def settled(self) -> bool:
-        """Whether every worker has answered everything: the step may end."""
-        lost = self._plan.fleet.lost
-        return all(worker in lost or answered == self._layer for worker, answered in self._answered.items())
+        """Whether every holder has answered everything: the step may end."""
+        return all(holder in self._lost or last == self._layer for holder, last in self._answered.items())
 
     def take(self) -> Tensor:
-        """The layer's o [T, Hq, D]; zeros in the rows of workers that are lost. Only when ``ready``."""
+        """The layer's o [T, Hq, D]; zeros in the rows of holders that are lost. Only when ``ready``."""
         self._staging.join()
-        lost = [span.rows for worker, span in self._spans.items() if worker in self._plan.fleet.lost]
+        lost = [span.rows for holder, span in self._spans.items() if holder in self._lost]
         if lost and len(self._spans) == 1:
             self._o = torch.zeros_like(self._o)  # nobody writes into what is lent
         for rows in lost:
             self._o[rows] = 0
-        if self._guests is not None:
-            self._guests.merge_into(self._o)
+        if self._closed is not None:
+            self._closed.merge_into(self._o)
         return self._o
 
     @staticmethod
-    def _may_owe(span: WorkerSpan) -> int:
-        attends = span.guests or span.query_rows.start < span.query_rows.stop
+    def _may_owe(span: HolderSpan) -> int:
+        attends = span.closed or span.query_rows.start < span.query_rows.stop
         return 0 if attends else MAX_OWED_ANSWERS
 
     def _attend_locally(
@@ -239,11 +260,11 @@ class RemoteStep:
         k_seen, v_seen = (as_cached(x[rows], self._plan.kv_dtype) for x in (k, v))
         return local_causal_attention(q[rows], k_seen, v_seen, local.starts, spec, want_lse=local.merge)
 
-    def _place(self, span: WorkerSpan, result: AttendResult) -> None:
-        """Copy a worker's o to its rows, merging the later chunks' with what was attended here."""
-        queries, later = span.query_rows, self._later[span.worker]
+    def _place(self, span: HolderSpan, result: AttendResult) -> None:
+        """Copy a holder's o to its rows, merging the later chunks' with what was attended here."""
+        queries, later = span.query_rows, self._later[span.holder]
         if later is None:
-            if self._guests is None and self._staging.is_home and queries == slice(0, self._o.shape[0]):
+            if self._closed is None and self._staging.is_home and queries == slice(0, self._o.shape[0]):
                 self._o = as_tensor(result.o, self._o.dtype)  # lent until the lane's next Attend: o is used by then
             else:
                 self._staging.receive(result.o, self._o, queries)
@@ -257,11 +278,11 @@ class RemoteStep:
         self._o[later.rows], lse = merge_attention(
             self._o[later.rows], self._local_lse[later.rows.start], remote[split:], remote_lse
         )
-        if self._guests is not None:
-            self._guests.lse[later.rows] = lse
+        if self._closed is not None:
+            self._closed.lse[later.rows] = lse
 
 
-def _later_chunks(batch: StepBatch, span: WorkerSpan) -> LocalSpan | None:
-    """The span of later prompt chunks among the rows whose queries a worker attends."""
+def _later_chunks(batch: StepBatch, span: HolderSpan) -> LocalSpan | None:
+    """The span of later prompt chunks among the rows whose queries a holder attends."""
     queries = span.query_rows
     return next((x for x in batch.local if x.merge and queries.start <= x.rows.start < queries.stop), None)

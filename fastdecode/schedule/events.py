@@ -1,0 +1,160 @@
+"""What happens to sequences, and what is to be done about it: a ``Lifecycle`` takes the events of this module and gives
+its instructions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.holders import HolderId, Part, PartId
+from fastdecode.core.sequence import FinishReason, Request, Sequence
+from fastdecode.schedule.plan import Chunk
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A request has arrived; its id is none of the unfinished ones'."""
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class LaneIdle:
+    """No step of the lane is in flight: what comes before its next one? → ``Close``, ``Extend``, ``Open``, ``Fork``"""
+
+    lane: int
+
+
+@dataclass(frozen=True)
+class LaneReady:
+    """All answers have been told that are there by now: what runs? → ``Run``, or nothing yet"""
+
+    lane: int
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The holder has opened or enlarged a part."""
+
+    part_id: PartId
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The holder has no room for a part, or for more of it."""
+
+    part_id: PartId
+    peer: str
+    """Who says so, for people."""
+    code: str
+    message: str
+
+
+class Drawn(NamedTuple):
+    """What was drawn for a sequence: a token, or the error that it met. A tuple, since there are many in every step."""
+
+    sequence: Sequence
+    token_id: int = -1
+    finish_reason: FinishReason | None = None
+    """Why it is over, if its text says so; a sequence of its greatest length is over anyway."""
+    error: FastDecodeError | None = None
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """The lane's step is over. ``drawn``: for each of its sequences that awaited a token."""
+
+    lane: int
+    drawn: tuple[Drawn, ...]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A holder is gone, and all that it had."""
+
+    holder: HolderId
+
+
+@dataclass(frozen=True)
+class Joined:
+    """There is an empty holder in the place of a lost one, of which nothing remembers anything."""
+
+    holder: HolderId
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """Nobody wants a request any more."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """From now on there are so many lanes. No step is in flight."""
+
+    num_lanes: int
+
+
+Event: TypeAlias = (
+    "Submitted | LaneIdle | LaneReady | Opened | Refused | StepDone | Lost | Joined | Cancelled | Regrouped"
+)
+
+
+@dataclass(frozen=True)
+class Open:
+    """Reserve room for a part. To be answered by ``Opened`` or ``Refused``."""
+
+    part: Part
+
+
+@dataclass(frozen=True)
+class Fork:
+    """As ``Open``, with the first tokens of another part on the same holder."""
+
+    part: Part
+    parent: Part
+    num_shared_tokens: int
+
+
+@dataclass(frozen=True)
+class Extend:
+    """Enlarge an open part. To be answered by ``Opened`` or ``Refused``."""
+
+    part: Part
+
+
+@dataclass(frozen=True)
+class Close:
+    """Free a part."""
+
+    part: Part
+
+
+@dataclass(frozen=True)
+class Run:
+    """The lane's next step. To be answered by ``StepDone``."""
+
+    lane: int
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """A sequence is over."""
+
+    sequence: Sequence
+    reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Fail:
+    """A request ends with an error, all of its sequences with it."""
+
+    request_id: str
+    error: FastDecodeError
+
+
+Instruction: TypeAlias = "Open | Fork | Extend | Close | Run | Finish | Fail"

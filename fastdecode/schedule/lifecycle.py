@@ -1,0 +1,264 @@
+"""One life of a sequence, whoever carries it out: the engine, the simulator, or a test.
+
+::
+
+    WAITING ──▶ OPENING ──▶ RUNNING ──▶ FINISHED
+                   ▲  │         │
+                   │  ▼         ▼         a holder was lost, refused, or had to make room for others
+                   INTERRUPTED ◀──
+
+Nothing here waits, sends, or computes: ``handle`` takes an event and gives the instructions that follow from it, to be
+carried out in their order. A ``Lifecycle`` owns the scheduler, and it alone writes a sequence's tokens, how many of
+them are cached, and where.
+
+A sequence is **at rest** when no step of it is in flight and all that was asked for it is answered. What befalls it
+before, its **fate**, is carried out then: only then is it known what has to be closed, and nobody writes to it any
+more.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
+from fastdecode.core.holders import HolderId, PartId
+from fastdecode.core.sequence import FinishReason
+from fastdecode.schedule.continuous import ContinuousScheduler
+from fastdecode.schedule.events import (
+    Cancelled,
+    Close,
+    Drawn,
+    Event,
+    Extend,
+    Fail,
+    Finish,
+    Fork,
+    Instruction,
+    Joined,
+    LaneIdle,
+    LaneReady,
+    Lost,
+    Open,
+    Opened,
+    Refused,
+    Regrouped,
+    Run,
+    StepDone,
+    Submitted,
+)
+from fastdecode.schedule.lives import Fate, Life, Lives, Status, check_lives
+from fastdecode.schedule.plan import Chunk, Start
+
+logger = logging.getLogger(__name__)
+
+
+class Lifecycle:
+    """See the module.
+
+    Args:
+        scheduler: decides who starts where, and what runs.
+    """
+
+    def __init__(self, scheduler: ContinuousScheduler) -> None:
+        self.scheduler = scheduler
+        self.lives = Lives()
+        self.num_recomputed = 0
+        """Sequences that had to start again since a holder was lost."""
+        self.num_suspended = 0
+        """Sequences whose blocks were taken back for others."""
+        self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
+        self._out: list[Instruction] = []
+        self._looks_for_room = False  # some that wait may fit nowhere any more
+        self._was_refused = False  # since then nothing was freed
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """What is to be done now that this has happened.
+
+        Raises:
+            CapacityError: a submitted request could never fit; nothing was queued.
+        """
+        match event:
+            case StepDone():
+                self._step_done(event.lane, event.drawn)
+            case LaneIdle():
+                self._plan(event.lane)
+            case LaneReady():
+                self._run(event.lane)
+            case Opened():
+                self._opened(event.part_id)
+            case Refused():
+                self._refused(event)
+            case Submitted():
+                sequences = self.lives.make(event.request)
+                self.scheduler.add(sequences)
+                self.lives.add(event.request, sequences)
+            case Lost():
+                self._lost(event.holder)
+            case Joined():
+                self.scheduler.ledger.regain(event.holder, event.num_blocks)
+            case Cancelled():
+                self._drop(event.request_id)
+            case Regrouped():
+                assert not self._flying
+                self.scheduler.regroup(event.num_lanes)
+        instructions, self._out = self._out, []
+        return instructions
+
+    def _plan(self, lane: int) -> None:
+        if self._looks_for_room:
+            self._fail_unplaceable()
+        plan = self.scheduler.plan(lane, may_start=not self._was_refused)
+        for suspend in plan.suspends:
+            life = self.lives.by_sequence[suspend.sequence.sequence_id]
+            self.num_suspended += 1
+            self.lives.tell(life, "suspended")
+            self._set_aside(life)
+        for grow in plan.grows:
+            grow.sequence.residence = grow.residence
+            part = grow.residence.parts[-1]
+            self.lives.ask(self.lives.by_sequence[grow.sequence.sequence_id], part)
+            self._out.append(Extend(part))
+        for start in plan.starts:
+            self._start(self.lives.by_sequence[start.sequence.sequence_id], start)
+
+    def _start(self, life: Life, start: Start) -> None:
+        sequence, parent = life.sequence, start.parent
+        self.lives.place(life, Status.OPENING, start.num_shared_tokens)
+        sequence.residence = start.residence
+        for index, part in enumerate(start.residence.parts):
+            self.lives.ask(life, part)
+            num_shared = min(start.num_shared_tokens - part.first_token, part.num_tokens)
+            if parent is not None and parent.residence is not None and num_shared > 0:
+                self._out.append(Fork(part, parent.residence.parts[index], num_shared))
+            else:
+                self._out.append(Open(part))
+        self.lives.tell(life, f"opening on {', '.join(map(str, start.residence.holders))}")
+
+    def _run(self, lane: int) -> None:
+        chunks = self.scheduler.chunks(lane)
+        if chunks:
+            self._flying[lane] = chunks
+            self.lives.flying[lane] = frozenset([chunk.sequence.sequence_id for chunk in chunks])
+            self._out.append(Run(lane, chunks))
+
+    def _opened(self, part_id: PartId) -> None:
+        life, part = self.lives.answered(part_id)
+        life.opened[part_id] = part
+        if life.fate is not None:
+            self._settle(life)
+        elif not life.unanswered:
+            life.status = Status.RUNNING
+            self.scheduler.granted(life.sequence)
+            self.lives.tell(life, "running")
+
+    def _refused(self, event: Refused) -> None:
+        """A holder has less room than it said. The sequence waits until there is some, or has failed if there never
+        will be: if nothing of ours takes room there, nothing that ends would make any."""
+        life, part = self.lives.answered(event.part_id)
+        self.lives.tell(life, f"refused by {event.peer}: {event.message}")
+        if life.fate is None:
+            residence, request_id = life.sequence.residence, life.sequence.request.request_id
+            assert residence is not None
+            number = [one.part_id for one in residence.parts].index(part.part_id) + 1
+            of_part = f"part {number} of " if len(residence.parts) > 1 else ""
+            message = f"{event.peer} refused {of_part}request {request_id}: {event.message}"
+            if event.code == CapacityError.default_code and self.lives.has_others(part.holder, life):
+                logger.warning("%s: it waits", message)
+                self.lives.doom(life, Fate.REQUEUE)
+                self._was_refused = True
+            else:
+                self._drop(request_id, CapacityError(message, code=event.code))
+                return
+        self._settle(life)
+
+    def _step_done(self, lane: int, drawn: tuple[Drawn, ...]) -> None:
+        self._was_refused = False
+        lives = self.lives
+        del lives.flying[lane]
+        chunks = self._flying.pop(lane)
+        for chunk in lives.wanted(chunks):
+            chunk.sequence.num_cached += chunk.num_tokens
+            lives.num_cached_tokens += chunk.num_tokens
+        if lives.num_fates:
+            for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
+                if life.fate is not None:
+                    self._settle(life)
+        for sequence, token_id, finish_reason, error in drawn:
+            found = lives.by_sequence.get(sequence.sequence_id)
+            if found is None or found.fate is not None:
+                continue  # a sibling failed in this very step
+            if error is not None:
+                self._drop(sequence.request.request_id, error)
+                continue
+            sequence.token_ids.append(token_id)
+            if finish_reason is not None or len(sequence.token_ids) >= found.longest:
+                self._finish(found, finish_reason or "length")
+
+    def _lost(self, holder: HolderId) -> None:
+        self.scheduler.ledger.lose(holder)
+        self._looks_for_room = True
+        for life in list(self.lives.by_sequence.values()):
+            if self.lives.lose(life, holder):
+                if life.fate is None:
+                    self.lives.doom(life, Fate.REQUEUE)
+                    self.num_recomputed += 1
+                self._settle(life)
+
+    def _finish(self, life: Life, reason: FinishReason) -> None:
+        request_id = life.sequence.request.request_id
+        siblings = self.lives.by_request[request_id]
+        siblings.remove(life)
+        if not siblings:
+            del self.lives.by_request[request_id]
+        self.lives.tell(life, f"finished: {reason}")
+        self._out.append(Finish(life.sequence, reason))
+        self.lives.doom(life, Fate.DROP)
+        self._settle(life)
+
+    def _fail_unplaceable(self) -> None:
+        """End the requests that no holder that is left has room for."""
+        self._looks_for_room = False
+        error = WorkerError("its R-worker was lost, and no R-worker that is left has room for it")
+        ledger = self.scheduler.ledger
+        unplaceable = [s for s in self.scheduler.waiting if not ledger.is_possible(s.max_cached_tokens)]
+        for request_id in dict.fromkeys(sequence.request.request_id for sequence in unplaceable):
+            self._drop(request_id, error)
+
+    def _drop(self, request_id: str, error: FastDecodeError | None = None) -> None:
+        """A request ends before its time, all of its sequences with it. None: nobody wants to know."""
+        if error is not None:
+            self._out.append(Fail(request_id, error))
+        for life in self.lives.by_request.pop(request_id):
+            self.lives.tell(life, "cancelled" if error is None else f"failed: {error}")
+            self.lives.doom(life, Fate.DROP)
+            self._settle(life)
+
+    def _settle(self, life: Life) -> None:
+        """Carry out what becomes of a sequence, once it is at rest."""
+        if not self.lives.is_at_rest(life):
+            return
+        if life.fate is Fate.DROP:
+            self.scheduler.finish(life.sequence)
+            self._set_aside(life)
+            self.lives.absolve(life)
+            life.status = Status.FINISHED
+            del self.lives.by_sequence[life.sequence.sequence_id]
+        else:
+            self.scheduler.requeue(life.sequence)
+            self._set_aside(life)
+            self.lives.absolve(life)
+            self._looks_for_room = True
+
+    def _set_aside(self, life: Life) -> None:
+        """Close what is open of a sequence, which waits again, or is over."""
+        for part in life.opened.values():
+            self._out.append(Close(part))
+            self._was_refused = False
+        life.opened.clear()
+        self.lives.place(life, Status.INTERRUPTED, 0)
+        life.sequence.residence = None
+
+    def check_invariants(self) -> None:
+        """Recount everything."""
+        self.scheduler.check_invariants()
+        check_lives(self.lives, {sequence.sequence_id for sequence in self.scheduler.waiting})

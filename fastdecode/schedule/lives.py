@@ -1,0 +1,204 @@
+"""The books of a lifecycle: every sequence that isn't over, where it is in its life, and what was asked for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from enum import Enum
+
+from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
+from fastdecode.core.sequence import Request, Sequence
+from fastdecode.schedule.plan import Chunk
+
+_STORY_LENGTH = 1 << 13
+
+
+class Status(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    """It has never run."""
+    OPENING = "opening"
+    """It starts, and not all of its room is granted yet."""
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    """It waits to be recomputed."""
+    FINISHED = "finished"
+
+
+class Fate(Enum):
+    """What becomes of a sequence when it is at rest."""
+
+    REQUEUE = "requeue"
+    DROP = "drop"
+
+
+@dataclass(eq=False)
+class Life:
+    """Of one sequence."""
+
+    sequence: Sequence
+    longest: int
+    """Tokens that it may come to."""
+    status: Status = Status.WAITING
+    fate: Fate | None = None
+    opened: dict[PartId, Part] = field(default_factory=dict)
+    unanswered: set[PartId] = field(default_factory=set)
+
+
+class Lives:
+    """All sequences that aren't over."""
+
+    def __init__(self) -> None:
+        self.num_cached_tokens = 0
+        """The load W: of all sequences."""
+        self.by_sequence: dict[SequenceId, Life] = {}
+        self.by_request: dict[str, list[Life]] = {}
+        """Of requests that aren't over."""
+        self.asked: dict[PartId, tuple[Life, Part]] = {}
+        """Parts that were to be opened or enlarged, and of which nothing was heard yet."""
+        self.flying: dict[int, frozenset[SequenceId]] = {}
+        """By lane: those whose step is in flight."""
+        self.num_fates = 0
+        """Sequences of which it isn't carried out yet what becomes of them."""
+        self._sequence_ids = map(SequenceId, itertools.count())
+        self._story: deque[tuple[SequenceId, str]] = deque(maxlen=_STORY_LENGTH)
+
+    def make(self, request: Request) -> list[Sequence]:
+        """A request's sequences, which are no part of the books yet."""
+        return [Sequence.of(next(self._sequence_ids), request, index) for index in range(request.params.n)]
+
+    def add(self, request: Request, sequences: Iterable[Sequence]) -> None:
+        """A request has been queued."""
+        assert request.request_id not in self.by_request, "request ids are unique among the unfinished"
+        lives = [Life(sequence, sequence.max_cached_tokens + 1) for sequence in sequences]
+        self.by_request[request.request_id] = lives
+        for life in lives:
+            self.by_sequence[life.sequence.sequence_id] = life
+            self.tell(life, f"submitted, {life.sequence.num_prompt_tokens} tokens")
+
+    def ask(self, life: Life, part: Part) -> None:
+        """A part is to be opened or enlarged."""
+        self.asked[part.part_id] = life, part
+        life.unanswered.add(part.part_id)
+
+    def answered(self, part_id: PartId) -> tuple[Life, Part]:
+        """The answer is there. Returns whose part it is."""
+        life, part = self.asked.pop(part_id)
+        life.unanswered.remove(part_id)
+        return life, part
+
+    def lose(self, life: Life, holder: HolderId) -> bool:
+        """A holder is gone. Returns whether it had a part of the sequence, or was to have one."""
+        residence = life.sequence.residence
+        if residence is None or not residence.is_on(holder):
+            return False
+        for part in residence.parts:
+            if part.holder == holder:
+                self.asked.pop(part.part_id, None)
+                life.unanswered.discard(part.part_id)
+                life.opened.pop(part.part_id, None)
+        self.tell(life, f"lost what holder {holder} had")
+        return True
+
+    def is_at_rest(self, life: Life) -> bool:
+        """Whether no step of it is in flight, and all that was asked for it is answered."""
+        flies = any(life.sequence.sequence_id in flying for flying in self.flying.values())
+        return not flies and not life.unanswered
+
+    def doom(self, life: Life, fate: Fate) -> None:
+        """That becomes of it."""
+        self.num_fates += life.fate is None
+        life.fate = fate
+
+    def absolve(self, life: Life) -> None:
+        """What was to become of it has."""
+        self.num_fates -= 1
+        life.fate = None
+
+    def place(self, life: Life, status: Status, num_cached: int) -> None:
+        """So many of the sequence's tokens are cached from now on."""
+        self.num_cached_tokens += num_cached - life.sequence.num_cached
+        life.sequence.num_cached = num_cached
+        life.status = status
+
+    def tell(self, life: Life, what: str) -> None:
+        """Remember what has happened."""
+        self._story.append((life.sequence.sequence_id, what))
+
+    def story(self, sequence_id: SequenceId) -> list[str]:
+        """What has happened to a sequence, as far as that is remembered."""
+        return [what for i, what in self._story if i == sequence_id]
+
+    def status(self, sequence_id: SequenceId) -> Status:
+        """Where a sequence is in its life; also one that is over."""
+        life = self.by_sequence.get(sequence_id)
+        return Status.FINISHED if life is None else life.status
+
+    def awaits(self, holder: HolderId, part_id: PartId) -> bool:
+        """Whether the holder owes an answer about this part."""
+        asked = self.asked.get(part_id)
+        return asked is not None and asked[1].holder == holder
+
+    def wanted(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
+        """Of a step's chunks those that count: their sequences weren't cancelled, nor did they lose a part."""
+        if not self.num_fates:
+            return chunks
+        return [chunk for chunk in chunks if self.by_sequence[chunk.sequence.sequence_id].fate is None]
+
+    def is_on(self, holder: HolderId) -> bool:
+        """Whether any sequence still remembers the holder."""
+        residences = (life.sequence.residence for life in self.by_sequence.values())
+        return any(residence is not None and residence.is_on(holder) for residence in residences)
+
+    def has_others(self, holder: HolderId, life: Life) -> bool:
+        """Whether another sequence has something open on a holder."""
+        others = (other for other in self.by_sequence.values() if other is not life)
+        return any(part.holder == holder for other in others for part in other.opened.values())
+
+    def sequences(self, request_id: str) -> list[Sequence]:
+        """Those of a request that aren't over."""
+        return [life.sequence for life in self.by_request.get(request_id, ())]
+
+    def untouched_requests(self) -> list[str]:
+        """Those of which nothing runs, and nothing was drawn yet."""
+        return [
+            request_id
+            for request_id, lives in self.by_request.items()
+            if len(lives) == lives[0].sequence.request.params.n
+            and all(life.sequence.residence is None and not life.sequence.num_generated for life in lives)
+        ]
+
+
+def check_lives(lives: Lives, waiting: set[SequenceId]) -> None:
+    """Recount everything. ``waiting``: those that are in the queue."""
+    every = lives.by_sequence.values()
+    assert lives.num_cached_tokens == sum(life.sequence.num_cached for life in every), "the load is wrong"
+    assert {i: life for life in every for i in life.unanswered} == {i: at[0] for i, at in lives.asked.items()}
+    assert lives.num_fates == sum(life.fate is not None for life in every)
+    flying = [sequence_id for ids in lives.flying.values() for sequence_id in ids]
+    assert len(flying) == len(set(flying)) and set(flying) <= set(lives.by_sequence), "it steps twice, or after its end"
+    for life in every:
+        _check_life(life, life.sequence.sequence_id in waiting, lives.is_at_rest(life))
+    parts = [part_id for life in every for part_id in life.opened]
+    assert len(parts) == len(set(parts)), "two parts with one id"
+
+
+def _check_life(life: Life, is_waiting: bool, is_at_rest: bool) -> None:
+    sequence, residence = life.sequence, life.sequence.residence
+    assert life.status is not Status.FINISHED
+    assert is_waiting == (life.status in (Status.WAITING, Status.INTERRUPTED)) == (residence is None)
+    assert life.fate is None or not is_at_rest, "its fate could have been carried out"
+    if residence is None:
+        assert sequence.num_cached == 0 and not life.opened and is_at_rest
+        return
+    assert 0 <= sequence.num_cached < len(sequence.token_ids) <= sequence.max_cached_tokens + 1
+    assert sequence.num_cached <= residence.num_tokens
+    own = {part.part_id for part in residence.parts}
+    assert own >= set(life.opened) | life.unanswered
+    if life.fate is None:
+        assert own == set(life.opened) | life.unanswered, "a part is neither open nor asked for"
+        assert (life.status is Status.OPENING) == (not own <= set(life.opened))

@@ -1,0 +1,87 @@
+"""Running sequences that have come to the end of what was forecast for them: they go on, others may have to wait.
+
+A sequence reserves blocks for the length that is forecast for it. If it gets longer, it reserves more, and if there is
+no more, the sequences of its lane that arrived last are suspended to make room: their blocks are freed, their tokens
+kept, and they go back to their place in the queue, to be recomputed. Where forecasts are upper bounds, nobody is
+suspended.
+"""
+
+from __future__ import annotations
+
+from fastdecode.core.holders import Part
+from fastdecode.schedule.lengths import LengthPredictor
+from fastdecode.schedule.load_control import MicroBatch
+from fastdecode.schedule.placement import BlockLedger
+from fastdecode.schedule.plan import Grow
+from fastdecode.schedule.running import Lane, Run, arrival, cached_at_end
+
+
+class Outgrown:
+    """Sees to it that every sequence of a lane can cache one more token.
+
+    Args:
+        ledger: counts what is reserved.
+        lengths: forecasts anew.
+    """
+
+    def __init__(self, ledger: BlockLedger, lengths: LengthPredictor) -> None:
+        self._ledger = ledger
+        self._lengths = lengths
+
+    def make_room(self, lane: Lane) -> tuple[list[Grow], list[Run]]:
+        """Those that arrived first come first. Returns who is enlarged, and who has left the lane for it."""
+        grows: list[Grow] = []
+        suspended: list[Run] = []
+        outgrown = [
+            run
+            for run in lane.running.values()
+            if run.sequence.num_cached >= run.until and not run.prefill and run.is_open
+        ]
+        for run in sorted(outgrown, key=arrival):
+            if run.sequence.sequence_id not in lane.running:
+                continue  # suspended just now
+            length = run.sequence.num_cached + 1
+            if length > run.projected.target_length:
+                expected = cached_at_end(run.sequence, self._lengths.expected(run.sequence))
+                lane.prolong(run, MicroBatch(1, expected, lane.step, length))
+            room = run.residence.num_tokens
+            if length > room:
+                room, given_way = self._enlarge(lane, run)
+                suspended += given_way
+                if room:
+                    grows.append(Grow(run.sequence, run.residence.grown_to(room)))
+                    run.is_open = False
+            run.until = min(run.projected.target_length, room)
+        return grows, suspended
+
+    def _enlarge(self, lane: Lane, run: Run) -> tuple[int, list[Run]]:
+        """Reserve more for a sequence: what is forecast, or just the next block. Not for split ones, which have
+        reserved all.
+
+        Returns:
+            What it has room for then, and those suspended for it; 0 if the sequence itself is the last of them.
+        """
+        (part,) = run.residence.parts
+        suspended: list[Run] = []
+        while run.sequence.sequence_id in lane.running:
+            num_tokens = self._grow(run, part)
+            if num_tokens:
+                lane.reserved_tokens[part.holder] += num_tokens - part.num_tokens
+                return num_tokens, suspended
+            # Only this lane is at rest; the others' sequences may be in the middle of a step.
+            here = (r for r in lane.running.values() if r.is_open and r.residence.is_on(part.holder))
+            last = max(here, key=arrival)
+            suspended.append(last)
+            lane.leave(last, at=lane.step)
+            self._ledger.release(last.residence)
+        return 0, suspended
+
+    def _grow(self, run: Run, part: Part) -> int:
+        """What it has room for from now on; 0 if there is no more."""
+        sequence = run.sequence
+        next_block = self._ledger.block_size * self._ledger.blocks_for(sequence.num_cached + 1)
+        safe = cached_at_end(sequence, self._lengths.safe(sequence))
+        for num_tokens in (safe, min(next_block, sequence.max_cached_tokens)):
+            if self._ledger.grow(part, num_tokens):
+                return num_tokens
+        return 0

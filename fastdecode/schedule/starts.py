@@ -1,0 +1,193 @@
+"""How a waiting sequence would start: as what fork, in which chunks, on which holders, with what load.
+
+A sequence that may need several parts starts when all of them have room for all that it may ever need, whatever is
+forecast. Where the parts are says how long chunks may be, and the number of chunks how much load is when: so places,
+chunks and load of a split sequence are settled in two rounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from fastdecode.core.holders import HolderId, PartId, new_residence
+from fastdecode.core.sequence import Sequence
+from fastdecode.schedule.lengths import LengthPredictor
+from fastdecode.schedule.load_control import MicroBatch
+from fastdecode.schedule.placement import BlockLedger
+from fastdecode.schedule.plan import Start
+from fastdecode.schedule.running import Lane, Run, cached_at_end
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A sequence that is to start in a step of a lane."""
+
+    sequence: Sequence
+    sizes: tuple[int, ...]
+    """Tokens to reserve for each part."""
+    may_grow_to: tuple[int, ...]
+    """Tokens that each may have in the end."""
+    ahead: int
+    """Steps until then; 0 is the one that is being planned."""
+    parent: Run | None = None
+    num_shared: int = 0
+    """Tokens that it needn't run, since its parent has them."""
+
+    @property
+    def is_split(self) -> bool:
+        return len(self.sizes) > 1
+
+    @property
+    def beside_parent(self) -> tuple[HolderId, ...]:
+        """Where its first parts have to be."""
+        if self.parent is None:
+            return ()
+        return self.parent.holders[: -(-self.num_shared // self.sizes[0])]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A wish, and how it can be met at once."""
+
+    wish: Wish
+    chunks: tuple[int, ...]
+    """In which the prompt would run; none where a single token is left of it."""
+    holders: tuple[HolderId, ...]
+    """Of each part."""
+    projected: MicroBatch
+
+
+class Starts:
+    """Finds candidates, and starts them.
+
+    Args:
+        ledger: counts what is reserved.
+        lengths: forecasts what is to be reserved, and the load.
+    """
+
+    def __init__(self, ledger: BlockLedger, lengths: LengthPredictor) -> None:
+        self._ledger = ledger
+        self._lengths = lengths
+        self._part_ids = map(PartId, itertools.count())
+
+    def candidate(
+        self, lane: Lane, sequence: Sequence, sibling: Run | None, *, ahead: int, recompute: bool
+    ) -> Candidate | None:
+        """How the sequence could start now, as a fork if that can be; None if it has to wait.
+
+        Args:
+            sibling: a running sequence of the same request.
+            recompute: it has run before, and reserves all that it may ever need.
+        """
+        num_shared = sequence.num_prompt_tokens - 1
+        if sibling is not None and num_shared:
+            if not sibling.is_open or sibling.sequence.num_cached < num_shared:
+                return None
+            fork = self._meet(lane, self._wish(sequence, ahead, recompute, sibling, num_shared))
+            if fork is not None:
+                return fork
+        return self._meet(lane, self._wish(sequence, ahead, recompute))
+
+    def start(self, lane: Lane, candidate: Candidate) -> Start:
+        """Book and reserve all that the candidate needs. It runs in the lane from now on."""
+        wish, holders = candidate.wish, candidate.holders
+        parts = holders if wish.is_split else None
+        lane.budget.book(candidate.chunks, wish.num_shared, parts=parts, ahead=wish.ahead)
+        residence = new_residence(holders, wish.sizes, self._part_ids)
+        self._ledger.reserve(residence)
+        projected, chunks = candidate.projected, deque(candidate.chunks)
+        until = min(projected.target_length, residence.num_tokens)
+        run = Run(wish.sequence, projected, chunks, lane.step + wish.ahead, until)
+        lane.enter(run, residence)
+        parent = None if wish.parent is None else wish.parent.sequence
+        return Start(wish.sequence, residence, parent, wish.num_shared)
+
+    def _wish(
+        self, sequence: Sequence, ahead: int, recompute: bool, parent: Run | None = None, num_shared: int = 0
+    ) -> Wish:
+        most = sequence.max_cached_tokens
+        may_grow_to = self._ledger.part_sizes(most)
+        reserve = most
+        if len(may_grow_to) == 1 and not recompute:
+            reserve = cached_at_end(sequence, self._lengths.safe(sequence))
+        return Wish(sequence, self._ledger.part_sizes(reserve), may_grow_to, ahead, parent, num_shared)
+
+    def _meet(self, lane: Lane, wish: Wish) -> Candidate | None:
+        """Chunks, load and places, as far as blocks, prefill budget and policy allow it; else None."""
+        candidate = self._settle(lane, wish, () if wish.is_split else None, wish.beside_parent)
+        if candidate is None or not wish.is_split:
+            return candidate
+        return self._settle(lane, wish, candidate.holders, candidate.holders)
+
+    def _settle(
+        self, lane: Lane, wish: Wish, parts: tuple[HolderId, ...] | None, fixed: Seq[HolderId]
+    ) -> Candidate | None:
+        """One round. ``parts``: see ``PrefillBudget.chunks``; ``fixed``: where the first parts have to be."""
+        chunks = self._chunks(lane, wish, parts)
+        if chunks is None:
+            return None
+        projected = self._projected(lane, wish, len(chunks))
+        holders = self._place(lane, wish, projected, fixed)
+        return None if holders is None else Candidate(wish, chunks, holders, projected)
+
+    def _chunks(self, lane: Lane, wish: Wish, parts: tuple[HolderId, ...] | None) -> tuple[int, ...] | None:
+        num_tokens = len(wish.sequence.token_ids) - wish.num_shared
+        if num_tokens == 1:
+            return ()
+        return lane.budget.chunks(num_tokens, wish.num_shared, parts=parts, ahead=wish.ahead) or None
+
+    def _projected(self, lane: Lane, wish: Wish, num_chunks: int) -> MicroBatch:
+        # Holders have all of its tokens after the last prefill step, and one more after each that follows.
+        expected = cached_at_end(wish.sequence, self._lengths.expected(wish.sequence))
+        first_length = len(wish.sequence.token_ids) - max(0, num_chunks - 1)
+        return MicroBatch(1, expected, lane.step + wish.ahead, first_length)
+
+    def _place(
+        self, lane: Lane, wish: Wish, projected: MicroBatch, fixed: Seq[HolderId]
+    ) -> tuple[HolderId, ...] | None:
+        """A holder for each part, the first ones where they have to be; None: not in this step."""
+        shares = _shares(wish, projected)
+        # Before parts go where they exceed a limit alone, all holders are looked at for room within their limits.
+        for alone in (False, True) if wish.is_split else (True,):
+            placed: list[HolderId] = []
+            while len(placed) < len(shares):
+                holder = self._choose(lane, wish, shares, placed, fixed, alone)
+                if holder is None:
+                    break
+                placed.append(holder)
+            else:
+                return tuple(placed)
+        return None
+
+    def _choose(
+        self,
+        lane: Lane,
+        wish: Wish,
+        shares: Seq[MicroBatch],
+        placed: Seq[HolderId],
+        fixed: Seq[HolderId],
+        alone: bool,
+    ) -> HolderId | None:
+        """A holder for the part that comes after those that are ``placed``; ``shares``: the load of each part."""
+        part = len(placed)
+        tiers = self._ledger.candidates(placed, wish.sizes, wish.may_grow_to)
+        if part < len(fixed):
+            tiers = [[fixed[part]]] if any(fixed[part] in tier for tier in tiers) else []
+        earlier = tuple(zip(placed, shares, strict=False))
+        for tier in tiers:
+            tier.sort(key=lambda holder: lane.reserved_tokens[holder] / self._ledger.capacity_tokens(holder))
+            chosen = lane.admission.choose(shares[part], tier, earlier, alone=alone)
+            if chosen is not None:
+                return HolderId(chosen)
+        return None
+
+
+def _shares(wish: Wish, projected: MicroBatch) -> list[MicroBatch]:
+    """What each part is of a sequence's load."""
+    if not wish.is_split:
+        return [projected]
+    firsts = itertools.accumulate(wish.sizes, initial=0)
+    return [projected.part(first, num_tokens) for first, num_tokens in zip(firsts, wish.sizes, strict=False)]
