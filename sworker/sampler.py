@@ -11,9 +11,10 @@ prefixes, and combining them is taking the shortest. Rank decides which tokens a
 drawn in order of id. The last bits of logits differ with the way a model is run (chunks, parts, lanes), and swap
 tokens that are nearly tied; a draw in order of rank would move with them.
 
-Whatever the last bits, a draw still changes if its number is as close to a border between two tokens, which moves as
-little as the probabilities do, or if the last token that is kept is another: where two tokens are nearly tied at the
-edge, or where the sum of top-p is met almost exactly. Any rule has such an edge.
+What is left: a draw changes if its number is as close to a border between two tokens as that border moves, which is as
+little as the probabilities do; or if another token is the last that is kept, because two are nearly tied at the edge or
+the sum of top-p is met almost exactly. Then borders move by up to the probability of the token that came or went:
+little, but with thousands of tokens kept there are as many borders. Any rule for what to keep has such an edge.
 """
 
 from __future__ import annotations
