@@ -6,8 +6,15 @@ Probabilities become **fixed-point weights** (``exp`` scaled by a power of two a
 one uniform number and one prefix sum. The alternative, Gumbel's arg max, needs no sums, but a random number for every
 token of the vocabulary, and leaves top-p unsolved.
 
-Truncated rows (top-k, top-p) are drawn from their likeliest tokens in descending order, ties by ascending id: there
-top-k, top-p and min-p are all prefixes, and combining them is taking the shortest.
+Truncated rows (top-k, top-p) are ranked, likeliest first, ties by ascending id: there top-k, top-p and min-p are all
+prefixes, and combining them is taking the shortest. Rank decides which tokens are kept and nothing else: all rows are
+drawn in order of id. The last bits of logits differ with the way a model is run (chunks, parts, lanes), and swap
+tokens that are nearly tied; a draw in order of rank would move with them.
+
+What is left: a draw changes if its number is as close to a border between two tokens as that border moves, which is as
+little as the probabilities do; or if another token is the last that is kept, because two are nearly tied at the edge or
+the sum of top-p is met almost exactly. Then borders move by up to the probability of the token that came or went:
+little, but with thousands of tokens kept there are as many borders. Any rule for what to keep has such an edge.
 """
 
 from __future__ import annotations
@@ -214,26 +221,26 @@ def _draw_whole(logits: Tensor, greatest: Tensor, controls: _Controls) -> Tensor
     weights = _weights(logits, greatest, controls.temperature, logits.shape[1])
     if controls.has_min_p:
         weights.masked_fill_(weights < controls.min_weight, 0)
-    running = weights.cumsum(dim=-1)  # [n, V]
-    return _invert(running, running[:, -1:], controls.u)[:, 0]
+    return _draw_in_order(weights, controls.u)
 
 
 def _draw_truncated(logits: Tensor, greatest: Tensor, controls: _Controls, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Inverse CDF over the tokens that top_k, top_p and min_p leave, likeliest first.
+    """Inverse CDF over the tokens that top_k, top_p and min_p leave, in order of id.
 
     logits [n, V] → token ids [n], and whether ``num_columns`` tokens were enough to know them [n].
     """
     vocab_size = logits.shape[1]
     ids = _likeliest(logits, num_columns)  # [n, C]
-    weights = _weights(logits.gather(1, ids), greatest, controls.temperature, vocab_size)  # [n, C], descending
+    weighed = logits if controls.has_full_rows else logits.gather(1, ids)
+    weights = _weights(weighed, greatest, controls.temperature, vocab_size)  # [n, V or C]
+    all_mass = weights.sum(dim=-1, keepdim=True)
+    if controls.has_full_rows:
+        weights = weights.gather(1, ids)  # [n, C], descending
     has_top_k = controls.top_k > 0
     columns = torch.arange(num_columns, device=logits.device)
     weights.masked_fill_(has_top_k & (columns >= controls.top_k), 0)
     running = weights.cumsum(dim=-1)  # [n, C]
-    mass = running[:, -1:]
-    if controls.has_full_rows:
-        all_mass = _weights(logits, greatest, controls.temperature, vocab_size).sum(dim=-1, keepdim=True)
-        mass = torch.where(has_top_k, mass, all_mass)
+    mass = torch.where(has_top_k, running[:, -1:], all_mass)
     needed = (controls.top_p * mass).ceil().long()
     num_by_top_p = (running < needed).sum(dim=-1, keepdim=True) + 1
     num_by_min_p = (weights >= controls.min_weight).sum(dim=-1, keepdim=True)
@@ -244,8 +251,27 @@ def _draw_truncated(logits: Tensor, greatest: Tensor, controls: _Controls, num_c
         | torch.full_like(has_top_k, num_columns == vocab_size)
     )
     kept = torch.minimum(num_by_top_p, num_by_min_p).clamp_(1, num_columns)
-    place = _invert(running, running.gather(1, kept - 1), controls.u)
-    return ids.gather(1, place)[:, 0], decided[:, 0]
+    weights.masked_fill_(columns >= kept, 0)
+    return _draw_listed(ids, weights, controls.u, vocab_size), decided[:, 0]
+
+
+def _draw_listed(ids: Tensor, weights: Tensor, u: Tensor, vocab_size: int) -> Tensor:
+    """Inverse CDF over listed tokens in order of id. ids [n, C], their weights [n, C], u [n, 1] → [n]."""
+    if ids.shape[1] == vocab_size:
+        return _draw_in_order(torch.empty_like(weights).scatter_(1, ids, weights), u)
+    ids, order = ids.sort(dim=-1)
+    place = _draw_in_order(weights.gather(1, order), u)
+    return ids.gather(1, place[:, None])[:, 0]
+
+
+def _draw_in_order(weights: Tensor, u: Tensor) -> Tensor:
+    """Inverse CDF over columns: the first at which the running sum exceeds u of the whole. [n, C], [n, 1] → [n].
+
+    The weights become running sums in place.
+    """
+    running = weights.cumsum_(dim=-1)
+    place = torch.searchsorted(running, (u * running[:, -1:]).long(), right=True)
+    return place.clamp_(max=weights.shape[1] - 1)[:, 0]  # rows of NaNs must stay in bounds too
 
 
 def _scale(vocab_size: int) -> float:
@@ -259,12 +285,6 @@ def _weights(logits: Tensor, greatest: Tensor, temperature: Tensor | float, voca
     return scaled.exp_().mul_(_scale(vocab_size)).round_().long()
 
 
-def _invert(running: Tensor, mass: Tensor, u: Tensor) -> Tensor:
-    """The first column at which the running sum exceeds u · mass. [n, C], [n, 1], [n, 1] → int64 [n, 1]."""
-    place = torch.searchsorted(running, (u * mass).long(), right=True)
-    return place.clamp_(max=running.shape[1] - 1)  # rows of NaNs must stay in bounds too
-
-
 def _likeliest(logits: Tensor, count: int) -> Tensor:
     """Ids of the greatest logits, descending, equals by ascending id. [n, V] → int64 [n, count].
 
@@ -272,7 +292,9 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     """
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes one zero of two
-    keys = (bits ^ ((bits >> 31) & 0x7FFF_FFFF)).long() << 32
+    bits ^= (bits >> 31).bitwise_and_(0x7FFF_FFFF)
+    keys = bits.long()
+    keys <<= 32
     keys |= torch.arange(vocab_size - 1, -1, -1, device=logits.device)
     return vocab_size - 1 - (torch.topk(keys, count, dim=-1).values & 0xFFFF_FFFF)
 

@@ -65,15 +65,18 @@ def naive_probabilities(x: NDArray[np.float64], p: SamplingParams) -> NDArray[np
 
 @pytest.fixture
 def sweep(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Draw one row many times with evenly spread uniforms: frequencies are probabilities, to within 1/count."""
+    """Draw one row many times with evenly spread uniforms: frequencies are probabilities, to within 1/count.
 
-    def run(row: NDArray[np.float32], params: SamplingParams, **kwargs: Any) -> NDArray[np.float64]:
+    With ``draws`` it gives the drawn tokens themselves, by ascending uniforms.
+    """
+
+    def run(row: NDArray[np.float32], params: SamplingParams, draws: bool = False, **kwargs: Any) -> NDArray[Any]:
         count = 4000
         monkeypatch.setattr(sampler, "uniforms", lambda states: (np.arange(len(states)) + 0.5) / len(states))
         states = [make_state(params, vocab=len(row), **kwargs)] * count
         tokens = [s.token_id for s in sample(torch.from_numpy(np.tile(row, (count, 1))), states)]
         monkeypatch.undo()
-        return np.bincount(tokens, minlength=len(row)) / count
+        return np.array(tokens) if draws else np.bincount(tokens, minlength=len(row)) / count
 
     return run
 
@@ -161,6 +164,26 @@ def test_top_p_is_of_the_mass_that_its_own_rows_top_k_leaves(sweep: Any) -> None
     drawn = [s.token_id for s in sample(torch.from_numpy(np.tile(row, (100, 1))), states)]
     assert set(drawn[::2]) == {5}
     assert len(set(drawn[1::2])) > 5
+
+
+@pytest.mark.parametrize("vocab", [V, 1100])  # all tokens are looked at, or a short list of them
+@pytest.mark.parametrize("options", [{"top_k": 6}, {"top_p": 0.9}, {"top_k": 8, "top_p": 0.9}], ids=str)
+def test_near_ties_that_swap_change_no_draw(options: dict[str, Any], vocab: int, sweep: Any) -> None:
+    """Rows that differ in last bits draw the same tokens from the same numbers."""
+    row = np.full(vocab, -50, np.float32)
+    row[[50, 11, 30, 7, 22, 41]] = 1.0
+    row[[5, 19]] = -3.0  # far from what is likely, and from each other's edge: neither is kept by top_p
+    rng = np.random.default_rng(0)
+    params = SamplingParams(**options)
+    expected = sweep(row, params, draws=True)
+    orders = set()
+    for _ in range(3):
+        noisy = (row + rng.normal(0, 1e-6, vocab)).astype(np.float32)
+        orders.add(tuple(np.argsort(-noisy)[:6].tolist()))
+        drawn = sweep(noisy, params, draws=True)
+        assert (np.diff(drawn) >= 0).all()
+        assert (drawn != expected).sum() <= 6  # a number in 4,000 beside each border
+    assert len(orders) > 1
 
 
 def test_draws_pass_a_chi_square_test() -> None:
