@@ -208,6 +208,7 @@ def record(bench: Bench, path: Path) -> None:
 def r_worker(delay_s: float) -> None:
     from fastdecode.wire.mpi import job as mpi_job
     from fastdecode.wire.mpi.hub import connect_to_s_worker
+    from fastdecode.wire.transport import SoleHub
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState
     from rworker.worker import serve
@@ -216,7 +217,7 @@ def r_worker(delay_s: float) -> None:
     connection: Any = hub.connections[0]
     if delay_s:
         connection = Delayed(connection, delay_s)
-    serve(connection, RWorkerState("r0", kv_bytes=4 << 30), AttentionExecutor(num_threads=1))
+    serve(SoleHub(connection), RWorkerState("r0", kv_bytes=4 << 30), AttentionExecutor(num_threads=1))
     hub.close()
     mpi_job.leave(0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 import cpu_kernels
 from cpu_kernels import allocate_pool
 from fastdecode.core.errors import CapacityError
+from fastdecode.core.holders import HolderId
 from fastdecode.core.machine import free_memory_bytes
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.messages import Activations, AttendResult
-from rworker.instructions import Compute, CopyBlocks, Prepare, StepPlan
+from rworker.instructions import Compute, CopyBlocks, Drop, Prepare, StepPlan
 
 if TYPE_CHECKING:
     from cpu_kernels.team import OpenMPTeam
@@ -48,8 +49,19 @@ class _Layer:
     """Keyword arguments of ``attend``."""
 
 
+@dataclass
+class _Cache:
+    """One holder's."""
+
+    prepared: Prepare
+    pool: NDArray[np.uint8]  # [num_layers, num_blocks, block_bytes]
+    layers: list[_Layer]
+    # Outputs are lent to the peer until the lane's next Attend, and written again then.
+    outputs: dict[int, NDArray[Any]] = field(default_factory=dict)  # by lane
+
+
 class AttentionExecutor:
-    """Owns the KV cache of one R-worker, and computes on it in the calling thread and the kernels' own threads.
+    """Owns the KV caches of one R-worker, and computes on them in the calling thread and the kernels' own threads.
 
     Args:
         num_threads: threads that a kernel may use.
@@ -74,19 +86,15 @@ class AttentionExecutor:
             self._threads["team"] = team
         self._clock = clock
         self._kernels = kernels
-        self._prepared: Prepare | None = None
-        self._pool: NDArray[np.uint8] | None = None  # [num_layers, num_blocks, block_bytes]
-        self._layers: list[_Layer] = []
-        # Outputs are lent to the peer until the lane's next Attend, and written again then.
-        self._outputs: dict[int, NDArray[Any]] = {}  # by lane
+        self._caches: dict[HolderId, _Cache] = {}
 
     def prepare(self, prepare: Prepare) -> None:
-        """Make the KV cache (its memory is committed as it is written), and compile the kernels that it needs.
+        """Make a KV cache (its memory is committed as it is written), and compile the kernels that it needs.
 
         Raises:
             CapacityError: there isn't that much free memory, or the address space for it can't be had.
         """
-        self._prepared, self._pool, self._layers, self._outputs = prepare, None, [], {}
+        self._caches.pop(prepare.holder, None)
         started = self._clock()
         self._warm_up(prepare)
         warm = self._clock()
@@ -98,44 +106,48 @@ class AttentionExecutor:
                 "give the R-worker less KV memory (--kv-memory-gb)"
             )
         try:
-            self._pool = allocate_pool(layout, num_layers, prepare.num_blocks)
+            pool = allocate_pool(layout, num_layers, prepare.num_blocks)
         except (MemoryError, OSError, OverflowError) as error:
             raise CapacityError(
                 f"{total_bytes} bytes for the KV cache can't be had from this host ({error}): "
                 "give the R-worker less KV memory"
             ) from error
-        self._layers = [_make_layer(*x) for x in zip(self._pool, prepare.attention, strict=True)]
+        layers = [_make_layer(*x) for x in zip(pool, prepare.attention, strict=True)]
+        self._caches[prepare.holder] = _Cache(prepare, pool, layers)
         logger.info(
             "KV cache of %d blocks of %d tokens (%d layers, %s, %.1f GB); kernels ready after %.1f s",
             prepare.num_blocks,
             layout.block_size,
             num_layers,
             layout.dtype,
-            self._pool.nbytes / 1e9,
+            pool.nbytes / 1e9,
             warm - started,
         )
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
-        assert self._pool is not None, "not prepared"
-        self._kernels.copy_blocks(self._pool, copy.source_ids, copy.target_ids)
+        self._kernels.copy_blocks(self._caches[copy.holder].pool, copy.source_ids, copy.target_ids)
+
+    def drop(self, drop: Drop) -> None:
+        """Free a holder's cache; one that never came to be is none."""
+        self._caches.pop(drop.holder, None)
 
     def compute(self, compute: Compute) -> AttendResult:
         """Append k and v, attend q. The result's arrays hold until the lane's next ``compute`` that has queries."""
-        assert self._prepared is not None, "not prepared"
-        plan, layer = compute.plan, self._layers[compute.layer]
+        plan, cache = compute.plan, self._caches[compute.holder]
         started = self._clock()
-        o, lse = self._run(self._prepared, plan, layer, compute.q, compute.k, compute.v)
+        o, lse = self._run(cache, plan, cache.layers[compute.layer], compute.q, compute.k, compute.v)
         seconds = self._clock() - started
         return AttendResult(plan.step, plan.lane, compute.layer, o, lse, seconds)
 
     def _run(
-        self, prepare: Prepare, plan: StepPlan, layer: _Layer, q: Activations, k: Activations, v: Activations
+        self, cache: _Cache, plan: StepPlan, layer: _Layer, q: Activations, k: Activations, v: Activations
     ) -> tuple[Activations, NDArray[np.float32] | None]:
         """o [T_q, Hq, D], and lse float32 [T_q, Hq] if the step wants it."""
+        prepare = cache.prepared
         source = prepare.activation_dtype.value
         self._kernels.append(prepare.layout, layer.pool, k, v, plan.slots, source=source, **self._threads)
         spec = layer.spec
-        o = self._output(plan, q.dtype, (plan.num_queries, spec.num_q_heads, spec.head_dim))
+        o = _output(cache, plan, q.dtype, (plan.num_queries, spec.num_q_heads, spec.head_dim))
         lse = np.empty(o.shape[:2], np.float32) if plan.want_lse else None
         for group in plan.groups:
             starts = plan.query_starts[group.start : group.stop + 1]
@@ -156,14 +168,6 @@ class AttentionExecutor:
             )
         return o, lse
 
-    def _output(self, plan: StepPlan, dtype: np.dtype[Any], shape: tuple[int, int, int]) -> NDArray[Any]:
-        """Room for a lane's o: the same memory in every layer, so that no page is faulted in anew."""
-        size = shape[0] * shape[1] * shape[2]
-        room = self._outputs.get(plan.lane)
-        if room is None or room.size < size:
-            room = self._outputs[plan.lane] = np.empty(size, dtype)
-        return room[:size].reshape(shape)
-
     def _warm_up(self, prepare: Prepare) -> None:
         """Append and attend once for every kind of layer and step, on a cache of one layer, so that no step compiles.
 
@@ -176,13 +180,22 @@ class AttentionExecutor:
         for index, spec in enumerate(kinds):
             logger.info("preparing kernels for %d kind(s) of layer: %d", len(kinds), index + 1)
             layer = _make_layer(pool[0], spec)
+            cache = _Cache(prepare, pool, [layer])
             for num_tokens in (1, 2):
                 kv = np.zeros((num_tokens, layout.num_kv_heads, layout.head_dim), carrier)
                 q = np.zeros((num_tokens, spec.num_q_heads, layout.head_dim), carrier)
                 for want_lse in (False, True):
-                    self._run(prepare, _first_step(num_tokens, want_lse), layer, q, kv, kv)
+                    self._run(cache, _first_step(num_tokens, want_lse), layer, q, kv, kv)
         self._kernels.copy_blocks(pool, np.array([0], np.int64), np.array([1], np.int64))
-        self._outputs.clear()
+
+
+def _output(cache: _Cache, plan: StepPlan, dtype: np.dtype[Any], shape: tuple[int, int, int]) -> NDArray[Any]:
+    """Room for a lane's o: the same memory in every layer, so that no page is faulted in anew."""
+    size = shape[0] * shape[1] * shape[2]
+    room = cache.outputs.get(plan.lane)
+    if room is None or room.size < size:
+        room = cache.outputs[plan.lane] = np.empty(size, dtype)
+    return room[:size].reshape(shape)
 
 
 def _make_layer(pool: NDArray[np.uint8], spec: AttentionSpec) -> _Layer:

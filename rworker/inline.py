@@ -78,7 +78,8 @@ class InlineConnection:
     def _handle(self, message: ToRWorker, state: RWorkerState, executor: Executor) -> None:
         goes_on = False
         try:
-            goes_on = obey(state.handle(message), self._answers, executor, self._name)
+            goes_on = obey(state.handle(WORKER, message), (self._answers,), state, executor)
+            goes_on = goes_on and not self._answers.are_over
         except Exception as error:
             self._answers.send(last_words(self._name, error))
         except BaseException:  # Ctrl-C in the middle of a layer: whoever goes on must not wait for its answer
@@ -100,19 +101,14 @@ class _Answers:
 
     def __init__(self) -> None:
         self.queue: deque[FromRWorker] = deque()
+        self.are_over = False
+        """Whether the R-worker has hung up; what it answered before is still to be received."""
 
     def send(self, message: FromRWorker) -> None:
         self.queue.append(message)
 
-
-class InlineHub:
-    """A hub with this one connection; see ``fastdecode.wire.transport.Hub``."""
-
-    def __init__(self, connection: InlineConnection) -> None:
-        self.connections = (connection,)
-
-    def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
-        return WORKER, self.connections[WORKER].receive(timeout_s)
+    def close(self) -> None:
+        self.are_over = True
 
 
 def make_inline_worker(

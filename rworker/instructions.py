@@ -1,4 +1,6 @@
-"""What the state machine tells its loop to do. Everything is resolved and checked: carrying it out decides nothing."""
+"""What the state machine tells its loop to do. Everything is resolved and checked: carrying it out decides nothing.
+
+Peers are the numbers that the loop's hub has for them."""
 
 from __future__ import annotations
 
@@ -11,14 +13,16 @@ from numpy.typing import NDArray
 
 from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
+from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.messages import Activations, FromRWorker
 
 
 @dataclass(frozen=True)
 class Send:
-    """Answer the peer."""
+    """Answer a peer."""
 
+    to: int
     message: FromRWorker
 
 
@@ -26,6 +30,7 @@ class Send:
 class TellAboutHost:
     """Answer with a ``Report``: these, and what is to be seen of the host."""
 
+    to: int
     num_threads: int
     kv_bytes: int
     model_hash: str
@@ -33,8 +38,9 @@ class TellAboutHost:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Make the KV cache and get the kernels ready, in place of any that were there."""
+    """Make a holder's KV cache and get the kernels ready, in place of any that were there."""
 
+    holder: HolderId
     layout: BlockLayout
     num_blocks: int
     attention: tuple[AttentionSpec, ...]
@@ -44,8 +50,9 @@ class Prepare:
 
 @dataclass(frozen=True, eq=False)
 class CopyBlocks:
-    """Copy blocks, in every layer, before any later instruction."""
+    """Copy blocks of a holder's cache, in every layer, before any later instruction."""
 
+    holder: HolderId
     source_ids: NDArray[np.int64]  # [C]
     target_ids: NDArray[np.int64]  # [C]
 
@@ -81,8 +88,10 @@ class StepPlan:
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """Append k and v, attend q, and answer with the result."""
+    """Append k and v, attend q, and answer a peer with the result."""
 
+    to: int
+    holder: HolderId
     plan: StepPlan
     layer: int
     q: Activations  # act [T_q, Hq, D]
@@ -91,8 +100,22 @@ class Compute:
 
 
 @dataclass(frozen=True)
+class Drop:
+    """Free a holder's KV cache."""
+
+    holder: HolderId
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """Close the connection to a peer; the state is told that it is lost."""
+
+    peer: int
+
+
+@dataclass(frozen=True)
 class Stop:
     """Leave the loop."""
 
 
-Instruction: TypeAlias = Send | TellAboutHost | Prepare | CopyBlocks | Compute | Stop
+Instruction: TypeAlias = Send | TellAboutHost | Prepare | CopyBlocks | Compute | Drop | HangUp | Stop

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
+from fastdecode.wire.messages import MAX_BLOCKS
 
-MAX_BLOCKS = (1 << 31) - 1
 DEFAULT_MAX_SEQUENCES = 1 << 16
 
 _FIRST_ROWS = 64

@@ -27,15 +27,17 @@ from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Activations,
     Attend,
+    AttendResult,
     BeginStep,
     Failed,
+    FromRWorker,
     Hello,
     OpenSequence,
     ToRWorker,
 )
 from rworker.attention import AttentionExecutor
-from rworker.instructions import Compute, CopyBlocks, Prepare, Send
 from rworker.state import RWorkerState
+from rworker.worker import obey
 
 T = TypeVar("T")
 
@@ -258,20 +260,30 @@ class _Worker:
 
     def _obey(self, message: ToRWorker) -> float:
         """Hand the state a message and carry out what it says. The seconds of the kernels."""
-        seconds = 0.0
-        for instruction in self._state.handle(message):
-            match instruction:
-                case Compute():
-                    seconds += self._executor.compute(instruction).compute_s
-                case Prepare():
-                    self._executor.prepare(instruction)
-                case CopyBlocks():
-                    self._executor.copy_blocks(instruction)
-                case Send(Failed() as failed):
-                    raise WorkerError(f"R-worker {failed.worker}: {failed.message}", code=failed.code)
-                case _:
-                    pass
-        return seconds
+        answers = _Answers()
+        obey(self._state.handle(0, message), (answers,), self._state, self._executor)
+        return answers.seconds
+
+
+class _Answers:
+    """Takes what the R-worker says in place of a peer."""
+
+    peer = "whoever measures"
+    seconds = 0.0
+    """Of the kernels."""
+
+    def send(self, message: FromRWorker) -> None:
+        """
+        Raises:
+            WorkerError: the R-worker has failed.
+        """
+        if isinstance(message, Failed):
+            raise WorkerError(f"R-worker {message.worker}: {message.message}", code=message.code)
+        if isinstance(message, AttendResult):
+            self.seconds += message.compute_s
+
+    def close(self) -> None:
+        pass
 
 
 def _random_rows(num_rows: int, spec: AttentionSpec, dtype: DType, seed: int) -> tuple[Activations, ...]:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from fastdecode.core.errors import FastDecodeError, WorkerError
+from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.host import this_host
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import PROTOCOL_VERSION, AttendResult, Failed, FromRWorker, Report, Shutdown, ToRWorker
-from fastdecode.wire.transport import CLOSED, Connection
+from fastdecode.wire.transport import CLOSED, Hub, PeerLostError
 from rworker.attention import AttentionExecutor
-from rworker.instructions import Compute, CopyBlocks, Instruction, Prepare, Send, Stop, TellAboutHost
+from rworker.instructions import (
+    Compute,
+    CopyBlocks,
+    Drop,
+    HangUp,
+    Instruction,
+    Prepare,
+    Send,
+    Stop,
+    TellAboutHost,
+)
 from rworker.state import RWorkerState
 
 logger = logging.getLogger(__name__)
@@ -30,27 +41,10 @@ class Executor(Protocol):
 
     def compute(self, compute: Compute) -> AttendResult: ...
 
-
-def serve(connection: Connection[FromRWorker, ToRWorker], state: RWorkerState, executor: Executor) -> None:
-    """Serve one peer until it says Shutdown, closes, or breaks the protocol; then close the connection.
-
-    Whatever goes wrong here is logged, and told to the peer as ``Failed`` before the connection closes.
-    """
-    logger.info("R-worker %s serves %s", state.name, connection.peer)
-    try:
-        while obey(state.handle(connection.receive()), connection, executor, state.name):
-            pass
-        logger.info("R-worker %s has stopped", state.name)
-    except Exception as error:
-        if isinstance(error, WorkerError) and error.code == CLOSED:
-            logger.info("R-worker %s stops: %s", state.name, error)
-        else:
-            _tell(connection, last_words(state.name, error))
-    finally:
-        connection.close()
+    def drop(self, drop: Drop) -> None: ...
 
 
-class Answers(Protocol):
+class Peer(Protocol):
     """Where answers go: a connection, as far as instructions need it."""
 
     @property
@@ -58,27 +52,74 @@ class Answers(Protocol):
 
     def send(self, message: FromRWorker) -> None: ...
 
+    def close(self) -> None: ...
 
-def obey(instructions: tuple[Instruction, ...], connection: Answers, executor: Executor, name: str) -> bool:
+
+def serve(hub: Hub[FromRWorker, ToRWorker], state: RWorkerState, executor: Executor) -> None:
+    """Serve the peers of a hub until the state says that all is done, or none is left; then close all connections.
+
+    Whatever goes wrong with one peer is logged, and told to that peer as ``Failed`` before its connection closes. The
+    others go on.
+    """
+    logger.info("R-worker %s serves", state.name)
+    try:
+        while _serve_next(hub, state, executor):
+            pass
+        logger.info("R-worker %s has stopped", state.name)
+    finally:
+        for connection in hub.connections:
+            connection.close()
+
+
+def _serve_next(hub: Hub[FromRWorker, ToRWorker], state: RWorkerState, executor: Executor) -> bool:
+    """Deal with what comes next. False: leave the loop."""
+    try:
+        peer, message = hub.receive_any()
+    except PeerLostError as error:
+        if error.code == CLOSED:
+            logger.info("R-worker %s goes on without a peer: %s", state.name, error)
+        else:
+            _tell(hub.connections[error.index], last_words(state.name, error))
+        return obey((HangUp(error.index),), hub.connections, state, executor)
+    except WorkerError as error:
+        logger.info("R-worker %s stops: %s", state.name, error)
+        return False
+    try:
+        return obey(state.handle(peer, message), hub.connections, state, executor)
+    except Exception as error:
+        if isinstance(error, WorkerError) and error.code == CLOSED:
+            return True  # a peer that was to be told something is gone: the hub says so next
+        _tell(hub.connections[peer], last_words(state.name, error))
+        return obey((HangUp(peer),), hub.connections, state, executor)
+
+
+def obey(instructions: tuple[Instruction, ...], peers: Sequence[Peer], state: RWorkerState, executor: Executor) -> bool:
     """Carry out instructions in order. False: leave the loop."""
     for instruction in instructions:
         match instruction:
             case Compute():
-                connection.send(executor.compute(instruction))
-            case Send(message):
+                peers[instruction.to].send(executor.compute(instruction))
+            case Send(to, message):
                 if isinstance(message, Failed):
-                    logger.error("R-worker %s gives up on %s: %s", name, connection.peer, message.message)
-                connection.send(message)
-            case TellAboutHost(num_threads, kv_bytes, model_hash):
-                connection.send(Report(name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash))
+                    logger.error("R-worker %s gives up on %s: %s", state.name, peers[to].peer, message.message)
+                peers[to].send(message)
+            case TellAboutHost(to, num_threads, kv_bytes, model_hash):
+                report = Report(state.name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash)
+                peers[to].send(report)
             case CopyBlocks():
                 executor.copy_blocks(instruction)
             case Prepare():
                 executor.prepare(instruction)
+            case Drop():
+                executor.drop(instruction)
+            case HangUp(peer):
+                peers[peer].close()
+                if not obey(state.lost(peer), peers, state, executor):
+                    return False
             case Stop():
                 return False
             case _:
-                _assert_never(instruction)
+                assert_never(instruction)
     return True
 
 
@@ -91,11 +132,11 @@ def last_words(name: str, error: Exception) -> Failed:
     return Failed(name, "worker_failed", f"{type(error).__name__}: {error}")
 
 
-def _tell(connection: Connection[FromRWorker, ToRWorker], message: Failed) -> None:
+def _tell(peer: Peer, message: Failed) -> None:
     try:
-        connection.send(message)
+        peer.send(message)
     except WorkerError:
-        logger.info("%s is gone, and can't be told", connection.peer)
+        logger.info("%s is gone, and can't be told", peer.peer)
 
 
 @dataclass(frozen=True)
@@ -106,6 +147,8 @@ class WorkerThread:
     connection: InprocConnection[ToRWorker, FromRWorker]
     """The S-worker's side."""
     thread: threading.Thread
+    hub: InprocHub[FromRWorker, ToRWorker]
+    """The R-worker's, to which others may be connected at any time."""
 
     def stop(self) -> None:
         """Ask the R-worker to end once it has done what it was sent; does nothing if it has ended."""
@@ -149,13 +192,8 @@ def start_worker_thread(
     """
     state = RWorkerState(name, kv_bytes=kv_bytes, num_threads=num_threads)
     runner = executor or AttentionExecutor(num_threads=num_threads, clock=clock)
-    here, there = connect(
-        InprocHub() if hub is None else hub, "the S-worker", InprocHub[FromRWorker, ToRWorker](), f"R-worker {name}"
-    )
-    thread = threading.Thread(target=serve, args=(there, state, runner), name=f"rworker-{name}", daemon=True)
+    peers: InprocHub[FromRWorker, ToRWorker] = InprocHub()
+    here, _ = connect(InprocHub() if hub is None else hub, "the S-worker", peers, f"R-worker {name}")
+    thread = threading.Thread(target=serve, args=(peers, state, runner), name=f"rworker-{name}", daemon=True)
     thread.start()
-    return WorkerThread(name, here, thread)
-
-
-def _assert_never(instruction: NoReturn) -> NoReturn:
-    raise AssertionError(f"{instruction!r} is no instruction")
+    return WorkerThread(name, here, thread, peers)

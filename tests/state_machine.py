@@ -15,7 +15,7 @@ from fastdecode.wire.messages import (
     Failed,
     Hello,
 )
-from rworker.instructions import Compute, Instruction, Send, Stop
+from rworker.instructions import Compute, HangUp, Instruction, Send
 from rworker.state import RWorkerState
 
 HQ, HKV, D, NUM_LAYERS, BLOCK_SIZE = 4, 2, 16, 3, 4
@@ -40,7 +40,7 @@ class Worker:
         self.state = RWorkerState("r7", kv_bytes=kv_bytes, num_threads=3, **options)
 
     def tell(self, message: Any) -> tuple[Instruction, ...]:
-        instructions = self.state.handle(message)
+        instructions = self.state.handle(0, message)
         self.state.check_invariants()
         return instructions
 
@@ -52,7 +52,7 @@ class Worker:
     def fails(self, message: Any, *reasons: str, code: str = "protocol_error") -> None:
         send, stop = self.tell(message)
         assert isinstance(send, Send)
-        assert stop == Stop()
+        assert stop == HangUp(0)
         failed = send.message
         assert isinstance(failed, Failed)
         assert (failed.worker, failed.code) == ("r7", code)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import add_exit_code_option
-from fastdecode.cli.r_worker import serve_rank
 from fastdecode.core.config import Cluster
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.core.install import pip_command
@@ -90,6 +89,8 @@ def _serve_if_r_rank(args: argparse.Namespace) -> None:
         return
     job = mpi_job.join()
     if job.rank != mpi_job.S_RANK:
+        from rworker.host import serve_rank
+
         serve_rank(job, kv_memory_gb=args.kv_memory_gb, num_threads=args.r_threads)
 
 

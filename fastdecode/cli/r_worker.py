@@ -14,20 +14,13 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.wire.mpi import job as mpi_job
 
-if TYPE_CHECKING:
-    from fastdecode.wire.mpi.job import MpiJob
-    from fastdecode.wire.zmq.listener import ZmqListener
-    from rworker.attention import AttentionExecutor
-    from rworker.state import RWorkerState
-
 logger = logging.getLogger(__name__)
 
-MAX_THREADS = 4096
 _PARENT_INTERVAL_S = 0.5
 
 
@@ -84,6 +77,8 @@ def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) ->
         return
     job = mpi_job.join()
     if job.rank != mpi_job.S_RANK:
+        from rworker.host import serve_rank
+
         serve_rank(job, kv_memory_gb=args.kv_memory_gb, num_threads=args.r_threads)
 
 
@@ -99,7 +94,9 @@ def _r_worker(args: argparse.Namespace) -> int:
     if args.new_key is not None:
         _zmq_access().ClusterKey.create(args.new_key)
         return 0
-    num_sharing = _bind_cpus(args)
+    from rworker.host import bind_cpus, serve_rank
+
+    num_sharing = bind_cpus(args.cpus, args.numa_node)
     if args.exit_with_parent:
         threading.Thread(target=_end_with, args=(os.getppid(),), name="parent-watch", daemon=True).start()
     if args.bind is None:
@@ -113,114 +110,29 @@ def _r_worker(args: argparse.Namespace) -> int:
     return _serve_at(args)
 
 
-def serve_rank(
-    job: MpiJob, *, kv_memory_gb: float | None, num_threads: int | None, num_sharing_cpus: int | None = None
-) -> NoReturn:
-    """Serve the S-worker, rank 0, until it says Shutdown or is gone; then leave the job.
-
-    Args:
-        kv_memory_gb: KV cache in GB; None: this rank's share of half the free memory.
-        num_threads: CPU threads; None: this rank's CPUs, or its share of the host's.
-        num_sharing_cpus: ranks that run on this one's CPUs; None: all of its host, unless it is bound.
-
-    Raises:
-        ConfigError: an option is out of range, or this is rank 0.
-    """
-    from fastdecode.wire.mpi.hub import connect_to_s_worker
-    from rworker.binding import usable_cpus
-    from rworker.worker import serve
-
-    name = f"rank {job.rank} on {job.host}"
-    num_sharing = mpi_job.local_size()
-    if num_threads is None and num_sharing_cpus is not None:
-        num_threads = max(1, usable_cpus() // num_sharing_cpus)
-    state, executor = _make_worker(name, kv_memory_gb, num_threads, num_sharing=num_sharing)
-    hub = connect_to_s_worker(job)
-    serve(hub.connections[0], state, executor)
-    hub.close()
-    mpi_job.leave(0)
-
-
 def _serve_at(args: argparse.Namespace) -> int:
     """Serve S-workers that connect to an address: one, or one after another."""
     access = _zmq_access()
     from fastdecode.wire.zmq.listener import ZmqListener
+    from rworker.host import make_worker
+    from rworker.worker import serve
 
     key = None if args.key is None else access.ClusterKey.read(args.key)
     name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
-    _make_worker(name, args.kv_memory_gb, args.threads)  # find bad options now, not when somebody comes
+    state, executor = make_worker(
+        name,
+        kv_memory_gb=args.kv_memory_gb,
+        num_threads=args.threads,
+        model_hash=args.model_hash,
+        keeps_serving=args.keep_serving,
+    )
     listener = ZmqListener(args.bind, name, key=key, silence_s=args.silence_s)
     try:
         print(f"R-worker {name} listens at {listener.address}", flush=True)
-        while _serve_next(listener, args, name) or args.keep_serving:
-            pass
+        serve(listener, state, executor)
     finally:
         listener.close()
     return 0
-
-
-def _serve_next(listener: ZmqListener, args: argparse.Namespace, name: str) -> bool:
-    """Returns whether it was no job, but somebody who only looked."""
-    from rworker.worker import serve
-
-    connection = listener.accept()
-    assert connection is not None, "it waits for as long as it takes"
-    state, executor = _make_worker(name, args.kv_memory_gb, args.threads, model_hash=args.model_hash)
-    serve(connection, state, executor)
-    return state.was_inspected
-
-
-def _make_worker(
-    name: str,
-    kv_memory_gb: float | None,
-    num_threads: int | None,
-    *,
-    num_sharing: int = 1,
-    model_hash: str | None = None,
-) -> tuple[RWorkerState, AttentionExecutor]:
-    """An R-worker's two halves, with its share of a host that ``num_sharing`` processes use."""
-    from rworker.attention import AttentionExecutor
-    from rworker.binding import is_bound, usable_cpus
-    from rworker.state import RWorkerState
-
-    threads = num_threads
-    if threads is None:
-        threads = usable_cpus() if is_bound() else max(1, usable_cpus() // num_sharing)
-    if not 1 <= threads <= MAX_THREADS:
-        raise ConfigError(f"threads={threads} is not a whole number from 1 to {MAX_THREADS}")
-    kv_bytes = _kv_bytes(kv_memory_gb, num_sharing)
-    state = RWorkerState(name, kv_bytes=kv_bytes, num_threads=threads, model_hash=model_hash)
-    return state, AttentionExecutor(num_threads=threads)
-
-
-def _kv_bytes(kv_memory_gb: float | None, num_sharing: int) -> int:
-    from fastdecode.core.machine import default_kv_bytes
-
-    if kv_memory_gb is None:
-        return default_kv_bytes(num_sharing)
-    if not 0 < kv_memory_gb <= 1e6:
-        raise ConfigError(f"kv_memory_gb={kv_memory_gb} is not a number of GB above 0 and at most 1e6")
-    return int(kv_memory_gb * 1e9)
-
-
-def _bind_cpus(args: argparse.Namespace) -> int | None:
-    """Returns how many ranks share the CPUs, if that is known."""
-    from rworker.binding import bind, numa_node_cpus, numa_nodes, parse_cpu_list
-
-    if args.cpus is not None and args.numa_node is not None:
-        raise ConfigError("give --cpus or --numa-node, not both")
-    if args.cpus is not None:
-        bind(parse_cpu_list(args.cpus))
-    elif args.numa_node == "auto":
-        nodes = numa_nodes()
-        if nodes:
-            bind(numa_node_cpus(nodes[mpi_job.local_rank() % len(nodes)]))
-        return max(1, mpi_job.local_size() // max(1, len(nodes)))
-    elif args.numa_node is not None:
-        if not (args.numa_node.isascii() and args.numa_node.isdigit() and len(args.numa_node) <= 5):
-            raise ConfigError(f"--numa-node={args.numa_node!r} is neither a number nor auto")
-        bind(numa_node_cpus(int(args.numa_node)))
-    return None
 
 
 def _zmq_access() -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
@@ -68,6 +68,24 @@ class AttentionSpec:
     def group_size(self) -> int:
         """Query heads that share one KV head (G in GQA)."""
         return self.num_q_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """Some of the heads: consecutive KV heads, and the query heads that share them."""
+
+    kv: slice
+    q: slice
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.kv.stop - self.kv.start)
+
+    def of(self, spec: AttentionSpec) -> AttentionSpec:
+        """A layer as whoever has these heads needs to know it."""
+        slopes = None if spec.alibi_slopes is None else spec.alibi_slopes[self.q]
+        num_q_heads = self.q.stop - self.q.start
+        return replace(spec, num_q_heads=num_q_heads, num_kv_heads=self.num_kv_heads, alibi_slopes=slopes)
 
 
 def longest_window(layers: Iterable[AttentionSpec]) -> int | None:

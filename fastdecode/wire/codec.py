@@ -31,7 +31,7 @@ from zlib import crc32
 
 import numpy as np
 
-from fastdecode.core.errors import ProtocolError
+from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.wire.arrays import (
     CACHED_SHAPES,
     MAX_BODY_BYTES,
@@ -162,7 +162,10 @@ class Head:
         if len(body) != expected.num_bytes:
             raise self._layout.refuse(f"a body of {len(body)} bytes came where {expected.num_bytes} were announced")
         arrays = [None if view is None else np.ndarray(view[0], view[1], body, view[2]) for view in expected.views]
-        return self._layout.make(*self._others, *arrays)
+        try:
+            return self._layout.make(*self._others, *arrays)
+        except ConfigError as error:
+            raise self._layout.refuse(f"makes no sense: {error}") from None
 
 
 class _Layout:
@@ -301,6 +304,14 @@ def read_head(data: bytes | memoryview, *, max_body_bytes: int = MAX_BODY_BYTES)
         return _read_new_head(data, max_body_bytes)
     _check_crc(layout, data, start.head_bytes)
     return layout.read(start, data)
+
+
+def read_epoch(data: bytes | memoryview) -> int | None:
+    """Of what begins as a message does, whatever else may be wrong with it; None: it doesn't."""
+    if len(data) < _HEADER.size:
+        return None
+    magic, _, _, _, epoch, _, _ = _HEADER.unpack_from(data)
+    return int(epoch) if magic == MAGIC else None
 
 
 def _read_new_head(data: bytes | memoryview, max_body_bytes: int) -> Head:

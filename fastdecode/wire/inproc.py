@@ -11,12 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from queue import Empty, SimpleQueue
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias
 
-from fastdecode.wire.transport import SendT_contra, closed_error, timeout_error
-
-SendT = TypeVar("SendT")
-ReceiveT = TypeVar("ReceiveT")
+from fastdecode.core.errors import WorkerError
+from fastdecode.wire.transport import PeerLostError, ReceiveT, SendT, SendT_contra, closed_error, timeout_error
 
 
 class _End(Enum):
@@ -139,7 +137,11 @@ class InprocHub(Generic[SendT, ReceiveT]):
                     assert timeout_s is not None
                     raise timeout_error(" or ".join(still_open), timeout_s) from None
             if message is not _End.CLOSED_HERE and connection.is_open:
-                return self._connections.index(connection), connection.take(message)
+                index = self._connections.index(connection)
+                try:
+                    return index, connection.take(message)
+                except WorkerError as error:
+                    raise PeerLostError(index, error) from None
 
     def receive_from(self, wanted: InprocConnection[SendT, ReceiveT], timeout_s: float | None) -> ReceiveT:
         """The next message of one connection; see ``Connection.receive``."""

@@ -3,8 +3,9 @@
 ==================  ===========  ============================================================================
 message             direction    meaning, and the answer
 ==================  ===========  ============================================================================
-``Hello``           S → R        protocol version, model, KV cache and attention of every layer → ``Welcome``; said
-                                 again, it begins anew: sequences, cache and open steps are forgotten
+``Hello``           S → R        protocol version, role, holder, model, KV cache and attention of every layer →
+                                 ``Welcome``; said again, the holder begins anew: sequences, cache and open steps are
+                                 forgotten
 ``OpenSequence``    S → R        reserve room for a new sequence → ``Accepted`` or ``Refused``
 ``ForkSequence``    S → R        a new sequence that starts with a prefix of its parent's cached tokens (blocks are
                                  shared, copied on write) → ``Accepted`` or ``Refused``
@@ -13,17 +14,31 @@ message             direction    meaning, and the answer
 ``BeginStep``       S → R        which sequences step, how many tokens each appends and attends; travels once a
                                  step and lane, not once a layer; no answer
 ``Attend``          S → R        one layer of the lane's step: append k and v, attend q → ``AttendResult``, always
-``Inspect``         S → R        tell about yourself; before ``Hello``, and never in a job → ``Report``
-``Shutdown``        S → R        leave the loop; no answer
+``Inspect``         S → R        tell about yourself; before this peer's ``Hello`` → ``Report``
+``Shutdown``        S → R        this peer leaves, its caches are dropped; the R-worker ends with its last S-worker;
+                                 no answer
 ``Welcome``         R → S        the worker's name and capacity
 ``Accepted``        R → S        the sequence is open
 ``Refused``         R → S        the sequence is not open, and why (out of blocks); nothing was changed
 ``Report``          R → S        the worker's host, and what it would offer
 ``AttendResult``    R → S        o (and log-sum-exp, if the step asked for it), and the seconds it took
-``Failed``          R → S        the peer broke the protocol, or a kernel failed: the worker stops serving this peer
+``Failed``          R → S        the peer broke the protocol, or a kernel failed: the worker stops serving this peer;
+                                 the only message that comes unasked
 ==================  ===========  ============================================================================
 
-One lane has at most one step open at an R-worker; within a step, layers come in order 0 … num_layers - 1, and the
+**Peers and roles.** An R-worker has several peers, and a peer's first message says what it is: ``Hello`` an S-worker
+or a neighbour (``Role``), ``Inspect`` a reader. A **reader** changes nothing. A **neighbour** is an R-worker that has a
+cache kept here as another one's replica: it stores, and never attends (``num_queries = 0``). Which role may say what
+stands with each message (``said_by``). What a peer may not say ends that peer's connection, with ``Failed``, and no
+other's.
+
+**Holders.** A holder is a cache. ``Hello`` opens one for the peer that says it, and nobody else may use it; a second
+peer that wants a holder that is taken, or one beside which there is no memory left, is refused as ``busy``. A peer may
+open several. Only then do messages name the holder that they are for: ``holder = THE_ONLY`` means the one that the peer
+has. Answers don't name it: an R-worker answers a peer in the order in which it was asked. When a peer goes, its caches
+go with it; others stay.
+
+One lane has at most one step open at a holder; within a step, layers come in order 0 … num_layers - 1, and the
 last layer's ``Attend`` closes the step. Arrays declare dtype and dims in their annotation, and the codec holds peers to
 it: ``Activations`` are of the dtype agreed in ``Hello`` (float32, or uint16 carrying the bits of a 16-bit float); a
 dim that stands twice in one message is the same both times. T_kv sums ``num_new`` and T_q sums ``num_queries`` over the
@@ -49,19 +64,20 @@ sequence never grows past its reservation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Final, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.host import HostFacts
-from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
@@ -70,90 +86,30 @@ MAX_STEP_TOKENS = 1 << 23
 """That one step of one lane appends on one R-worker, and as many that it attends there. With the longest sequence no
 more than the 2^24 positions that kernels count exactly, in float32."""
 
+THE_ONLY: Final = -1
+"""In the place of a holder: the only one that the peer has."""
+MAX_HOLDERS: Final = 1 << 16
+MAX_BLOCKS: Final = (1 << 31) - 1
+"""Of one cache."""
+MAX_THREADS: Final = 4096
+"""Of one R-worker."""
+
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 
 
-@dataclass(frozen=True)
-class Hello:
-    protocol_version: int
-    model_hash: str
-    kv: KVSpec
-    attention: tuple[AttentionSpec, ...]
-    """One a layer."""
-    activation_dtype: DType
-    """Of q, k, v and o: a floating-point type."""
+class Role(Enum):
+    """What a peer of an R-worker is."""
 
-    def __post_init__(self) -> None:
-        if not self.activation_dtype.is_float:
-            raise ConfigError(f"activation_dtype={self.activation_dtype.value!r}: q, k, v and o travel as floats")
+    S_WORKER = "S-worker"
+    NEIGHBOUR = "neighbour"
+    READER = "reader"
 
 
-@dataclass(frozen=True)
-class OpenSequence:
-    sequence_id: int
-    num_reserved_tokens: int
-    """Room is set aside for this many tokens, so that no later step of the sequence can run out of blocks."""
+_ANYBODY: Final = frozenset(Role)
+_OWNERS: Final = frozenset({Role.S_WORKER, Role.NEIGHBOUR})
+_S_WORKERS: Final = frozenset({Role.S_WORKER})
 
-
-@dataclass(frozen=True)
-class ForkSequence:
-    parent_id: int
-    sequence_id: int
-    num_shared_tokens: int
-    """The prefix of the parent that the new sequence starts with: 1 to the parent's cached tokens, in whole tokens. Its
-    blocks are shared; the first append into a shared block copies that block first."""
-    num_reserved_tokens: int
-    """In all, the shared tokens included."""
-
-
-@dataclass(frozen=True)
-class ExtendSequence:
-    sequence_id: int
-    num_reserved_tokens: int
-    """In all; not fewer than before."""
-
-
-@dataclass(frozen=True)
-class CloseSequence:
-    sequence_id: int
-
-
-@dataclass(frozen=True, eq=False)
-class BeginStep:
-    step: int
-    lane: int
-    sequence_ids: Annotated[NDArray[np.int64], "N"]
-    num_past: Annotated[NDArray[np.int32], "N"]
-    """Tokens cached before this step; must equal the worker's own count."""
-    num_new: Annotated[NDArray[np.int32], "N"]
-    """Tokens appended, >= 0; where it is 0, something is attended."""
-    num_queries: Annotated[NDArray[np.int32], "N"]
-    """0 or more, at most num_new + num_beyond."""
-    num_visible: Annotated[NDArray[np.int32], "N"]
-    """Keys visible at most: num_past or num_past + num_new."""
-    want_lse: bool = False
-    num_beyond: Annotated[NDArray[np.int32] | None, "N"] = None
-    """Tokens of the whole sequence, up to the last query, that come after those here; None: 0 for all."""
-
-
-@dataclass(frozen=True, eq=False)
-class Attend:
-    step: int
-    lane: int
-    layer: int
-    q: Annotated[Activations, "T_q Hq D"]
-    k: Annotated[Activations, "T_kv Hkv D"]
-    v: Annotated[Activations, "T_kv Hkv D"]
-
-
-@dataclass(frozen=True)
-class Inspect:
-    pass
-
-
-@dataclass(frozen=True)
-class Shutdown:
-    pass
+AnyT = TypeVar("AnyT")
 
 
 @dataclass(frozen=True)
@@ -201,6 +157,10 @@ class AttendResult:
     """Seconds spent appending and attending, waiting excluded."""
 
 
+Answer: TypeAlias = "Welcome | Report | Accepted | Refused | AttendResult"
+"""What is said because somebody asked."""
+
+
 @dataclass(frozen=True)
 class Failed:
     worker: str
@@ -208,10 +168,217 @@ class Failed:
     message: str
 
 
+class Asking:
+    """Traits of a message to an R-worker, beside what it says."""
+
+    answers: ClassVar[tuple[type[Any], ...]] = ()
+    """The kinds of answer that it gets, one of them and one each time; none: it isn't answered."""
+    said_by: ClassVar[frozenset[Role]] = _S_WORKERS
+
+    def for_holder(self: AnyT, holder: int) -> AnyT:
+        """The same, naming the holder that it is for, if it is for one."""
+        return self
+
+    def part(self: AnyT, share: HeadShare) -> AnyT:
+        """What one of several R-workers is told that share out the heads: all of it, or its heads' arrays."""
+        return self
+
+    def join(self, answers: Sequence[Answer]) -> Answer:
+        """The answer of R-workers that share out the heads, from each one's, in the order of heads.
+
+        Raises:
+            ProtocolError: their answers don't belong together.
+        """
+        if any(answer != answers[0] for answer in answers):
+            raise ProtocolError(f"answers to {type(self).__name__} differ: {answers}")
+        return answers[0]
+
+    def undo(self) -> ToRWorker | None:
+        """What those are told that accepted it when others refused; None: what was accepted may stay."""
+        return None
+
+
+def _same(asked: Asking, values: Sequence[AnyT]) -> AnyT:
+    """What several R-workers have said, if all have said the same."""
+    if any(value != values[0] for value in values):
+        raise ProtocolError(f"each answers {type(asked).__name__} with something else: {list(values)}")
+    return values[0]
+
+
+class _ForHolder(Asking):
+    """About one holder's cache."""
+
+    said_by = _OWNERS
+
+    def for_holder(self: AnyT, holder: int) -> AnyT:
+        return cast(AnyT, replace(cast(Any, self), holder=holder))
+
+
+class _Reserving(_ForHolder):
+    """Whoever asks for room is told whether there is some."""
+
+    answers = (Accepted, Refused)
+
+    def join(self, answers: Sequence[Answer]) -> Answer:
+        told = cast("Sequence[Accepted | Refused]", answers)
+        _same(self, [answer.sequence_id for answer in told])
+        return next((answer for answer in told if isinstance(answer, Refused)), told[0])
+
+
+@dataclass(frozen=True)
+class Hello(_ForHolder):
+    protocol_version: int
+    model_hash: str
+    kv: KVSpec
+    attention: tuple[AttentionSpec, ...]
+    """One a layer."""
+    activation_dtype: DType
+    """Of q, k, v and o: a floating-point type."""
+    holder: int = 0
+    """The cache that it opens, and what it is called from now on."""
+    role: Role = Role.S_WORKER
+    max_blocks: int = 0
+    """The most KV blocks that are wanted; 0: as many as there is memory for."""
+
+    answers = (Welcome,)
+
+    def __post_init__(self) -> None:
+        if not self.activation_dtype.is_float:
+            raise ConfigError(f"activation_dtype={self.activation_dtype.value!r}: q, k, v and o travel as floats")
+        if self.role not in _OWNERS:
+            raise ConfigError(f"a {self.role.value} keeps no cache: it says Inspect, not Hello")
+
+    def check(self, welcome: Welcome) -> None:
+        """
+        Raises:
+            ProtocolError: that isn't what an R-worker could answer.
+        """
+        for name, value, most in (
+            ("num_blocks", welcome.num_blocks, self.max_blocks or MAX_BLOCKS),
+            ("num_threads", welcome.num_threads, MAX_THREADS),
+        ):
+            if not 1 <= value <= most:
+                raise ProtocolError(f"R-worker {welcome.worker} offers {name}={value}, which is not within 1..{most}")
+        if welcome.block_size != self.kv.block_size:
+            raise ProtocolError(
+                f"R-worker {welcome.worker} offers KV blocks of {welcome.block_size} tokens, not {self.kv.block_size}"
+            )
+
+    def part(self, share: HeadShare) -> Hello:
+        kv = replace(self.kv, num_kv_heads=share.num_kv_heads)
+        return replace(self, kv=kv, attention=tuple(share.of(spec) for spec in self.attention))
+
+    def join(self, answers: Sequence[Answer]) -> Welcome:
+        return min(cast("Sequence[Welcome]", answers), key=lambda welcome: welcome.num_blocks)
+
+
+@dataclass(frozen=True)
+class OpenSequence(_Reserving):
+    sequence_id: int
+    num_reserved_tokens: int
+    """Room is set aside for this many tokens, so that no later step of the sequence can run out of blocks."""
+    holder: int = THE_ONLY
+
+    def undo(self) -> CloseSequence:
+        return CloseSequence(self.sequence_id, self.holder)
+
+
+@dataclass(frozen=True)
+class ForkSequence(_Reserving):
+    parent_id: int
+    sequence_id: int
+    num_shared_tokens: int
+    """The prefix of the parent that the new sequence starts with: 1 to the parent's cached tokens, in whole tokens. Its
+    blocks are shared; the first append into a shared block copies that block first."""
+    num_reserved_tokens: int
+    """In all, the shared tokens included."""
+    holder: int = THE_ONLY
+
+    def undo(self) -> CloseSequence:
+        return CloseSequence(self.sequence_id, self.holder)
+
+
+@dataclass(frozen=True)
+class ExtendSequence(_Reserving):
+    sequence_id: int
+    num_reserved_tokens: int
+    """In all; not fewer than before."""
+    holder: int = THE_ONLY
+
+
+@dataclass(frozen=True)
+class CloseSequence(_ForHolder):
+    sequence_id: int
+    holder: int = THE_ONLY
+
+
+@dataclass(frozen=True, eq=False)
+class BeginStep(_ForHolder):
+    step: int
+    lane: int
+    sequence_ids: Annotated[NDArray[np.int64], "N"]
+    num_past: Annotated[NDArray[np.int32], "N"]
+    """Tokens cached before this step; must equal the worker's own count."""
+    num_new: Annotated[NDArray[np.int32], "N"]
+    """Tokens appended, >= 0; where it is 0, something is attended."""
+    num_queries: Annotated[NDArray[np.int32], "N"]
+    """0 or more, at most num_new + num_beyond."""
+    num_visible: Annotated[NDArray[np.int32], "N"]
+    """Keys visible at most: num_past or num_past + num_new."""
+    want_lse: bool = False
+    num_beyond: Annotated[NDArray[np.int32] | None, "N"] = None
+    """Tokens of the whole sequence, up to the last query, that come after those here; None: 0 for all."""
+    holder: int = THE_ONLY
+
+
+@dataclass(frozen=True, eq=False)
+class Attend(_ForHolder):
+    step: int
+    lane: int
+    layer: int
+    q: Annotated[Activations, "T_q Hq D"]
+    k: Annotated[Activations, "T_kv Hkv D"]
+    v: Annotated[Activations, "T_kv Hkv D"]
+    holder: int = THE_ONLY
+
+    answers = (AttendResult,)
+
+    def part(self, share: HeadShare) -> Attend:
+        # Copies, since a part of the heads doesn't lie in one piece.
+        q = np.ascontiguousarray(self.q[:, share.q])
+        k = np.ascontiguousarray(self.k[:, share.kv])
+        v = np.ascontiguousarray(self.v[:, share.kv])
+        return replace(self, q=q, k=k, v=v)
+
+    def join(self, answers: Sequence[Answer]) -> AttendResult:
+        results = cast("Sequence[AttendResult]", answers)
+        _same(self, [(x.step, x.lane, x.layer, x.o.shape[0], x.lse is None) for x in results])
+        o = np.concatenate([result.o for result in results], axis=1)
+        logs = [result.lse for result in results if result.lse is not None]
+        lse = np.concatenate(logs, axis=1) if logs else None
+        slowest_s = max(result.compute_s for result in results)
+        return replace(results[0], o=o, lse=lse, compute_s=slowest_s)
+
+
+@dataclass(frozen=True)
+class Inspect(Asking):
+    answers = (Report,)
+    said_by = _ANYBODY
+
+
+@dataclass(frozen=True)
+class Shutdown(Asking):
+    said_by = _ANYBODY
+
+
 ToRWorker: TypeAlias = (
     Hello | OpenSequence | ForkSequence | ExtendSequence | CloseSequence | BeginStep | Attend | Inspect | Shutdown
 )
-FromRWorker: TypeAlias = Welcome | Report | Accepted | Refused | AttendResult | Failed
+Greeting: TypeAlias = Hello | Inspect
+"""What a peer may begin with."""
+Unasked: TypeAlias = Failed
+"""What an R-worker may say without having been asked."""
+FromRWorker: TypeAlias = Welcome | Report | Accepted | Refused | AttendResult | Unasked
 Message: TypeAlias = ToRWorker | FromRWorker
 
 OPCODES: Mapping[type[Message], int] = {

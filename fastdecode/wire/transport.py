@@ -20,12 +20,15 @@ may call at any time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from fastdecode.core.errors import FastDecodeError, WorkerError
 
 SendT_contra = TypeVar("SendT_contra", contravariant=True)
 ReceiveT_co = TypeVar("ReceiveT_co", covariant=True)
+
+SendT = TypeVar("SendT")
+ReceiveT = TypeVar("ReceiveT")
 
 CLOSED = "connection_closed"
 TIMEOUT = "worker_timeout"
@@ -79,9 +82,39 @@ class Hub(Protocol[SendT_contra, ReceiveT_co]):
         """The index of a connection, and its next message; whichever is here first, in order of arrival.
 
         Raises:
-            WorkerError: (``CLOSED``) a peer, named, has closed; told once for each peer, and at every call when no
-                connection is left open; (``TIMEOUT``) nothing came in time.
+            PeerLostError: nothing more will come over one connection; told once for each.
+            WorkerError: (``CLOSED``) no connection is left open; (``TIMEOUT``) nothing came in time.
         """
+
+
+class PeerLostError(WorkerError):
+    """One connection of a hub is over: the peer has closed it, or is dead, silent, or broke the protocol.
+
+    Args:
+        index: the connection's.
+        error: what it raised.
+    """
+
+    def __init__(self, index: int, error: WorkerError) -> None:
+        super().__init__(error.message, code=error.code)
+        self.index = index
+
+
+class SoleHub(Generic[SendT, ReceiveT]):
+    """A hub with this one connection, whose index is 0."""
+
+    def __init__(self, connection: Connection[SendT, ReceiveT]) -> None:
+        self.connections = (connection,)
+        self._is_over = False
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
+        try:
+            return 0, self.connections[0].receive(timeout_s)
+        except WorkerError as error:
+            if error.code == TIMEOUT or self._is_over:
+                raise
+            self._is_over = True
+            raise PeerLostError(0, error) from None
 
 
 def closed_error(peer: str, *, by_peer: bool) -> WorkerError:

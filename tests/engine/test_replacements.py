@@ -12,6 +12,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from fastdecode.wire.transport import SoleHub
 from fastdecode.wire.zmq.hub import ZmqHub
 from fastdecode.wire.zmq.line import wait_for
 from fastdecode.wire.zmq.listener import ZmqListener
@@ -27,7 +28,11 @@ def test_one_that_was_given_up_though_it_lives_may_come_back(monkeypatch: pytest
         for _ in range(2):
             connection = listener.accept(30.0)
             assert connection is not None
-            serve(connection, RWorkerState("r", kv_bytes=1 << 20, num_threads=1), AttentionExecutor(num_threads=1))
+            serve(
+                SoleHub(connection),
+                RWorkerState("r", kv_bytes=1 << 20, num_threads=1),
+                AttentionExecutor(num_threads=1),
+            )
 
     thread = threading.Thread(target=serve_two)
     thread.start()

@@ -27,10 +27,10 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.transport import CLOSED, Connection
+from fastdecode.wire.transport import CLOSED, Connection, SoleHub
 from rworker.attention import AttentionExecutor
-from rworker.inline import WORKER, InlineConnection, InlineHub, make_inline_worker
-from rworker.instructions import Compute, CopyBlocks, Prepare
+from rworker.inline import WORKER, InlineConnection, make_inline_worker
+from rworker.instructions import Compute, CopyBlocks, Drop, Prepare
 from rworker.state import RWorkerState
 from rworker.worker import Executor, start_worker_thread
 from sworker.kernels.threads import openmp_library
@@ -97,7 +97,7 @@ def test_works_when_it_is_waited_for() -> None:
     connection.send(OpenSequence(0, 10))
     connection.send(CloseSequence(0))
     connection.send(OpenSequence(0, 10))  # refused as a protocol error, were the one before not closed by then
-    hub = InlineHub(connection)
+    hub = SoleHub(connection)
     assert isinstance(hub.receive_any()[1], Welcome)
     assert [hub.receive_any(), hub.receive_any()] == [(WORKER, Accepted(0))] * 2
     assert connection.poll() is None
@@ -151,6 +151,9 @@ class Broken:
 
     def compute(self, compute: Compute) -> AttendResult:
         raise self._error
+
+    def drop(self, drop: Drop) -> None:
+        pass
 
 
 def attending(executor: Executor) -> InlineConnection:

@@ -24,7 +24,7 @@ from fastdecode.wire.messages import (
     Shutdown,
     Welcome,
 )
-from rworker.instructions import Compute, CopyBlocks, Prepare, Send, Stop
+from rworker.instructions import Compute, CopyBlocks, HangUp, Prepare, Send, Stop
 from rworker.state import RWorkerState
 
 
@@ -35,7 +35,7 @@ def test_hello_makes_a_cache_as_large_as_the_memory(worker: Worker) -> None:
     assert KV_BYTES - prepare.layout.block_bytes * NUM_LAYERS < num_bytes <= KV_BYTES
     assert prepare.attention == HELLO.attention
     assert prepare.activation_dtype is DType.FLOAT32
-    assert send == Send(Welcome("r7", prepare.num_blocks, BLOCK_SIZE, 3))
+    assert send == Send(0, Welcome("r7", prepare.num_blocks, BLOCK_SIZE, 3))
 
 
 def test_hello_again_starts_afresh(worker: Worker) -> None:
@@ -160,4 +160,4 @@ def test_no_message_ever_corrupts_the_books(messages: list[Any]) -> None:
     worker.tell(HELLO)
     for message in messages:
         for instruction in worker.tell(message):
-            assert isinstance(instruction, (Send, Stop, Prepare, CopyBlocks, Compute))
+            assert isinstance(instruction, (Send, HangUp, Prepare, CopyBlocks, Compute))

@@ -32,7 +32,7 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.transport import CLOSED, TIMEOUT
 from rworker import attention
 from rworker.attention import AttentionExecutor
-from rworker.instructions import Compute, CopyBlocks, Prepare
+from rworker.instructions import Compute, CopyBlocks, Drop, Prepare
 from rworker.worker import WorkerThread, start_worker_thread
 
 
@@ -176,6 +176,9 @@ class Broken:
     def compute(self, compute: Compute) -> AttendResult:
         self._at("compute")
         raise AssertionError("not reached")
+
+    def drop(self, drop: Drop) -> None:
+        pass
 
 
 def expect_failed_then_closed(worker: WorkerThread, code: str, *reasons: str) -> None:

@@ -1,4 +1,8 @@
-"""The R-workers as the engine sees them: who is alive, who owes an answer, and since when."""
+"""The R-workers as the engine sees them: who is alive, who owes an answer, and since when.
+
+The engine talks to **holders**, which are caches. The fleet knows the **peer** that keeps each: a process at the end of
+one connection. At first every peer keeps one; it may take over others' (``move``).
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,29 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, WorkerError, without_frames
+from fastdecode.core.errors import (
+    CapacityError,
+    ConfigError,
+    FastDecodeError,
+    ProtocolError,
+    WorkerError,
+    without_frames,
+)
+from fastdecode.core.exhaustive import assert_never
+from fastdecode.core.holders import HolderId
 from fastdecode.wire.messages import (
-    Attend,
-    ExtendSequence,
+    Answer,
     Failed,
-    ForkSequence,
     FromRWorker,
     Hello,
-    OpenSequence,
     ToRWorker,
+    Unasked,
     Welcome,
 )
-from fastdecode.wire.transport import TIMEOUT, Hub, loss
+from fastdecode.wire.transport import TIMEOUT, Hub, PeerLostError, loss
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +47,36 @@ GREETING_SILENCE_S = 60.0
 _LOOK_AWAY_S = 1.0
 """When nobody has looked for so long, signs of life may have come and not been taken in."""
 
-_ANSWERED = (Hello, OpenSequence, ForkSequence, ExtendSequence, Attend)
+
+@dataclass(frozen=True)
+class _Due:
+    """An answer that is owed."""
+
+    since_s: float
+    holder: HolderId
+    kinds: tuple[type[Answer], ...]
+
+
+@dataclass(eq=False)
+class _Peer:
+    """An R-worker's process. It answers in the order in which it was asked."""
+
+    due: deque[_Due] = field(default_factory=deque)
+    is_lost: bool = False
 
 
 class Fleet:
-    """Sends to R-workers by index, receives from whichever answers first, and notices the dead and the silent.
+    """Sends to holders, receives from whichever R-worker answers first, and notices the dead and the silent.
 
-    A worker is **lost** when its connection breaks, when it says ``Failed``, or when an answer is overdue. What is sent
-    to a lost worker goes nowhere. It never comes back, though another one may take its place (``revive``).
+    A peer is **lost** when its connection breaks, when it says ``Failed``, when an answer is overdue, or isn't one that
+    it owes; and with it all its holders. What is sent to a lost holder goes nowhere. It never comes back, though
+    another peer may take its place (``revive``, ``move``).
 
     Args:
-        hub: one connection a worker; a worker's index is its connection's.
+        hub: one connection an R-worker; at first a holder's number is its connection's index.
         timeout_s: how long an answer may take.
-        silence_s: how long a worker that owes an answer may give no sign of life, where connections tell of those.
-            Only time counts in which somebody looked.
+        silence_s: how long a peer that owes an answer may give no sign of life, where connections tell of those. Only
+            time counts in which somebody looked.
         clock: seconds, as ``Connection.heard_s`` has them.
     """
 
@@ -64,115 +92,76 @@ class Fleet:
         self._silence_s = silence_s
         self._clock = clock
         self._looked_s = self._looking_since_s = -math.inf
-        self._due: list[deque[float]] = [deque() for _ in hub.connections]  # when each unanswered message was sent
+        self._peers = [_Peer() for _ in hub.connections]
+        self._peer_of: dict[int, int] = {index: index for index in range(len(self._peers))}
         self._early: deque[tuple[int, FromRWorker]] = deque()
         self._lost: dict[int, WorkerError] = {}
+        self._untold: list[tuple[HolderId, WorkerError]] = []
 
     def __len__(self) -> int:
-        return len(self._due)
+        return len(self._peer_of)
 
     @property
     def lost(self) -> dict[int, WorkerError]:
-        """The workers that are lost, and why."""
+        """The holders that are lost, and why."""
         return self._lost
 
-    def peer(self, worker: int) -> str:
-        return self._hub.connections[worker].peer
+    def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
+        """The losses of which nobody has been told yet, in their order. Each is told once."""
+        losses, self._untold = self._untold, []
+        return losses
 
-    def send(self, worker: int, message: ToRWorker) -> None:
-        """Send, or do nothing if the worker is lost (finding that out may be this call's doing)."""
-        if worker in self._lost:
+    def peer(self, holder: int) -> str:
+        """What the R-worker that keeps a holder is called."""
+        return self._name(self._peer_of[holder])
+
+    def send(self, holder: int, message: ToRWorker) -> None:
+        """Send, or do nothing if the holder is lost (finding that out may be this call's doing)."""
+        if holder in self._lost:
             return
-        if isinstance(message, _ANSWERED):
-            self._due[worker].append(self._clock())
+        index = self._peer_of[holder]
+        if message.answers:
+            self._peers[index].due.append(_Due(self._clock(), HolderId(holder), message.answers))
+        if len(self._peer_of) > len(self._peers) or isinstance(message, Hello):
+            message = message.for_holder(holder)
         try:
-            self._hub.connections[worker].send(message)
+            self._hub.connections[index].send(message)
         except WorkerError as error:
-            self.lose(worker, self._last_words(worker) or error)
+            self._lose_peer(index, self._last_words(index) or error)
 
-    def receive(self) -> tuple[int, FromRWorker] | None:
-        """The next answer of any worker that owes one. None: look again, and at ``lost`` before.
+    def receive(self) -> tuple[HolderId, Answer] | None:
+        """The next answer of any holder that owes one. None: look again, and at ``lost`` before.
 
-        Waits at most until the first worker has to be given up. Must not be called when nobody owes anything.
+        Waits at most until the first peer has to be given up. Must not be called when nobody owes anything.
         """
         if self._early:
             return self._taken(*self._early.popleft())
         now = self._clock()
         if now - self._looked_s > _LOOK_AWAY_S:
             self._looking_since_s = now
-        until_s = min(self._patience_ends(worker)[0] for worker, due in enumerate(self._due) if due)
+        until_s = min(self._patience_ends(index)[0] for index, peer in enumerate(self._peers) if peer.due)
         try:
-            # Not longer than that: a worker may give its first sign of life, and fall silent, while we wait.
+            # Not longer than that: a peer may give its first sign of life, and fall silent, while we wait.
             return self._taken(*self._hub.receive_any(max(0.0, min(until_s - now, self._silence_s))))
+        except PeerLostError as error:
+            self._lose_peer(error.index, error)
         except WorkerError as error:
             if error.code == TIMEOUT:
                 self._give_up_overdue()
             else:
                 self._find_closed()
-            return None
         finally:
             self._looked_s = self._clock()
-
-    def _patience_ends(self, worker: int) -> tuple[float, str]:
-        """When a worker that owes an answer has to be given up, and why."""
-        overdue_s = self._due[worker][0] + self._timeout_s
-        heard_s = self._hub.connections[worker].heard_s
-        if heard_s is not None:
-            silent_s = max(heard_s, self._looking_since_s, self._due[worker][0]) + self._silence_s
-            if silent_s < overdue_s:
-                return silent_s, f"has given no sign of life for {self._silence_s:g} s (--worker-silence-s)"
-        return overdue_s, f"hasn't answered for {self._timeout_s:g} s (--worker-timeout-s)"
-
-    def _give_up_overdue(self) -> None:
-        """Nobody answered; but they may have given signs of life meanwhile."""
-        now = self._clock()
-        for worker, due in enumerate(self._due):
-            if due:
-                end_s, reason = self._patience_ends(worker)
-                if end_s <= now:
-                    self.lose(worker, WorkerError(f"{self.peer(worker)} {reason}", code=TIMEOUT))
-
-    def _taken(self, worker: int, answer: FromRWorker) -> tuple[int, FromRWorker] | None:
-        if worker in self._lost:
-            return None  # it was given up, and answers after all
-        if isinstance(answer, Failed):
-            self.lose(worker, _failure(answer))
-            return None
-        if self._due[worker]:
-            self._due[worker].popleft()
-        return worker, answer
-
-    def _last_words(self, worker: int) -> WorkerError | None:
-        """Why a worker closed its connection, if it said so before."""
-        try:
-            while (answer := self._hub.connections[worker].poll()) is not None:
-                if isinstance(answer, Failed):
-                    return _failure(answer)
-        except WorkerError:
-            pass
         return None
 
-    def _find_closed(self) -> None:
-        """Some connection has closed: find out whose. Answers that come to light are kept for ``receive``."""
-        for worker, connection in enumerate(self._hub.connections):
-            if worker in self._lost:
-                continue
-            try:
-                answer = connection.poll()
-            except WorkerError as error:
-                self.lose(worker, error)
-            else:
-                if answer is not None:
-                    self._early.append((worker, answer))
-
     def greet(self, hello: Hello) -> list[Welcome]:
-        """Say Hello to every worker and collect their answers.
+        """Say Hello to every holder's R-worker and collect their answers, in the order of holders.
 
-        A worker compiles its kernels before it answers, so this may take longer than anything that follows.
+        An R-worker compiles its kernels before it answers, so this may take longer than anything that follows.
 
         Raises:
-            ConfigError: a worker hasn't the memory for one KV block, or can't hold such a cache.
-            WorkerError: a worker was lost, or didn't answer in time.
+            ConfigError: an R-worker hasn't the memory for one KV block, or can't hold such a cache.
+            WorkerError: an R-worker was lost, or didn't answer in time.
         """
         patience = self._timeout_s, self._silence_s
         self._timeout_s = max(self._timeout_s, GREETING_TIMEOUT_S)
@@ -182,9 +171,100 @@ class Fleet:
         finally:
             self._timeout_s, self._silence_s = patience
 
+    def lose(self, holder: int, error: FastDecodeError) -> None:
+        """Give up the R-worker that keeps a holder."""
+        self._lose_peer(self._peer_of[holder], error)
+
+    def revive(self, holder: int) -> None:
+        """The hub has another connection in the place of a lost peer's: whoever is there has said ``Welcome``."""
+        index = self._peer_of[holder]
+        self._peers[index] = _Peer()
+        for kept in self._holders(index):
+            self._lost.pop(kept, None)
+        self._early = deque(early for early in self._early if early[0] != index)
+
+    def move(self, holder: int, to: int) -> None:
+        """From now on the R-worker that keeps ``to`` keeps a lost holder, too: it has a cache under that name."""
+        assert holder in self._lost and to not in self._lost
+        self._peer_of[holder] = self._peer_of[to]
+        del self._lost[holder]
+
+    def _holders(self, index: int) -> list[HolderId]:
+        return [HolderId(holder) for holder, peer in self._peer_of.items() if peer == index]
+
+    def _name(self, index: int) -> str:
+        return self._hub.connections[index].peer
+
+    def _patience_ends(self, index: int) -> tuple[float, str]:
+        """When a peer that owes an answer has to be given up, and why."""
+        since_s = self._peers[index].due[0].since_s
+        overdue_s = since_s + self._timeout_s
+        heard_s = self._hub.connections[index].heard_s
+        if heard_s is not None:
+            silent_s = max(heard_s, self._looking_since_s, since_s) + self._silence_s
+            if silent_s < overdue_s:
+                return silent_s, f"has given no sign of life for {self._silence_s:g} s (--worker-silence-s)"
+        return overdue_s, f"hasn't answered for {self._timeout_s:g} s (--worker-timeout-s)"
+
+    def _give_up_overdue(self) -> None:
+        """Nobody answered; but they may have given signs of life meanwhile."""
+        now = self._clock()
+        for index, peer in enumerate(self._peers):
+            if peer.due:
+                end_s, reason = self._patience_ends(index)
+                if end_s <= now:
+                    self._lose_peer(index, WorkerError(f"{self._name(index)} {reason}", code=TIMEOUT))
+
+    def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
+        if self._peers[index].is_lost:
+            return None  # it was given up, and answers after all
+        if isinstance(message, Failed):
+            self._take_unasked(index, message)
+            return None
+        return self._take_answer(index, message)
+
+    def _take_unasked(self, index: int, message: Unasked) -> None:
+        """What an R-worker says of its own accord."""
+        match message:
+            case Failed():
+                self._lose_peer(index, _failure(message))
+            case _:
+                assert_never(message)
+
+    def _take_answer(self, index: int, answer: Answer) -> tuple[HolderId, Answer] | None:
+        due = self._peers[index].due
+        if not due or not isinstance(answer, due[0].kinds):
+            text = f"{self._name(index)} sent {type(answer).__name__}, which nobody asked for"
+            self._lose_peer(index, ProtocolError(text))
+            return None
+        return due.popleft().holder, answer
+
+    def _last_words(self, index: int) -> WorkerError | None:
+        """Why a peer closed its connection, if it said so before."""
+        try:
+            while (answer := self._hub.connections[index].poll()) is not None:
+                if isinstance(answer, Failed):
+                    return _failure(answer)
+        except WorkerError:
+            pass
+        return None
+
+    def _find_closed(self) -> None:
+        """Some connection has closed: find out whose. Answers that come to light are kept for ``receive``."""
+        for index, connection in enumerate(self._hub.connections):
+            if self._peers[index].is_lost:
+                continue
+            try:
+                answer = connection.poll()
+            except WorkerError as error:
+                self._lose_peer(index, error)
+            else:
+                if answer is not None:
+                    self._early.append((index, answer))
+
     def _greet(self, hello: Hello) -> list[Welcome]:
-        for worker in range(len(self)):
-            self.send(worker, hello)
+        for holder in self._peer_of:
+            self.send(holder, hello)
         welcomes: dict[int, Welcome] = {}
         while len(welcomes) < len(self):
             received = self.receive() if not self._lost else None
@@ -193,24 +273,26 @@ class Fleet:
                 is_usage = error.code in (CapacityError.default_code, ConfigError.default_code)
                 raise ConfigError(error.message, code=error.code) if is_usage else error
             if received is not None:
-                worker, answer = received
-                if not isinstance(answer, Welcome):
-                    raise WorkerError(f"{self.peer(worker)} answered Hello with {type(answer).__name__}")
-                welcomes[worker] = answer
-        return [welcomes[worker] for worker in range(len(self))]
+                holder, welcome = received
+                assert isinstance(welcome, Welcome), "nothing else was asked"
+                welcomes[holder] = welcome
+                try:
+                    hello.check(welcome)
+                except ProtocolError as error:
+                    self.lose(holder, error)
+        return [welcomes[holder] for holder in self._peer_of]
 
-    def lose(self, worker: int, error: FastDecodeError) -> None:
-        """Give a worker up."""
-        if worker not in self._lost:
-            lost = error if isinstance(error, WorkerError) else WorkerError(str(error), code=error.code)
-            self._lost[worker] = without_frames(lost)
-            self._due[worker].clear()
-            logger.error("%s", loss(self.peer(worker), error))
-
-    def revive(self, worker: int) -> None:
-        """The hub has another connection in the place of a lost worker's: whoever is there has said ``Welcome``."""
-        del self._lost[worker]
-        self._early = deque(early for early in self._early if early[0] != worker)
+    def _lose_peer(self, index: int, error: FastDecodeError) -> None:
+        """Give a peer up, and all that it keeps."""
+        if self._peers[index].is_lost:
+            return
+        self._peers[index].is_lost = True
+        self._peers[index].due.clear()
+        told = without_frames(error if isinstance(error, WorkerError) else WorkerError(str(error), code=error.code))
+        for holder in self._holders(index):
+            self._lost[holder] = told
+            self._untold.append((holder, told))
+        logger.error("%s", loss(self._name(index), error))
 
 
 def _failure(failed: Failed) -> WorkerError:

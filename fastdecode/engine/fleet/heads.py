@@ -14,49 +14,28 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
 
-import numpy as np
-
-from fastdecode.core.errors import ConfigError, WorkerError
-from fastdecode.core.spec import AttentionSpec
+from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
+from fastdecode.core.exhaustive import assert_never
+from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.fleet import GREETING_TIMEOUT_S, RHub
 from fastdecode.engine.fleet.workers import Newcomers, Workers
 from fastdecode.wire.messages import (
     Accepted,
-    Attend,
+    Answer,
     AttendResult,
-    CloseSequence,
-    ExtendSequence,
     Failed,
-    ForkSequence,
     FromRWorker,
     Hello,
-    OpenSequence,
     Refused,
+    Report,
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.transport import TIMEOUT, loss
+from fastdecode.wire.transport import TIMEOUT, PeerLostError, loss
 
 logger = logging.getLogger(__name__)
-
-_ANSWERED = (Hello, OpenSequence, ForkSequence, ExtendSequence, Attend)
-
-
-@dataclass(frozen=True)
-class HeadShare:
-    """The heads of one R-worker: consecutive KV heads, and the query heads that share them."""
-
-    kv: slice
-    q: slice
-
-    def of(self, spec: AttentionSpec) -> AttentionSpec:
-        """What this R-worker needs to know of a layer."""
-        slopes = None if spec.alibi_slopes is None else spec.alibi_slopes[self.q]
-        num_kv, num_q = self.kv.stop - self.kv.start, self.q.stop - self.q.start
-        return replace(spec, num_q_heads=num_q, num_kv_heads=num_kv, alibi_slopes=slopes)
 
 
 def share_heads(num_q_heads: int, num_kv_heads: int, num_workers: int) -> list[HeadShare]:
@@ -116,7 +95,7 @@ class HeadsHub:
         """The R-workers that are lost, and why."""
         self.connections = (HeadsConnection(self),)
         self._shares: dict[int, HeadShare] = {}
-        self._answers: dict[int, deque[FromRWorker]] = {}
+        self._answers: dict[int, deque[Answer]] = {}
         # Greetings that each has still to answer: what comes before the last Welcome answers what is forgotten.
         self._greetings: Counter[int] = Counter()
         self._asked: deque[ToRWorker] = deque()
@@ -140,12 +119,12 @@ class HeadsHub:
             self._start_anew(message)
         if self._broken is not None:
             raise self._broken
-        if isinstance(message, _ANSWERED):
+        if message.answers:
             self._asked.append(message)
         for worker in self._answers:
             self._greetings[worker] += isinstance(message, Hello)
             try:
-                self.parts.connections[worker].send(self._part(message, self._shares[worker]))
+                self.parts.connections[worker].send(message.part(self._shares[worker]))
             except WorkerError as error:
                 self._find_closed()  # its last words, perhaps
                 self._lose(worker, error)
@@ -165,6 +144,8 @@ class HeadsHub:
             except WorkerError as error:
                 if error.code == TIMEOUT:
                     raise
+                if isinstance(error, PeerLostError) and error.index not in self.dead:
+                    self._lose(error.index, error)
                 self._find_closed()
 
     def poll(self) -> FromRWorker | None:
@@ -197,67 +178,51 @@ class HeadsHub:
         shares = share_heads(spec.num_q_heads, kv.num_kv_heads, len(self._answers))
         self._shares = dict(zip(self._answers, shares, strict=True))
 
-    def _part(self, message: ToRWorker, share: HeadShare) -> ToRWorker:
-        if isinstance(message, Attend):
-            # Copies, since a part of the heads doesn't lie in one piece.
-            q, k, v = (
-                np.ascontiguousarray(x[:, heads])
-                for x, heads in ((message.q, share.q), (message.k, share.kv), (message.v, share.kv))
-            )
-            return replace(message, q=q, k=k, v=v)
-        if isinstance(message, Hello):
-            kv = replace(message.kv, num_kv_heads=share.kv.stop - share.kv.start)
-            return replace(message, kv=kv, attention=tuple(share.of(spec) for spec in message.attention))
-        return message
-
-    def _arrive(self, worker: int, answer: FromRWorker) -> None:
+    def _arrive(self, worker: int, message: FromRWorker) -> None:
         if worker in self.dead:
             return  # it was given up, and answers after all
-        if isinstance(answer, Failed):
-            self._lose(worker, WorkerError(f"R-worker {answer.worker} failed: {answer.message}", code=answer.code))
-            return
+        match message:
+            case Failed():
+                self._lose(
+                    worker, WorkerError(f"R-worker {message.worker} failed: {message.message}", code=message.code)
+                )
+            case Welcome() | Report() | Accepted() | Refused() | AttendResult():
+                self._take_answer(worker, message)
+            case _:
+                assert_never(message)
+
+    def _take_answer(self, worker: int, answer: Answer) -> None:
         if self._greetings[worker]:
             self._greetings[worker] -= isinstance(answer, Welcome)
             if self._greetings[worker] or not isinstance(answer, Welcome):
                 return
         self._answers[worker].append(answer)
 
-    def _join(self) -> FromRWorker | None:
+    def _join(self) -> Answer | None:
         """The answer to what was asked first, once everybody has given it."""
         if not self._asked or not all(self._answers.values()):
             return None
+        asked = self._asked.popleft()
         answers = {worker: queue.popleft() for worker, queue in self._answers.items()}
-        return self._joined(self._asked.popleft(), answers)
+        try:
+            return self._joined(asked, answers)
+        except ProtocolError as error:
+            for worker in answers:
+                self._lose(worker, WorkerError(f"{self.peer}: {error.message}", code=error.code))
+            raise self._broken or error from None
 
-    def _joined(self, asked: ToRWorker, answers: dict[int, FromRWorker]) -> FromRWorker:
-        parts = list(answers.values())
-        first = parts[0]
-        if isinstance(asked, Hello):
-            welcomes = [part for part in parts if isinstance(part, Welcome)]
-            return min(welcomes, key=lambda welcome: welcome.num_blocks)
-        if isinstance(asked, Attend):
-            results = [part for part in parts if isinstance(part, AttendResult)]
-            self._check(answers, [(r.step, r.lane, r.layer, r.o.shape[0], r.lse is None) for r in results])
-            o = np.concatenate([result.o for result in results], axis=1)
-            logs = [result.lse for result in results if result.lse is not None]
-            lse = np.concatenate(logs, axis=1) if logs else None
-            return replace(results[0], o=o, lse=lse, compute_s=max(result.compute_s for result in results))
-        self._check(answers, [x.sequence_id for x in parts if isinstance(x, (Accepted, Refused))])
-        refused = next((part for part in parts if isinstance(part, Refused)), None)
-        if refused is not None and not isinstance(asked, ExtendSequence):
-            for worker, part in answers.items():
-                if isinstance(part, Accepted):
-                    self.parts.connections[worker].send(CloseSequence(part.sequence_id))
-        return refused or first
-
-    def _check(self, answers: dict[int, FromRWorker], said: Sequence[object]) -> None:
-        """Everybody has given an answer of the kind that was asked for, to the same question."""
-        if len(said) == len(answers) and all(x == said[0] for x in said):
-            return
-        error = WorkerError(f"{self.peer} answered each something else: are all of the same version?", code="protocol")
-        for worker in answers:
-            self._lose(worker, error)
-        raise error
+    def _joined(self, asked: ToRWorker, answers: dict[int, Answer]) -> Answer:
+        for worker, answer in answers.items():
+            if not isinstance(answer, asked.answers):
+                what = f"{self.parts.connections[worker].peer} sent {type(answer).__name__}"
+                raise ProtocolError(f"{what}, which nobody asked for: are all of the same version?")
+        joined = asked.join(list(answers.values()))
+        undo = asked.undo()
+        if isinstance(joined, Refused) and undo is not None:
+            for worker, answer in answers.items():
+                if isinstance(answer, Accepted):
+                    self.parts.connections[worker].send(undo)
+        return joined
 
     def _find_closed(self) -> None:
         for worker in list(self._answers):

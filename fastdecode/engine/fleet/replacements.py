@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fastdecode.core.errors import WorkerError
+from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker, Welcome
 from fastdecode.wire.zmq.hub import ZmqConnection, ZmqHub
 
@@ -63,10 +63,12 @@ class Replacements:
         try:
             connection.check()
             if connection.is_reached and not candidate.is_greeted:
-                connection.send(self._hello)
+                connection.send(replace(self._hello, holder=worker))
                 candidate.is_greeted = True
             answer = connection.poll()
-        except WorkerError as error:
+            if isinstance(answer, Welcome):
+                self._hello.check(answer)
+        except (WorkerError, ProtocolError) as error:
             self._give_up(worker, error.message)
             return
         if isinstance(answer, Welcome):

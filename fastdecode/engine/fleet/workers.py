@@ -11,8 +11,8 @@ from fastdecode.core.errors import WorkerError, imports_for
 from fastdecode.engine.fleet.fleet import RHub
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
-from fastdecode.wire.transport import Connection
-from rworker.inline import InlineHub, make_inline_worker
+from fastdecode.wire.transport import Connection, SoleHub
+from rworker.inline import make_inline_worker
 from rworker.worker import WorkerThread, start_worker_thread
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class InlineWorkers:
 
     def __init__(self, *, kv_bytes: int, num_threads: int, openmp_library: str | None) -> None:
         worker = make_inline_worker("r0", kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=openmp_library)
-        self.hub = InlineHub(worker)
+        self.hub = SoleHub(worker)
 
     def replacements(self, hello: Hello) -> None:
         return None

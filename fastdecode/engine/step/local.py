@@ -1,8 +1,8 @@
 """KV on the S-worker's own device (``--kv-placement gpu``): another maker of ``attend``, behind the same engine.
 
-Scheduler, fleet and pipeline see one R-worker more or less: ``LocalHub`` is a hub with one peer, which isn't anywhere
-else. It keeps the same books as an R-worker (``rworker.kv_store``) and answers at once, in the sender's own thread;
-K, V and attention are ``sworker.paged``'s. What it can't do is run beside the S-part, so one lane is enough.
+Scheduler, fleet and pipeline see one R-worker more or less: a hub with one peer, which isn't anywhere else. It keeps
+the same books as an R-worker (``rworker.books``) and answers at once, in the sender's own thread; K, V and attention
+are ``sworker.paged``'s. What it can't do is run beside the S-part, so one lane is enough.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import CapacityError, ProtocolError
+from fastdecode.core.exhaustive import assert_never
+from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.messages import (
-    Accepted,
+    Attend,
     AttendResult,
     BeginStep,
     CloseSequence,
@@ -30,17 +32,19 @@ from fastdecode.wire.messages import (
     ForkSequence,
     FromRWorker,
     Hello,
+    Inspect,
     OpenSequence,
-    Refused,
+    Shutdown,
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.transport import closed_error, timeout_error
-from rworker.kv_store import KVStore
+from fastdecode.wire.transport import SoleHub, closed_error, timeout_error
+from rworker.books import Books, blocks_within
 from sworker.paged import PagedKV, PagedStep, Prompt
 
-WORKER = 0
-"""The one peer's index."""
+WORKER = HolderId(0)
+"""The one holder."""
+_MEND = "raise --kv-memory-gb or --gpu-memory-fraction, or keep the KV cache on R-workers (--kv-placement r)"
 
 
 class LocalWorkers:
@@ -52,23 +56,14 @@ class LocalWorkers:
     """
 
     def __init__(self, device: torch.device, kv_bytes: int) -> None:
-        self.hub = LocalHub(device, kv_bytes)
+        self.connection = LocalConnection(device, kv_bytes)
+        self.hub: SoleHub[ToRWorker, FromRWorker] = SoleHub(self.connection)
 
     def replacements(self, hello: Hello) -> None:
         return None
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
-        self.hub.connections[WORKER].close()
-
-
-class LocalHub:
-    """A hub with one connection, to this very process; see ``fastdecode.wire.transport.Hub``."""
-
-    def __init__(self, device: torch.device, kv_bytes: int) -> None:
-        self.connections = (LocalConnection(device, kv_bytes),)
-
-    def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
-        return WORKER, self.connections[WORKER].receive(timeout_s)
+        self.connection.close()
 
 
 class LocalConnection:
@@ -79,7 +74,7 @@ class LocalConnection:
         self._device = device
         self._kv_bytes = kv_bytes
         self._answers: deque[FromRWorker] = deque()
-        self._store: KVStore | None = None
+        self._books: Books | None = None
         self._cache: PagedKV | None = None
 
     heard_s = None
@@ -91,11 +86,13 @@ class LocalConnection:
             case Hello():
                 self._answers.append(self._greet(message))
             case OpenSequence() | ForkSequence() | ExtendSequence():
-                self._answers.append(self._reserve(message))
+                self._answers.append(self.books.reserve(message))
             case CloseSequence():
-                self.store.close(message.sequence_id)
-            case _:
+                self.books.close(message)
+            case BeginStep() | Attend() | Inspect() | Shutdown():
                 raise AssertionError(f"{type(message).__name__} is for R-workers")
+            case _:
+                assert_never(message)
 
     def receive(self, timeout_s: float | None = None) -> FromRWorker:
         answer = self.poll()
@@ -106,17 +103,17 @@ class LocalConnection:
     def poll(self) -> FromRWorker | None:
         if self._answers:
             return self._answers.popleft()
-        if self._store is None:
+        if self._books is None:
             raise closed_error(self.peer, by_peer=False)
         return None
 
     def close(self) -> None:
-        self._store = self._cache = None
+        self._books = self._cache = None
 
     @property
-    def store(self) -> KVStore:
-        assert self._store is not None, "not greeted, or closed"
-        return self._store
+    def books(self) -> Books:
+        assert self._books is not None, "not greeted, or closed"
+        return self._books
 
     @property
     def cache(self) -> PagedKV:
@@ -126,7 +123,7 @@ class LocalConnection:
     def begin_step(self, begin: BeginStep) -> PagedStep:
         """Make room for a step's tokens, and say where they go. Rows stand in the order of ``begin``'s sequences:
         decoded ones, later chunks, first chunks."""
-        appended = self.store.append(begin.sequence_ids, begin.num_new)
+        appended = self.books.begin_step(begin)
         if appended.copy_sources.size:
             self.cache.copy_blocks(appended.copy_sources, appended.copy_targets)
         total = begin.num_past + begin.num_new
@@ -143,7 +140,7 @@ class LocalConnection:
         context_lens = np.ascontiguousarray(total[:num_decoded], np.int32)
         return PagedStep(
             slots=self._to_device(appended.slots),
-            tables=self._to_device(self.store.block_tables(begin.sequence_ids[:num_decoded])),
+            tables=self._to_device(self.books.store.block_tables(begin.sequence_ids[:num_decoded])),
             context_lens=self._to_device(context_lens),
             context_lens_host=context_lens,
             later=later,
@@ -154,44 +151,23 @@ class LocalConnection:
     def _slots(self, sequence_id: int) -> Tensor:
         """Slots of all of a sequence's tokens, int64 [L], on the device."""
         ids = np.array([sequence_id], np.int64)
-        places = np.arange(int(self.store.num_tokens(ids)[0]))
-        size = self.store.block_size
-        table = self.store.block_tables(ids)[0].astype(np.int64)
+        store = self.books.store
+        places = np.arange(int(store.num_tokens(ids)[0]))
+        size = store.block_size
+        table = store.block_tables(ids)[0].astype(np.int64)
         return self._to_device(table[places // size] * size + places % size)
 
     def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def _greet(self, hello: Hello) -> Welcome | Failed:
-        kv = hello.kv
-        num_blocks = self._kv_bytes // kv.block_bytes
-        if not num_blocks:
-            text = (
-                f"{self._kv_bytes} bytes of KV memory don't hold one KV block of {kv.block_bytes} bytes "
-                f"({kv.num_layers} layers, {kv.block_size} tokens): raise --kv-memory-gb or --gpu-memory-fraction, "
-                "or keep the KV cache on R-workers (--kv-placement r)"
-            )
-            return Failed(self.peer, CapacityError.default_code, text)
         try:
-            self._cache = PagedKV(kv, hello.attention, num_blocks, self._device)
+            num_blocks = blocks_within(self._kv_bytes, hello.kv.block_bytes, hello)
+            self._cache = PagedKV(hello.kv, hello.attention, num_blocks, self._device)
         except CapacityError as error:
-            return Failed(self.peer, error.code, error.message)
-        self._store = KVStore(num_blocks, kv.block_size)
-        return Welcome(self.peer, num_blocks, kv.block_size, torch.get_num_threads())
-
-    def _reserve(self, message: OpenSequence | ForkSequence | ExtendSequence) -> Accepted | Refused:
-        store, sequence = self.store, message.sequence_id
-        try:
-            match message:
-                case OpenSequence():
-                    store.open(sequence, message.num_reserved_tokens)
-                case ExtendSequence():
-                    store.extend(sequence, message.num_reserved_tokens)
-                case ForkSequence():
-                    store.fork(message.parent_id, sequence, message.num_shared_tokens, message.num_reserved_tokens)
-        except CapacityError as error:
-            return Refused(sequence, error.code, error.message)
-        return Accepted(sequence)
+            return Failed(self.peer, error.code, f"{error.message}; or {_MEND}")
+        self._books = Books(hello, num_blocks)
+        return Welcome(self.peer, num_blocks, hello.kv.block_size, torch.get_num_threads())
 
 
 class LocalAttention:
@@ -201,7 +177,7 @@ class LocalAttention:
 
     def __init__(self, workers: LocalWorkers, fleet: Fleet) -> None:
         self.fleet = fleet
-        self._connection = workers.hub.connections[WORKER]
+        self._connection = workers.connection
 
     def begin(self, batch: StepBatch) -> LocalStep:
         return LocalStep(self._connection, batch)
@@ -213,6 +189,8 @@ class LocalStep:
     def __init__(self, connection: LocalConnection, batch: StepBatch) -> None:
         (span,) = batch.spans
         self.batch = batch
+        self._begin = span.begin
+        self._books = connection.books
         self._cache = connection.cache
         self._paged = connection.begin_step(span.begin)
         self._o = torch.empty(0)
@@ -223,6 +201,7 @@ class LocalStep:
 
     def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         started = time.perf_counter()
+        self._books.finish_layer(self._begin.lane, self._begin.step, layer)
         self._o = self._cache.attend(layer, q, k, v, self._paged)
         if self._is_timed:
             self.r_compute_s[WORKER] += time.perf_counter() - started

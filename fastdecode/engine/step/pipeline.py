@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError
+from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.remote import Attention, LaneAttention
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
-from fastdecode.wire.messages import Accepted, AttendResult, FromRWorker, Refused
+from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
 from sworker.worker import Pass, SWorker
 
 
@@ -212,23 +213,27 @@ class Pipeline:
         except ProtocolError as error:
             self._attention.fleet.lose(worker, error)
 
-    def _route(self, worker: int, message: FromRWorker) -> None:
-        if isinstance(message, AttendResult):
-            step = self._lanes[message.lane] if 0 <= message.lane < len(self._lanes) else None
-            if step is None:
+    def _route(self, worker: int, answer: Answer) -> None:
+        match answer:
+            case AttendResult():
+                self._deliver(worker, answer)
+            case Accepted() | Refused() if self._is_awaited(worker, answer.sequence_id):
+                self._openings[answer.sequence_id] = answer
+            case Accepted() | Refused() | Welcome() | Report():
                 raise ProtocolError(
-                    f"{self._attention.fleet.peer(worker)} answered for lane {message.lane}, which is idle"
+                    f"{self._attention.fleet.peer(worker)} sent {type(answer).__name__}, which nobody asked for"
                 )
-            step.remote.deliver(worker, message)
-            sent, now = step.remote.sent_s[message.layer], time.perf_counter()
-            step.round_trip_s = min(step.round_trip_s, now - sent - message.compute_s)
-            self._trace.attended(worker, step.lane, message.step, message.layer, sent, now, message.compute_s)
-        elif isinstance(message, (Accepted, Refused)) and self._is_awaited(worker, message.sequence_id):
-            self._openings[message.sequence_id] = message
-        else:
-            raise ProtocolError(
-                f"{self._attention.fleet.peer(worker)} sent {type(message).__name__}, which nobody asked for"
-            )
+            case _:
+                assert_never(answer)
+
+    def _deliver(self, worker: int, result: AttendResult) -> None:
+        step = self._lanes[result.lane] if 0 <= result.lane < len(self._lanes) else None
+        if step is None:
+            raise ProtocolError(f"{self._attention.fleet.peer(worker)} answered for lane {result.lane}, which is idle")
+        step.remote.deliver(worker, result)
+        sent, now = step.remote.sent_s[result.layer], time.perf_counter()
+        step.round_trip_s = min(step.round_trip_s, now - sent - result.compute_s)
+        self._trace.attended(worker, step.lane, result.step, result.layer, sent, now, result.compute_s)
 
     def _is_awaited(self, worker: int, sequence_id: int) -> bool:
         return self._awaited.get(sequence_id) == worker and sequence_id not in self._openings

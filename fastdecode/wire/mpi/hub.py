@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final, Generic, TypeVar, cast, get_args
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
 from fastdecode.wire.mpi.connection import MpiConnection
 from fastdecode.wire.mpi.job import DEFAULT_TAG, S_RANK, MpiJob, leave_stuck
 from fastdecode.wire.patience import Pump, Watchdog, look_until_found
-from fastdecode.wire.transport import closed_error, timeout_error
+from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
 
 SendT = TypeVar("SendT", bound=Message)
 ReceiveT = TypeVar("ReceiveT", bound=Message)
@@ -170,7 +170,10 @@ class MpiHub(Generic[SendT, ReceiveT]):
                 index = (self._first + i) % len(connections)
                 if connections[index].is_open:
                     any_open = True
-                    arrived = connections[index].look()
+                    try:
+                        arrived = connections[index].look()
+                    except WorkerError as error:
+                        raise PeerLostError(index, error) from None
                     if arrived is not None:
                         break
         if arrived is not None:

@@ -1,16 +1,18 @@
 """Connections over ZeroMQ, for clusters without MPI and for R-workers that come and go.
 
 Every R-worker has one socket (ROUTER), bound to one address; an S-worker has one (DEALER) for each R-worker. A message
-is one ZeroMQ message: head and body in one piece. Two more are known: an empty one, this side has closed; and one of a
-single byte, which an R-worker that waits sends now and then to learn whether its S-worker is still there.
+is one ZeroMQ message, head and body in one piece, or, where that would be longer than ``MAX_FRAME_BYTES``, several: its
+head, then its body in chunks. So nobody, known or not, can make us take more memory at a time. Two more are known: an
+empty one, this side has closed; and one of a single byte, which an R-worker that waits sends now and then to learn
+whether its S-worker is still there.
 
 **A connection that breaks is over.** ZeroMQ would connect again by itself, but what was under way is lost, and a
 connection is lossless or nothing. Whoever connects next begins a new one, under a number of its own (the ``epoch`` of
 every head), so that nothing of the old can be taken for the new.
 
-**An R-worker serves one S-worker at a time.** Another one that says Hello is answered ``Failed`` (busy). It is free
-again when its S-worker has closed, died (noticed at once), or been silent for ``silence_s``: both sides' ZeroMQ threads
-exchange heartbeats whatever Python does, and give the other up without them.
+**An R-worker has several peers**, which it accepts by role, so many of each; one too many is answered ``Failed``
+(busy). There is room again when a peer has closed, died (noticed at once), or been silent for ``silence_s``: both
+sides' ZeroMQ threads exchange heartbeats whatever Python does, and give the other up without them.
 
 **What isn't for us is dropped**: what doesn't speak ZeroMQ or hasn't the key, by ZeroMQ; what doesn't speak our
 protocol, here, with a line in the log. What breaks the protocol within a connection ends that connection.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, cast, get_args
 
 import numpy as np
@@ -31,10 +34,11 @@ from fastdecode.wire import codec
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
-from fastdecode.wire.transport import CLOSED, closed_error, timeout_error
+from fastdecode.wire.transport import CLOSED, PeerLostError, closed_error, timeout_error
 from fastdecode.wire.zmq.access import ClusterKey, check_address
 from fastdecode.wire.zmq.line import (
     GOODBYE,
+    MAX_FRAME_BYTES,
     DealerLine,
     Line,
     LostError,
@@ -49,6 +53,15 @@ DEFAULT_SILENCE_S: Final = 5.0
 _COPIED_BYTES: Final = 1 << 18
 """ZeroMQ copies messages up to this size: that is quicker than to tell when larger ones have left."""
 _ITEM_ALIGNMENT: Final = 8
+
+
+@dataclass(eq=False)
+class _Partial:
+    """A long message that is coming in."""
+
+    head: codec.Head
+    body: Array
+    num_filled: int = 0
 
 
 class ZmqConnection(Generic[SendT, ReceiveT]):
@@ -67,6 +80,7 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
         self._receives = receives
         self._lock = lock
         self._pool = BufferPool()
+        self._partial: _Partial | None = None  # a message of which some chunks are still to come
         self._closed = False
         self._gone = False
         self._end: WorkerError | None = None
@@ -104,13 +118,21 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
 
     def send(self, message: SendT) -> None:
         frame = codec.encode(message, epoch=self._line.epoch)
-        whole = self._pool.take(frame.num_bytes)
-        frame.write(whole.data)
+        if frame.num_bytes <= MAX_FRAME_BYTES:
+            whole = self._pool.take(frame.num_bytes)
+            frame.write(whole.data)
+            pieces = [whole]
+        else:
+            body = self._pool.take(frame.body_bytes)
+            frame.write_body(body.data)
+            chunks = [body[at : at + MAX_FRAME_BYTES] for at in range(0, len(body), MAX_FRAME_BYTES)]
+            pieces = [np.frombuffer(frame.head, np.uint8), *chunks]
         with self._lock:
             if self._closed or self._gone:
                 raise closed_error(self._peer, by_peer=not self._closed)
             try:
-                self._line.send(whole, copy=len(whole) <= _COPIED_BYTES)
+                for piece in pieces:
+                    self._line.send(piece, copy=len(piece) <= _COPIED_BYTES)
             except LostError as lost:
                 self._gone = True
                 raise self._lost(lost) from None
@@ -154,8 +176,10 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
                 line.close()
 
     def _read(self, frame: zmq.Frame) -> ReceiveT | None:
-        """None: it was only a sign of life."""
+        """None: it was a sign of life, or a chunk that isn't the last."""
         data: Array = np.frombuffer(frame, np.uint8)
+        if self._partial is not None:
+            return self._read_chunk(self._partial, data)
         if not len(data):
             self._gone = True
             self._end = closed_error(self._peer, by_peer=True)
@@ -166,12 +190,28 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
             aligned = self._pool.take(len(data))
             aligned[:] = data
             data = aligned
-        message, epoch = codec.decode(data)
-        if type(message) not in self._receives:
-            raise ProtocolError(f"{type(message).__name__} is not for this side")
-        if epoch != self._line.epoch:
-            raise ProtocolError(f"a message of another connection (epoch {epoch}, not {self._line.epoch})")
-        return cast(ReceiveT, message)
+        head = codec.read_head(data.data)
+        if head.kind not in self._receives:
+            raise ProtocolError(f"{head.kind.__name__} is not for this side")
+        if head.epoch != self._line.epoch:
+            raise ProtocolError(f"a message of another connection (epoch {head.epoch}, not {self._line.epoch})")
+        if len(data) == head.num_bytes:
+            return cast(ReceiveT, head.message(data[head.body_at :]))
+        if len(data) != head.head_bytes:
+            raise ProtocolError(f"{head.kind.__name__}: {len(data)} bytes came, not {head.num_bytes}")
+        self._partial = _Partial(head, self._pool.take(head.body_bytes))
+        return None
+
+    def _read_chunk(self, partial: _Partial, data: Array) -> ReceiveT | None:
+        end = partial.num_filled + len(data)
+        if not len(data) or end > len(partial.body):
+            raise ProtocolError(f"{partial.head.kind.__name__}: a chunk of {len(data)} bytes doesn't fit")
+        partial.body[partial.num_filled : end] = data
+        partial.num_filled = end
+        if end < len(partial.body):
+            return None
+        self._partial = None
+        return cast(ReceiveT, partial.head.message(partial.body))
 
     def _lost(self, lost: LostError) -> WorkerError:
         return WorkerError(f"{self._peer} is lost: {lost}", code=CLOSED)
@@ -272,7 +312,10 @@ class ZmqHub:
             index = (self._first + i) % len(self._connections)
             if self._connections[index].is_open:
                 any_open = True
-                message = self._connections[index].poll()
+                try:
+                    message = self._connections[index].poll()
+                except WorkerError as error:
+                    raise PeerLostError(index, error) from None
                 if message is not None:
                     self._first = index + 1
                     return index, message

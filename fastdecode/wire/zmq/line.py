@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -13,7 +14,6 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fastdecode.wire import codec
-from fastdecode.wire.arrays import ALIGNMENT, MAX_BODY_BYTES
 from fastdecode.wire.zmq.access import ClusterKey
 
 T = TypeVar("T")
@@ -22,13 +22,18 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 GOODBYE: Final = b""
 ARE_YOU_THERE: Final = b"\0"
 LINGER_MS: Final = 2000
-_MAX_MESSAGE_BYTES: Final = codec.MAX_HEAD_BYTES + ALIGNMENT + MAX_BODY_BYTES
+MAX_FRAME_BYTES: Final = (4 << 20) + codec.MAX_HEAD_BYTES
+"""Of what travels in one piece. More is cut, so that nobody who only connects can make us take more memory."""
+_HANDSHAKE_MS: Final = 5000
 _SLICE_S: Final = 0.05
 """A wait looks up so often to see whether another thread has closed the connection."""
 _NUM_GLANCES: Final = 100
 """At the sockets, before a wait sleeps: to be woken takes longer than a quick peer's answer. Between them others may
 have the core, ZeroMQ's own threads for example."""
 _ASK_INTERVAL_S: Final = 1.0
+_MOST_UNREAD_FRAMES: Final = 1 << 16
+_MOST_UNREAD_BYTES: Final = 2 << 30
+"""Of one peer that we know: twice the longest message."""
 _RECONNECT_MS: Final = 100
 
 _REFUSED: Final[dict[int, str]] = {
@@ -139,20 +144,23 @@ class DealerLine:
 
 
 class RouterLine:
-    """An R-worker's line to its S-worker: one peer of the socket that it is bound to.
+    """An R-worker's line to one peer of the socket that it is bound to.
 
     Args:
         socket: the listener's.
         identity: the peer's, which ZeroMQ gave it.
         epoch: that it began the connection with.
-        receive: gives the next frame of that peer, or None.
+        take_in: takes what has arrived from the socket and gives each line its own, until this one has something.
     """
 
-    def __init__(self, socket: Socket, identity: bytes, epoch: int, receive: Callable[[], zmq.Frame | None]) -> None:
+    def __init__(self, socket: Socket, identity: bytes, epoch: int, take_in: Callable[[RouterLine], None]) -> None:
         self.epoch = epoch
+        self.inbox: deque[zmq.Frame] = deque()
+        self._num_unread_bytes = 0
+        self._is_flooded = False
         self._socket = socket
         self._identity = identity
-        self._receive = receive
+        self._take_in = take_in
         self._asked_s = time.monotonic()
 
     is_reached = True
@@ -161,8 +169,22 @@ class RouterLine:
     def sockets(self) -> Sequence[Socket]:
         return (self._socket,)
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self.inbox) or self._is_flooded
+
+    def arrive(self, frame: zmq.Frame) -> None:
+        """What the peer has sent. More than any protocol has under way at a time ends the line."""
+        if self._is_flooded:
+            return
+        self.inbox.append(frame)
+        self._num_unread_bytes += len(frame)
+        if len(self.inbox) > _MOST_UNREAD_FRAMES or self._num_unread_bytes > _MOST_UNREAD_BYTES:
+            self._is_flooded = True
+            self.inbox.clear()
+
     def check(self) -> None:
-        pass  # receive asks
+        self.ask_now_and_then()
 
     def send(self, data: Any, *, copy: bool) -> None:
         try:
@@ -172,15 +194,26 @@ class RouterLine:
             raise LostError("its process has ended, or is silent, or the network to it has failed") from None
 
     def receive(self) -> zmq.Frame | None:
-        frame = self._receive()
+        if not self.has_news:
+            self._take_in(self)
+        if self.inbox:
+            frame = self.inbox.popleft()
+            self._num_unread_bytes -= len(frame)
+            return frame
+        if self._is_flooded:
+            raise LostError("it sent more than anybody could read")
+        self.ask_now_and_then()
+        return None
+
+    def ask_now_and_then(self) -> None:
+        """Whether the peer is still there: ZeroMQ says so when something is sent. Raises LostError."""
         now = time.monotonic()
-        if frame is None and now - self._asked_s >= _ASK_INTERVAL_S:
+        if now - self._asked_s >= _ASK_INTERVAL_S:
             self._asked_s = now
             self.send(ARE_YOU_THERE, copy=True)
-        return frame
 
     def close(self) -> None:
-        pass  # the socket is the listener's
+        self.inbox.clear()  # the socket is the listener's
 
 
 class NoLine:
@@ -207,7 +240,11 @@ def set_options(socket: Socket, address: str, silence_s: float) -> None:
     """What both ends have in common."""
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, 0)  # sending never waits; the protocol bounds what is under way
-    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+    # No limit in libzmq: 4.3 aborts the process when a connection breaks whose frames have reached one before they are
+    # read (its heartbeat asserts ``!_io_error``). We bound what is unread ourselves.
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * silence_s / 4)))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * silence_s * 3 / 4)))

@@ -1,18 +1,22 @@
-"""An R-worker's end of the ZeroMQ transport: one socket, one S-worker at a time, and strangers."""
+"""An R-worker's end of the ZeroMQ transport: one socket, peers that are accepted by role, and strangers."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
-from typing import Final, get_args
+from collections.abc import Mapping
+from typing import Final, TypeAlias, get_args
 
+import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from fastdecode.core.errors import ConfigError, ProtocolError
+from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
 from fastdecode.wire import codec
-from fastdecode.wire.messages import Failed, FromRWorker, Hello, Inspect, ToRWorker
+from fastdecode.wire.messages import Failed, FromRWorker, Greeting, Hello, Inspect, Role, ToRWorker
+from fastdecode.wire.patience import Pump
+from fastdecode.wire.transport import PeerLostError, timeout_error
 from fastdecode.wire.zmq.access import ClusterKey, check_address
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S, ZmqConnection
 from fastdecode.wire.zmq.line import LINGER_MS, RouterLine, Socket, set_options, wait_for
@@ -20,32 +24,52 @@ from fastdecode.wire.zmq.line import LINGER_MS, RouterLine, Socket, set_options,
 logger = logging.getLogger(__name__)
 
 _ZAP_DOMAIN: Final = "fastdecode"
+MOST_PEERS: Final = {Role.S_WORKER: 8, Role.NEIGHBOUR: 4, Role.READER: 16}
+"""That an R-worker has at a time. Whose caches it serves is its own business."""
+_PUMP_INTERVAL_S: Final = 0.01
+_FRAMES_A_TURN: Final = 256
+_Connection: TypeAlias = ZmqConnection[FromRWorker, ToRWorker]
 
 
 class ZmqListener:
-    """An R-worker's socket, at which S-workers connect, one at a time.
+    """An R-worker's socket, at which its peers connect; see ``fastdecode.wire.transport.Hub``. Close it when done.
+
+    The place of a peer that is gone, and of whom that has been told, is another's then. While the caller computes, a
+    thread goes on taking in what arrives: strangers' frames are dropped before they pile up.
 
     Args:
         address: tcp://HOST:PORT; the port may be * for any that is free.
         name: the R-worker's, for those who are told that it is busy.
-        key: of the cluster; None: S-workers of this host only.
-        silence_s: an S-worker that gives no sign of life for so long is lost.
+        key: of the cluster; None: peers of this host only.
+        silence_s: a peer that gives no sign of life for so long is lost.
+        most_peers: of each role; a role that isn't there isn't accepted.
 
     Raises:
         ConfigError: the address is none, is in use, or may not be used without a key.
     """
 
     def __init__(
-        self, address: str, name: str, *, key: ClusterKey | None = None, silence_s: float = DEFAULT_SILENCE_S
+        self,
+        address: str,
+        name: str,
+        *,
+        key: ClusterKey | None = None,
+        silence_s: float = DEFAULT_SILENCE_S,
+        most_peers: Mapping[Role, int] = MOST_PEERS,
     ) -> None:
         check_address(address, key, option="--bind")
         self._name = name
+        self._most_peers = most_peers
         self._lock = threading.RLock()
         self._context: zmq.Context[Socket] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
+        self._pump: Pump | None = None
         self._socket = self._context.socket(zmq.ROUTER)
-        self._served = b""  # the identity of the S-worker that is being served
-        self._connection: ZmqConnection[FromRWorker, ToRWorker] | None = None
+        self._connections: list[_Connection] = []
+        self._peers: list[tuple[bytes, RouterLine, Role]] = []  # of each connection
+        self._index_of: dict[bytes, int] = {}  # by identity
+        self._accepted: list[int] = []  # connections that ``accept`` hasn't given yet
+        self._first = 0
         self._num_dropped = 0
         set_options(self._socket, address, silence_s)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -56,22 +80,37 @@ class ZmqListener:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"--bind={address!r}: {error.strerror}") from None
+        self._pump = Pump(self._take_in_while_busy, _PUMP_INTERVAL_S)
+        self._pump.start()
+        self._pump.wake()
 
     @property
     def address(self) -> str:
         """With the port that was chosen."""
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
-    def accept(self, timeout_s: float | None = None) -> ZmqConnection[FromRWorker, ToRWorker] | None:
-        """The next S-worker that says Hello; None: none came in time. The connection before it has been closed."""
-        assert self._connection is None or not self._connection.is_open
-        self._served = b""
+    @property
+    def connections(self) -> tuple[_Connection, ...]:
+        return tuple(self._connections)
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ToRWorker]:
+        """See ``Hub``. Others may come at any time, so that it waits where no peer is left."""
+        received = wait_for(self._look, lambda: (self._socket,), self._lock, timeout_s)
+        if received is None:
+            assert timeout_s is not None
+            raise timeout_error(f"every peer of {self.address}", timeout_s)
+        return received
+
+    def accept(self, timeout_s: float | None = None) -> _Connection | None:
+        """The next peer that greets; None: none came in time."""
         return wait_for(self._accept, lambda: (self._socket,), self._lock, timeout_s)
 
     def close(self) -> None:
-        """Stop listening."""
-        if self._connection is not None:
-            self._connection.close()
+        """Close every connection, and stop listening."""
+        if self._pump is not None:
+            self._pump.stop()
+        for connection in self._connections:
+            connection.close()
         self._socket.close(LINGER_MS)
         if self._authenticator is not None:
             self._authenticator.stop()
@@ -89,54 +128,124 @@ class ZmqListener:
         self._socket.curve_secretkey, self._socket.curve_publickey = key.secret, key.public
         self._socket.zap_domain = _ZAP_DOMAIN.encode()
 
-    def _accept(self) -> ZmqConnection[FromRWorker, ToRWorker] | None:
+    def _look(self) -> tuple[int, ToRWorker] | None:
+        """Each call starts behind the one that answered last."""
         with self._lock:
-            while (arrived := self._next()) is not None:
-                identity, frame = arrived
-                head = self._head_of(identity, frame)
-                if head is not None and head.kind in (Hello, Inspect):
-                    return self._serve(identity, frame, head.epoch)
-        return None
+            while True:
+                for i in range(len(self._connections)):
+                    index = (self._first + i) % len(self._connections)
+                    message = self._poll(index)
+                    if message is not None:
+                        self._first = index + 1
+                        return index, message
+                if not self._take_in_one():
+                    return None
 
-    def _serve(self, identity: bytes, hello: zmq.Frame, epoch: int) -> ZmqConnection[FromRWorker, ToRWorker]:
-        first = [hello]
-        line = RouterLine(self._socket, identity, epoch, lambda: first.pop() if first else self._next_of_served())
-        self._served = identity
-        peer = f"the S-worker at {hello.get('Peer-Address')}"
-        self._connection = ZmqConnection(line, peer, frozenset(get_args(ToRWorker)), self._lock)
-        return self._connection
+    def _poll(self, index: int) -> ToRWorker | None:
+        """What a peer has sent that has been taken in. Raises PeerLostError."""
+        connection, line = self._connections[index], self._peers[index][1]
+        if not connection.is_open:
+            return None
+        try:
+            if line.has_news:
+                return connection.poll()
+            connection.check()
+            return None
+        except WorkerError as error:
+            connection.told = True
+            raise PeerLostError(index, error) from None
 
-    def _next(self) -> tuple[bytes, zmq.Frame] | None:
-        """The next frame of anybody."""
-        while True:
+    def _accept(self) -> _Connection | None:
+        with self._lock:
+            while not self._accepted and self._take_in_one():
+                pass
+            return self._connections[self._accepted.pop(0)] if self._accepted else None
+
+    def _take_in_while_busy(self) -> bool:
+        """The pump's work: whoever looks holds the lock, and takes in what arrives itself."""
+        if self._lock.acquire(blocking=False):
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return None
-            if len(parts) == 2:
-                return parts[0].bytes, parts[1]
-            self._drop(f"{len(parts) - 1} frames where one belongs")
+                for _ in range(_FRAMES_A_TURN):
+                    if not self._take_in_one():
+                        break
+            finally:
+                self._lock.release()
+        return True
 
-    def _next_of_served(self) -> zmq.Frame | None:
-        while (arrived := self._next()) is not None:
-            identity, frame = arrived
-            if identity == self._served:
-                return frame
-            head = self._head_of(identity, frame)
-            if head is not None and head.kind in (Hello, Inspect):
-                busy = f"it serves another S-worker ({self._connection.peer if self._connection else 'unknown'})"
-                self._answer(identity, Failed(self._name, "busy", busy), head.epoch)
-        return None
+    def _take_in_for(self, wanted: RouterLine) -> None:
+        while not wanted.has_news and self._take_in_one():
+            pass
+
+    def _take_in_one(self) -> bool:
+        """Take one frame from the socket, and give it to its line, or to a new one; lock held. False: none is there."""
+        try:
+            parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        if len(parts) != 2:
+            self._drop(f"{len(parts) - 1} frames where one belongs")
+            return True
+        identity, frame = parts[0].bytes, parts[1]
+        index = self._index_of.get(identity)
+        if index is not None and self._connections[index].is_open:
+            self._peers[index][1].arrive(frame)
+            return True
+        head = self._head_of(identity, frame)
+        if head is not None and head.kind in get_args(Greeting):
+            self._greet(identity, frame, head)
+        return True
+
+    def _greet(self, identity: bytes, frame: zmq.Frame, head: codec.Head) -> None:
+        """Somebody says who it is. It gets a connection, if there is room for its role."""
+        try:
+            greeting, _ = codec.decode(np.frombuffer(frame, np.uint8))
+        except ProtocolError as error:
+            self._refuse(identity, frame, error)
+            return
+        assert isinstance(greeting, (Hello, Inspect))
+        role = greeting.role if isinstance(greeting, Hello) else Role.READER
+        present = [x for x, (_, _, other) in zip(self._connections, self._peers, strict=True) if other is role]
+        taken = [connection for connection in present if connection.is_open]
+        if len(taken) >= self._most_peers.get(role, 0):
+            whom = f" ({', '.join(connection.peer for connection in taken)})" if taken else ""
+            busy = f"it serves another {role.value}{whom}" if taken else f"it takes no {role.value}"
+            self._answer(identity, Failed(self._name, "busy", busy), head.epoch)
+            return
+        line = RouterLine(self._socket, identity, head.epoch, self._take_in_for)
+        line.arrive(frame)
+        peer = f"the {role.value} at {frame.get('Peer-Address')}"
+        connection = ZmqConnection[FromRWorker, ToRWorker](line, peer, frozenset(get_args(ToRWorker)), self._lock)
+        index = self._place(identity, line, role, connection)
+        self._accepted.append(index)
+
+    def _place(self, identity: bytes, line: RouterLine, role: Role, connection: _Connection) -> int:
+        """The connection's index: that of one that is over, if there is any."""
+        over = [index for index, other in enumerate(self._connections) if not other.is_open]
+        index = over[0] if over else len(self._connections)
+        if over:
+            self._index_of.pop(self._peers[index][0], None)
+            self._accepted = [other for other in self._accepted if other != index]
+            self._connections[index], self._peers[index] = connection, (identity, line, role)
+        else:
+            self._connections.append(connection)
+            self._peers.append((identity, line, role))
+        self._index_of[identity] = index
+        return index
 
     def _head_of(self, identity: bytes, frame: zmq.Frame) -> codec.Head | None:
         """What a stranger sent, if it is one of our messages."""
         try:
             return codec.read_head(frame.buffer) if len(frame.buffer) > 1 else None
         except ProtocolError as error:
-            if error.code == "protocol_version":
-                self._answer(identity, Failed(self._name, error.code, error.message), 0)
-            self._drop(error.message)
+            self._refuse(identity, frame, error)
             return None
+
+    def _refuse(self, identity: bytes, frame: zmq.Frame, error: ProtocolError) -> None:
+        """Drop what a stranger sent, and tell it why if it speaks as we do."""
+        epoch = codec.read_epoch(frame.buffer)
+        if epoch is not None:
+            self._answer(identity, Failed(self._name, error.code, error.message), epoch)
+        self._drop(error.message)
 
     def _answer(self, identity: bytes, message: Failed, epoch: int) -> None:
         with contextlib.suppress(zmq.ZMQError):

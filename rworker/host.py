@@ -1,0 +1,120 @@
+"""What an R-worker takes of its host: threads, memory for K and V, CPUs to run on; and how it serves as an MPI rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import default_kv_bytes
+from fastdecode.wire.messages import MAX_THREADS
+from fastdecode.wire.mpi import job as mpi_job
+from rworker.binding import bind, is_bound, numa_node_cpus, numa_nodes, parse_cpu_list, usable_cpus
+
+if TYPE_CHECKING:
+    from fastdecode.wire.mpi.job import MpiJob
+    from rworker.attention import AttentionExecutor
+    from rworker.state import RWorkerState
+
+
+def make_worker(
+    name: str,
+    *,
+    kv_memory_gb: float | None,
+    num_threads: int | None,
+    num_sharing: int = 1,
+    model_hash: str | None = None,
+    keeps_serving: bool = False,
+) -> tuple[RWorkerState, AttentionExecutor]:
+    """An R-worker's two halves, with its share of a host that ``num_sharing`` processes use.
+
+    Args:
+        kv_memory_gb: KV cache in GB; None: its share of half the free memory.
+        num_threads: CPU threads; None: its CPUs, or its share of the host's.
+        model_hash, keeps_serving: see ``RWorkerState``.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+    # Numba counts CPUs when it is imported, so that comes after they have been bound.
+    from rworker.attention import AttentionExecutor
+    from rworker.state import RWorkerState
+
+    threads = num_threads
+    if threads is None:
+        threads = usable_cpus() if is_bound() else max(1, usable_cpus() // num_sharing)
+    if not 1 <= threads <= MAX_THREADS:
+        raise ConfigError(f"threads={threads} is not a whole number from 1 to {MAX_THREADS}")
+    state = RWorkerState(
+        name,
+        kv_bytes=kv_bytes_of(kv_memory_gb, num_sharing),
+        num_threads=threads,
+        model_hash=model_hash,
+        keeps_serving=keeps_serving,
+    )
+    return state, AttentionExecutor(num_threads=threads)
+
+
+def kv_bytes_of(kv_memory_gb: float | None, num_sharing: int) -> int:
+    """Memory for the KV cache of one of ``num_sharing`` R-workers on this host.
+
+    Raises:
+        ConfigError: it is out of range.
+    """
+    if kv_memory_gb is None:
+        return default_kv_bytes(num_sharing)
+    if not 0 < kv_memory_gb <= 1e6:
+        raise ConfigError(f"kv_memory_gb={kv_memory_gb} is not a number of GB above 0 and at most 1e6")
+    return int(kv_memory_gb * 1e9)
+
+
+def bind_cpus(cpus: str | None, numa_node: str | None) -> int | None:
+    """Run on these CPUs only, or on those of a NUMA node (``auto``: the ranks on this host take turns).
+
+    Returns:
+        How many ranks share the CPUs, if that is known.
+
+    Raises:
+        ConfigError: both are given, or there are no such CPUs.
+    """
+    if cpus is not None and numa_node is not None:
+        raise ConfigError("give --cpus or --numa-node, not both")
+    if cpus is not None:
+        bind(parse_cpu_list(cpus))
+    elif numa_node == "auto":
+        nodes = numa_nodes()
+        if nodes:
+            bind(numa_node_cpus(nodes[mpi_job.local_rank() % len(nodes)]))
+        return max(1, mpi_job.local_size() // max(1, len(nodes)))
+    elif numa_node is not None:
+        if not (numa_node.isascii() and numa_node.isdigit() and len(numa_node) <= 5):
+            raise ConfigError(f"--numa-node={numa_node!r} is neither a number nor auto")
+        bind(numa_node_cpus(int(numa_node)))
+    return None
+
+
+def serve_rank(
+    job: MpiJob, *, kv_memory_gb: float | None, num_threads: int | None, num_sharing_cpus: int | None = None
+) -> NoReturn:
+    """Serve the S-worker of an MPI job until it says Shutdown or is gone; then leave the job.
+
+    Args:
+        kv_memory_gb: KV cache in GB; None: this rank's share of half the free memory.
+        num_threads: CPU threads; None: this rank's CPUs, or its share of the host's.
+        num_sharing_cpus: ranks that run on this one's CPUs; None: all of its host, unless it is bound.
+
+    Raises:
+        ConfigError: an option is out of range, or this is the S-worker's rank.
+    """
+    from fastdecode.wire.mpi.hub import connect_to_s_worker
+    from rworker.worker import serve
+
+    name = f"rank {job.rank} on {job.host}"
+    if num_threads is None and num_sharing_cpus is not None:
+        num_threads = max(1, usable_cpus() // num_sharing_cpus)
+    state, executor = make_worker(
+        name, kv_memory_gb=kv_memory_gb, num_threads=num_threads, num_sharing=mpi_job.local_size()
+    )
+    hub = connect_to_s_worker(job)
+    serve(hub, state, executor)
+    hub.close()
+    mpi_job.leave(0)
