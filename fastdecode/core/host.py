@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from fastdecode.core.machine import free_memory_bytes
+from fastdecode.core.words import make_printable
 
 _PACKAGES = ("fastdecode", "numpy", "numba", "mpi4py", "pyzmq")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -41,6 +42,9 @@ class HostFacts:
     """Memory that this process may still take."""
     interfaces: tuple[str, ...]
     """Network interfaces that are up, with an address: "eth0 10.0.0.1"."""
+
+    def __post_init__(self) -> None:
+        make_printable(self)  # they may be a peer's words
 
     def version(self, package: str) -> str:
         """Empty if it isn't there."""

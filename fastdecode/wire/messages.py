@@ -76,6 +76,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.host import HostFacts
 from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
+from fastdecode.core.words import make_printable
 
 PROTOCOL_VERSION = 3
 
@@ -112,8 +113,15 @@ _S_WORKERS: Final = frozenset({Role.S_WORKER})
 AnyT = TypeVar("AnyT")
 
 
+class _Worded:
+    """An R-worker's own words are in it: whoever builds or receives it may log them."""
+
+    def __post_init__(self) -> None:
+        make_printable(self)
+
+
 @dataclass(frozen=True)
-class Welcome:
+class Welcome(_Worded):
     worker: str
     num_blocks: int
     block_size: int
@@ -121,7 +129,7 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(_Worded):
     worker: str
     protocol_version: int
     host: HostFacts
@@ -138,7 +146,7 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(_Worded):
     sequence_id: int
     code: str
     """``out_of_capacity``: there is no room now; ``exceeds_capacity``: there would be none in an empty R-worker."""
@@ -162,7 +170,7 @@ Answer: TypeAlias = "Welcome | Report | Accepted | Refused | AttendResult"
 
 
 @dataclass(frozen=True)
-class Failed:
+class Failed(_Worded):
     worker: str
     code: str
     message: str
@@ -243,6 +251,7 @@ class Hello(_ForHolder):
     answers = (Welcome,)
 
     def __post_init__(self) -> None:
+        make_printable(self)
         if not self.activation_dtype.is_float:
             raise ConfigError(f"activation_dtype={self.activation_dtype.value!r}: q, k, v and o travel as floats")
         if self.role not in _OWNERS:
