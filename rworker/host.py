@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.machine import default_kv_bytes
 from fastdecode.wire.messages import MAX_THREADS
 from fastdecode.wire.mpi import job as mpi_job
@@ -43,7 +43,7 @@ def make_worker(
     if threads is None:
         threads = usable_cpus() if is_bound() else max(1, usable_cpus() // num_sharing)
     if not 1 <= threads <= MAX_THREADS:
-        raise ConfigError(f"threads={threads} is not a whole number from 1 to {MAX_THREADS}")
+        raise ConfigError(Given("threads", threads), f" is not a whole number from 1 to {MAX_THREADS}")
     state = RWorkerState(
         name,
         kv_bytes=kv_bytes_of(kv_memory_gb, num_sharing),
@@ -63,7 +63,7 @@ def kv_bytes_of(kv_memory_gb: float | None, num_sharing: int) -> int:
     if kv_memory_gb is None:
         return default_kv_bytes(num_sharing)
     if not 0 < kv_memory_gb <= 1e6:
-        raise ConfigError(f"kv_memory_gb={kv_memory_gb} is not a number of GB above 0 and at most 1e6")
+        raise ConfigError(Given("kv_memory_gb", kv_memory_gb), " is not a number of GB above 0 and at most 1e6")
     return int(kv_memory_gb * 1e9)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import socket
+import struct
 import threading
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -129,7 +131,7 @@ def test_whoever_never_shakes_hands_is_hung_up_on(listener: ZmqListener, hub: Zm
 
 
 def test_long_messages_go_in_chunks_both_ways(listener: ZmqListener, hub: ZmqHub) -> None:
-    connection, index = served(listener, hub)
+    connection, _ = served(listener, hub)
     long = attend(12_000)  # 24 MB
     assert codec.encode(long).num_bytes > 4 * MAX_FRAME_BYTES
     for message in (long, OpenSequence(1, 2), long):
@@ -189,9 +191,6 @@ def test_a_role_that_does_not_exist_is_refused_by_name(listener: ZmqListener, hu
     head = bytearray(codec.encode(HELLO, epoch=9).head)
     at = head.rindex(bytes([list(Role).index(Role.S_WORKER)]), 0, len(head) - 4)
     head[at] = 77
-    import struct
-    import zlib
-
     head[-4:] = struct.pack("<I", zlib.crc32(bytes(head[:-4])))
     with dealer(listener.address) as stranger:
         stranger.send(bytes(head))
