@@ -207,13 +207,13 @@ def record(bench: Bench, path: Path) -> None:
 
 def r_worker(delay_s: float) -> None:
     from fastdecode.wire.mpi import job as mpi_job
-    from fastdecode.wire.mpi.hub import connect_to_s_worker
+    from fastdecode.wire.mpi.hub import connect_to_s_workers
     from fastdecode.wire.transport import SoleHub
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState
     from rworker.worker import serve
 
-    hub = connect_to_s_worker(mpi_job.join())
+    hub = connect_to_s_workers(mpi_job.join())
     connection: Any = hub.connections[0]
     if delay_s:
         connection = Delayed(connection, delay_s)

@@ -169,7 +169,7 @@ def mpi_rank(transport: str, out: Path) -> None:
         save(out, measure(transport, hub, RawMpi(job, list(job.r_ranks))))
         hub.close()
     else:
-        s_side = mpi.connect_to_s_worker(job)
+        s_side = mpi.connect_to_s_workers(job)
         serve(s_side.connections[0], RawMpi(job, [mpi_job.S_RANK]))
         s_side.close()
     mpi_job.leave(0)

@@ -105,7 +105,7 @@ def serve_rank(
     Raises:
         ConfigError: an option is out of range, or this is the S-worker's rank.
     """
-    from fastdecode.wire.mpi.hub import connect_to_s_worker
+    from fastdecode.wire.mpi.hub import connect_to_s_workers
     from rworker.worker import serve
 
     name = f"rank {job.rank} on {job.host}"
@@ -114,7 +114,7 @@ def serve_rank(
     state, executor = make_worker(
         name, kv_memory_gb=kv_memory_gb, num_threads=num_threads, num_sharing=mpi_job.local_size()
     )
-    hub = connect_to_s_worker(job)
+    hub = connect_to_s_workers(job)
     serve(hub, state, executor)
     hub.close()
     mpi_job.leave(0)

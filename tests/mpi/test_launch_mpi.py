@@ -83,7 +83,7 @@ job = mpi_job.join()
 if job.rank == int(sys.argv[1]):
     raise RuntimeError("a mistake")
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.mpi.hub import connect_to_s_worker, connect_workers
+from fastdecode.wire.mpi.hub import connect_to_s_workers, connect_workers
 if job.rank == 0:
     hub = connect_workers(job)
     try:
@@ -91,7 +91,7 @@ if job.rank == 0:
     except WorkerError as error:
         print("told:", error.message)
 else:
-    hub = connect_to_s_worker(job)
+    hub = connect_to_s_workers(job)
     try:
         hub.connections[0].receive(60.0)
     except WorkerError as error:

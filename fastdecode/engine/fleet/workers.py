@@ -117,7 +117,7 @@ class MpiWorkers:
         from fastdecode.wire.mpi import job as mpi_job
 
         self.hub: mpi.MpiHub[ToRWorker, FromRWorker] = mpi.connect_workers(
-            mpi_job.join(), num_s_ranks=num_s_ranks, stuck_after_s=max(LEAST_STUCK_S, silence_s)
+            mpi_job.join(), roles=mpi.RankRoles(num_s_ranks), stuck_after_s=max(LEAST_STUCK_S, silence_s)
         )
 
     def replacements(self, hello: Hello) -> None:

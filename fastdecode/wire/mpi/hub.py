@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, cast, get_args
 
 from fastdecode.core.errors import ConfigError, WorkerError
@@ -68,8 +69,10 @@ class MpiHub(Generic[SendT, ReceiveT]):
     ) -> None:
         self.job = job
         self.tag = tag
+        named = tuple(peers)
         with job.lock:
-            self._connections = tuple(MpiConnection(self, rank, peer, receives) for rank, peer in peers)
+            job.peers.update(rank for rank, _ in named)
+            self._connections = tuple(MpiConnection(self, rank, peer, receives) for rank, peer in named)
         self._first = 0
         self._waits_since: float | None = None
         self._num_looks = 0
@@ -208,41 +211,59 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return now - self._stirred < patience_s
 
 
+@dataclass(frozen=True)
+class RankRoles:
+    """Which ranks of a job are what: the first are S-workers, all behind them R-workers."""
+
+    num_s_workers: int = 1
+    peers: tuple[int, ...] = (S_RANK,)
+    """The S-workers that R-workers have as peers. Others compute beside one of these."""
+
+    def r_workers(self, job: MpiJob) -> range:
+        return range(self.num_s_workers, job.size)
+
+
+ONE_S_WORKER: Final = RankRoles()
+
+
 def connect_workers(
-    job: MpiJob, *, tag: int = DEFAULT_TAG, num_s_ranks: int = 1, stuck_after_s: float = STUCK_AFTER_S
+    job: MpiJob, *, tag: int = DEFAULT_TAG, roles: RankRoles = ONE_S_WORKER, stuck_after_s: float = STUCK_AFTER_S
 ) -> MpiHub[ToRWorker, FromRWorker]:
-    """The S-worker's side: a connection to each R-worker of the job, in the order of their ranks. Never waits.
+    """An S-worker's side: a connection to each R-worker of the job, in the order of their ranks. Never waits.
 
     Args:
-        num_s_ranks: the first ranks, which are S-workers; this is rank 0, which speaks for all.
         stuck_after_s: see ``MpiHub``.
 
     Raises:
-        ConfigError: this isn't the S-worker's rank, or no rank is left to be an R-worker.
+        ConfigError: this rank isn't a peer of R-workers, or no rank is left to be an R-worker.
     """
-    if job.rank != S_RANK:
+    if job.rank not in roles.peers:
         raise ConfigError(
             f"this is rank {job.rank}: in an MPI job the S-worker is rank {S_RANK}, the first that starts"
         )
-    if job.size <= num_s_ranks:
+    ranks = roles.r_workers(job)
+    if not ranks:
         raise ConfigError(
-            f"all {job.size} MPI ranks are S-workers (tp={num_s_ranks}): start more ranks, which will be R-workers",
+            f"all {job.size} MPI ranks are S-workers (tp={roles.num_s_workers}): start more ranks, which will be "
+            "R-workers",
             code="too_few_ranks",
         )
-    peers = [(rank, f"R-worker rank {rank}") for rank in job.r_ranks[num_s_ranks - 1 :]]
+    peers = [(rank, f"R-worker rank {rank}") for rank in ranks]
     return MpiHub(job, peers, frozenset(get_args(FromRWorker)), tag=tag, stuck_after_s=stuck_after_s)
 
 
-def connect_to_s_worker(job: MpiJob, *, tag: int = DEFAULT_TAG) -> MpiHub[FromRWorker, ToRWorker]:
-    """An R-worker's side: its one connection. Never waits.
+def connect_to_s_workers(
+    job: MpiJob, *, tag: int = DEFAULT_TAG, roles: RankRoles = ONE_S_WORKER
+) -> MpiHub[FromRWorker, ToRWorker]:
+    """An R-worker's side: a connection to each S-worker that is a peer. Never waits.
 
     Raises:
-        ConfigError: this is the S-worker's rank.
+        ConfigError: this is an S-worker's rank.
     """
-    if job.rank == S_RANK:
+    if job.rank in roles.peers:
         raise ConfigError(
-            f"an R-worker was started as rank {S_RANK}, the S-worker's: begin the mpirun line with "
+            f"an R-worker was started as rank {job.rank}, the S-worker's: begin the mpirun line with "
             "-n 1 fastdecode generate ... and let the R-workers follow behind a colon"
         )
-    peers = [(S_RANK, f"the S-worker (rank {S_RANK})")]
+    peers = [(rank, f"the S-worker (rank {rank})") for rank in roles.peers]
     return MpiHub(job, peers, frozenset(get_args(ToRWorker)), tag=tag, pulse_s=PULSE_S)

@@ -37,7 +37,7 @@ _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
 _OPEN_MPI_DEFAULTS: Final = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 S_RANK: Final = 0
-"""The S-worker's rank. All others are R-workers."""
+"""The rank that leads a job: an S-worker, and unless others are named the only one that R-workers have as a peer."""
 DEFAULT_TAG: Final = 64
 """Of the connections between S-worker and R-workers."""
 MEETING_TAG: Final = 62
@@ -61,6 +61,8 @@ class MpiJob:
     """Ranks that were given up though nobody says that they are dead."""
     over: threading.Event = field(default_factory=threading.Event)
     """Set, under the lock, when this process is about to leave: nobody may call MPI from then on."""
+    peers: set[int] = field(default_factory=set)
+    """Ranks that this one has, or had, a connection to."""
     abandoned: list[object] = field(default_factory=list)
     """Requests that never ended, and their memory, which MPI may still touch."""
     threads_may_take_turns: bool = True
@@ -277,7 +279,10 @@ def _part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
     timer = _exit_later(exit_code, timeout_s)
     _silence_threads()
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    for peer in range(1, size) if rank == S_RANK else (S_RANK,):
+    waiting = set(range(1, size)) if rank == S_RANK else {S_RANK}
+    for job in _joined:
+        waiting |= job.peers
+    for peer in sorted(waiting):
         with contextlib.suppress(MPI.Exception):
             MPI.COMM_WORLD.Isend([b"", MPI.BYTE], peer, DEFAULT_TAG)
     _finalize(MPI.__file__)

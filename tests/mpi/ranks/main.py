@@ -45,9 +45,9 @@ def main(file: str, socket: str, *options: str) -> tuple[int, bool]:
         return code, plugin.end_job
 
     def open_connection(tag: int, **options: Any) -> tuple[Any, None]:
-        from fastdecode.wire.mpi.hub import connect_to_s_worker
+        from fastdecode.wire.mpi.hub import connect_to_s_workers
 
-        return connect_to_s_worker(job, tag=tag).connections[0], None
+        return connect_to_s_workers(job, tag=tag).connections[0], None
 
     job.comm.Barrier()  # rank 0 listens
     obey(socket, job.rank, os.getpid(), open_connection)
