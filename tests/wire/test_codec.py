@@ -142,13 +142,13 @@ def unhex(text: str) -> bytes:
 
 
 def test_golden_bytes_of_a_message_without_fields() -> None:
-    head = unhex("46445750 0200 07 00 05000000 1c000000 0000000000000000")
+    head = unhex("46445750 0300 07 00 05000000 1c000000 0000000000000000")
     assert in_one_piece(Shutdown(), epoch=5).tobytes() == with_crc(head)
 
 
 def test_golden_bytes_of_numbers_before_text() -> None:
     head = unhex(
-        "46445750 0200 41 00 00000000 3b000000 0000000000000000"  # header: Welcome, 59 bytes
+        "46445750 0300 41 00 00000000 3b000000 0000000000000000"  # header: Welcome, 59 bytes
         "6400000000000000 2000000000000000 0800000000000000"  # num_blocks, block_size, num_threads
         "03000000 72c3a9"  # worker
     )
@@ -159,7 +159,7 @@ def test_golden_bytes_of_arrays() -> None:
     o = np.arange(4, dtype=np.uint16).reshape(1, 2, 2)
     lse = np.array([[1.0, -2.0]], np.float32)
     head = unhex(
-        "46445750 0200 44 00 07000000 58000000 4800000000000000"  # header: AttendResult, epoch 7, 88 + 72 bytes
+        "46445750 0300 44 00 07000000 58000000 4800000000000000"  # header: AttendResult, epoch 7, 88 + 72 bytes
         "02000000 01000000 02000000 02000000"  # o: uint16 [1, 2, 2]
         "01000000 01000000 02000000"  # lse: float32 [1, 2]
         "0900000000000000 0100000000000000 0300000000000000 000000000000e03f"  # step, lane, layer, compute_s
@@ -174,10 +174,10 @@ def test_golden_bytes_of_a_step() -> None:
         9, 1, np.array([1 << 36]), *(np.array([x], np.int32) for x in (64, 0, 1, 64)), True, np.array([5], np.int32)
     )
     head = unhex(
-        "46445750 0200 05 00 00000000 5d000000 4401000000000000"  # header: BeginStep, 93 + 324 bytes
+        "46445750 0300 05 00 00000000 65000000 4401000000000000"  # header: BeginStep, 101 + 324 bytes
         "04000000 01000000 03000000 01000000 03000000 01000000"  # sequence_ids: int64 [1]; int32 [1] each
         "03000000 01000000 03000000 01000000 03000000 01000000"
-        "0900000000000000 0100000000000000 01"  # step, lane, want_lse
+        "0900000000000000 0100000000000000 ffffffffffffffff 01"  # step, lane, holder, want_lse
     )
     numbers = [1 << 36, 64, 0, 1, 64, 5]
     body = b"".join(x.to_bytes(8, "little").ljust(64, b"\0") for x in numbers)[:324]
@@ -191,12 +191,13 @@ def test_golden_bytes_of_nested_fields() -> None:
     kv = KVSpec(num_layers=1, num_kv_heads=2, head_dim=64, dtype=DType.BFLOAT16, block_size=32)
     layer = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, logit_softcap=30.0)
     head = unhex(
-        "46445750 0200 01 00 00000000 7c000000 0000000000000000 0100000000000000"  # header: Hello; protocol_version
+        "46445750 0300 01 00 00000000 8d000000 0000000000000000"  # header: Hello
+        "0100000000000000 0000000000000000 0000000000000000"  # protocol_version, holder, max_blocks
         "03000000 616263"  # model_hash
         "0100000000000000 0200000000000000 4000000000000000 02 2000000000000000"  # kv
         "01000000 0400000000000000 0200000000000000 4000000000000000 000000000000c03f"  # one layer: heads, dim, scale
         "00 00 01 0000000000003e40"  # no window, no slopes, a soft-cap
-        "01"  # activation_dtype
+        "01 00"  # activation_dtype, role
     )
     assert in_one_piece(Hello(1, "abc", kv, (layer,), DType.FLOAT16)).tobytes() == with_crc(head)
 

@@ -80,14 +80,14 @@ def test_dims_of_one_name_must_agree() -> None:
 @pytest.mark.parametrize(
     ("at", "value", "match"),
     [
-        (32, struct.pack("<I", 1 << 31), "model_hash: a string of 2147483648 bytes exceeds"),
-        (32, struct.pack("<I", 1 << 13), "model_hash: a field of 8192 bytes stands where"),
-        (36, b"\xff\xfe\xfd", "model_hash: a string is not valid UTF-8"),
-        (63, b"\x09", "kv: DType number 9 does not exist"),
-        (39, struct.pack("<q", -5), "kv: a KVSpec that makes no sense: num_layers=-5"),
-        (72, struct.pack("<I", 0xFFFFFFFF), "attention: a tuple of 4294967295 items"),
-        (108, b"\x02", "attention: a flag is 2"),
-        (76, struct.pack("<q", 1 << 40), "attention: a AttentionSpec that makes no sense"),
+        (48, struct.pack("<I", 1 << 31), "model_hash: a string of 2147483648 bytes exceeds"),
+        (48, struct.pack("<I", 1 << 13), "model_hash: a field of 8192 bytes stands where"),
+        (52, b"\xff\xfe\xfd", "model_hash: a string is not valid UTF-8"),
+        (79, b"\x09", "kv: DType number 9 does not exist"),
+        (55, struct.pack("<q", -5), "kv: a KVSpec that makes no sense: num_layers=-5"),
+        (88, struct.pack("<I", 0xFFFFFFFF), "attention: a tuple of 4294967295 items"),
+        (124, b"\x02", "attention: a flag is 2"),
+        (92, struct.pack("<q", 1 << 40), "attention: a AttentionSpec that makes no sense"),
     ],
 )
 def test_forged_fields_are_refused(at: int, value: bytes, match: str) -> None:

@@ -94,6 +94,7 @@ class Fleet:
         self._looked_s = self._looking_since_s = -math.inf
         self._peers = [_Peer() for _ in hub.connections]
         self._peer_of: dict[int, int] = {index: index for index in range(len(self._peers))}
+        self._has_moved = False  # a peer may keep several holders
         self._early: deque[tuple[int, FromRWorker]] = deque()
         self._lost: dict[int, WorkerError] = {}
         self._untold: list[tuple[HolderId, WorkerError]] = []
@@ -122,7 +123,7 @@ class Fleet:
         index = self._peer_of[holder]
         if message.answers:
             self._peers[index].due.append(_Due(self._clock(), HolderId(holder), message.answers))
-        if len(self._peer_of) > len(self._peers) or isinstance(message, Hello):
+        if self._has_moved or isinstance(message, Hello):
             message = message.for_holder(holder)
         try:
             self._hub.connections[index].send(message)
@@ -187,6 +188,7 @@ class Fleet:
         """From now on the R-worker that keeps ``to`` keeps a lost holder, too: it has a cache under that name."""
         assert holder in self._lost and to not in self._lost
         self._peer_of[holder] = self._peer_of[to]
+        self._has_moved = True
         del self._lost[holder]
 
     def _holders(self, index: int) -> list[HolderId]:
@@ -275,11 +277,12 @@ class Fleet:
             if received is not None:
                 holder, welcome = received
                 assert isinstance(welcome, Welcome), "nothing else was asked"
-                welcomes[holder] = welcome
                 try:
                     hello.check(welcome)
-                except ProtocolError as error:
-                    self.lose(holder, error)
+                except ProtocolError as lie:
+                    self.lose(holder, lie)
+                else:
+                    welcomes[holder] = welcome
         return [welcomes[holder] for holder in self._peer_of]
 
     def _lose_peer(self, index: int, error: FastDecodeError) -> None:
