@@ -104,7 +104,7 @@ class ContinuousScheduler:
             may_start: somebody may start.
         """
         lane = self.lanes[lane_index]
-        if lane.is_planned:
+        if lane.is_planned and any(_is_due(run, lane.step) for run in lane.running.values()):
             return Plan()
         lane.is_planned = True
         lane.step += 1

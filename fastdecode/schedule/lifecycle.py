@@ -46,7 +46,7 @@ from fastdecode.schedule.events import (
     StepDone,
     Submitted,
 )
-from fastdecode.schedule.lives import Fate, Life, Lives, Status, check_lives
+from fastdecode.schedule.lives import Fate, Life, Lives, Status
 from fastdecode.schedule.plan import Chunk, Start
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Lifecycle:
     def _plan(self, lane: int) -> None:
         if self._looks_for_room:
             self._fail_unplaceable()
-        plan = self.scheduler.plan(lane, may_start=not self._was_refused)
+        plan = self.scheduler.plan(lane, may_start=not (self._was_refused and self._flying))
         for suspend in plan.suspends:
             life = self.lives.by_sequence[suspend.sequence.sequence_id]
             self.num_suspended += 1
@@ -142,8 +142,7 @@ class Lifecycle:
             self._out.append(Run(lane, chunks))
 
     def _opened(self, part_id: PartId) -> None:
-        life, part = self.lives.answered(part_id)
-        life.opened[part_id] = part
+        life = self.lives.opened(part_id)
         if life.fate is not None:
             self._settle(life)
         elif not life.unanswered:
@@ -153,8 +152,9 @@ class Lifecycle:
 
     def _refused(self, event: Refused) -> None:
         """A holder has less room than it said. The sequence waits until there is some, or has failed if there never
-        will be: if nothing of ours takes room there, nothing that ends would make any."""
-        life, part = self.lives.answered(event.part_id)
+        will be: if nothing of ours took room there when it was asked, nothing that ends makes any."""
+        asked = self.lives.refused(event.part_id)
+        life, part = asked.life, asked.part
         self.lives.tell(life, f"refused by {event.peer}: {event.message}")
         if life.fate is None:
             residence, request_id = life.sequence.residence, life.sequence.request.request_id
@@ -162,7 +162,7 @@ class Lifecycle:
             number = [one.part_id for one in residence.parts].index(part.part_id) + 1
             of_part = f"part {number} of " if len(residence.parts) > 1 else ""
             message = f"{event.peer} refused {of_part}request {request_id}: {event.message}"
-            if event.code == CapacityError.default_code and self.lives.has_others(part.holder, life):
+            if event.code == CapacityError.default_code and not asked.is_alone:
                 logger.warning("%s: it waits", message)
                 self.lives.doom(life, Fate.REQUEUE)
                 self._was_refused = True
@@ -251,14 +251,13 @@ class Lifecycle:
 
     def _set_aside(self, life: Life) -> None:
         """Close what is open of a sequence, which waits again, or is over."""
-        for part in life.opened.values():
+        for part in self.lives.close(life):
             self._out.append(Close(part))
             self._was_refused = False
-        life.opened.clear()
         self.lives.place(life, Status.INTERRUPTED, 0)
         life.sequence.residence = None
 
     def check_invariants(self) -> None:
         """Recount everything."""
         self.scheduler.check_invariants()
-        check_lives(self.lives, {sequence.sequence_id for sequence in self.scheduler.waiting})
+        self.lives.check_invariants({sequence.sequence_id for sequence in self.scheduler.waiting})

@@ -11,7 +11,7 @@ from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.prefill import PrefillBudget
 from fastdecode.schedule.running import Lane
-from fastdecode.schedule.stabilized import ColdStart, PacedStart, RampedStart, Stabilized
+from fastdecode.schedule.stabilized import Stabilized
 from fastdecode.schedule.times import StepTimes, balanced_loads
 
 __all__ = ["ScheduleOptions", "make_scheduler"]
@@ -62,25 +62,18 @@ def _admission(options: ScheduleOptions, capacity: tuple[int, ...], times: StepT
         return Synchronized()
     if options.mode == "fixed-f":
         return FixedF(options.fixed_interval())
-    cold_start: ColdStart | None = None
-    if options.cold_start == "ramp":
-        cold_start = RampedStart()
-    elif options.cold_start == "fixed-f":
-        cold_start = PacedStart(options.fixed_interval())
     headroom = options.cold_start == "headroom"
     if options.load_limit is not None:
         limits = _shares(options.load_limit // options.num_lanes, capacity, times)
         limited = f"the load limit of {options.load_limit}"
         if options.num_lanes > 1:
             limited += f", shared out to {options.num_lanes} lanes,"
-        return Stabilized(
-            capacity, options.lane_size, limits=limits, limited=limited, cold_start=cold_start, headroom=headroom
-        )
+        return Stabilized(capacity, options.lane_size, limits=limits, limited=limited, headroom=headroom)
 
     def balance() -> tuple[int, ...] | None:
         return None if times is None else balanced_loads(times, options.lane_size, capacity)
 
-    return Stabilized(capacity, options.lane_size, balance=balance, cold_start=cold_start, headroom=headroom)
+    return Stabilized(capacity, options.lane_size, balance=balance, headroom=headroom)
 
 
 def _shares(limit: int, capacity: tuple[int, ...], times: StepTimes | None) -> tuple[int, ...]:
