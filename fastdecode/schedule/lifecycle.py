@@ -46,6 +46,7 @@ from fastdecode.schedule.events import (
     StepDone,
     Submitted,
 )
+from fastdecode.schedule.grants import Grants
 from fastdecode.schedule.lives import Fate, Life, Lives, Status
 from fastdecode.schedule.plan import Chunk, Start
 
@@ -62,6 +63,7 @@ class Lifecycle:
     def __init__(self, scheduler: ContinuousScheduler) -> None:
         self.scheduler = scheduler
         self.lives = Lives()
+        self.grants = Grants()
         self.num_recomputed = 0
         """Sequences that had to start again since a holder was lost."""
         self.num_suspended = 0
@@ -116,7 +118,7 @@ class Lifecycle:
         for grow in plan.grows:
             grow.sequence.residence = grow.residence
             part = grow.residence.parts[-1]
-            self.lives.ask(self.lives.by_sequence[grow.sequence.sequence_id], part)
+            self.grants.ask(self.lives.by_sequence[grow.sequence.sequence_id], part)
             self._out.append(Extend(part))
         for start in plan.starts:
             self._start(self.lives.by_sequence[start.sequence.sequence_id], start)
@@ -126,7 +128,7 @@ class Lifecycle:
         self.lives.place(life, Status.OPENING, start.num_shared_tokens)
         sequence.residence = start.residence
         for index, part in enumerate(start.residence.parts):
-            self.lives.ask(life, part)
+            self.grants.ask(life, part)
             num_shared = min(start.num_shared_tokens - part.first_token, part.num_tokens)
             if parent is not None and parent.residence is not None and num_shared > 0:
                 self._out.append(Fork(part, parent.residence.parts[index], num_shared))
@@ -142,7 +144,7 @@ class Lifecycle:
             self._out.append(Run(lane, chunks))
 
     def _opened(self, part_id: PartId) -> None:
-        life = self.lives.opened(part_id)
+        life = self.grants.opened(part_id)
         if life.fate is not None:
             self._settle(life)
         elif not life.unanswered:
@@ -153,7 +155,7 @@ class Lifecycle:
     def _refused(self, event: Refused) -> None:
         """A holder has less room than it said. The sequence waits until there is some, or has failed if there never
         will be: if nothing of ours took room there when it was asked, nothing that ends makes any."""
-        asked = self.lives.refused(event.part_id)
+        asked = self.grants.refused(event.part_id)
         life, part = asked.life, asked.part
         self.lives.tell(life, f"refused by {event.peer}: {event.message}")
         if life.fate is None:
@@ -198,7 +200,8 @@ class Lifecycle:
         self.scheduler.ledger.lose(holder)
         self._looks_for_room = True
         for life in list(self.lives.by_sequence.values()):
-            if self.lives.lose(life, holder):
+            if self.grants.lose(life, holder):
+                self.lives.tell(life, f"lost what holder {holder} had")
                 if life.fate is None:
                     self.lives.doom(life, Fate.REQUEUE)
                     self.num_recomputed += 1
@@ -251,7 +254,7 @@ class Lifecycle:
 
     def _set_aside(self, life: Life) -> None:
         """Close what is open of a sequence, which waits again, or is over."""
-        for part in self.lives.close(life):
+        for part in self.grants.close(life):
             self._out.append(Close(part))
             self._was_refused = False
         self.lives.place(life, Status.INTERRUPTED, 0)
@@ -260,4 +263,5 @@ class Lifecycle:
     def check_invariants(self) -> None:
         """Recount everything."""
         self.scheduler.check_invariants()
+        self.grants.check_invariants(self.lives.by_sequence.values())
         self.lives.check_invariants({sequence.sequence_id for sequence in self.scheduler.waiting})

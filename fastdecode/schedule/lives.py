@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -49,16 +49,6 @@ class Life:
     unanswered: set[PartId] = field(default_factory=set)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A part that is to be opened or enlarged."""
-
-    life: Life
-    part: Part
-    is_alone: bool
-    """Nothing of other sequences was open on the holder, or to be opened, when it was asked."""
-
-
 class Lives:
     """All sequences that aren't over."""
 
@@ -68,9 +58,6 @@ class Lives:
         self.by_sequence: dict[SequenceId, Life] = {}
         self.by_request: dict[str, list[Life]] = {}
         """Of requests that aren't over."""
-        self.asked: dict[PartId, Asked] = {}
-        """Parts that were to be opened or enlarged, and of which nothing was heard yet."""
-        self._num_parts: Counter[HolderId] = Counter()  # asked for or open, on each holder
         self.flying: dict[int, frozenset[SequenceId]] = {}
         """By lane: those whose step is in flight."""
         self.num_fates = 0
@@ -90,52 +77,6 @@ class Lives:
         for life in lives:
             self.by_sequence[life.sequence.sequence_id] = life
             self.tell(life, f"submitted, {life.sequence.num_prompt_tokens} tokens")
-
-    def ask(self, life: Life, part: Part) -> None:
-        """A part is to be opened or enlarged."""
-        residence = life.sequence.residence
-        assert residence is not None
-        own = [one.part_id for one in residence.parts if one.holder == part.holder]
-        num_own = len(life.unanswered.intersection(own)) + len(life.opened.keys() & own)
-        is_alone = self._num_parts[part.holder] == num_own
-        self._num_parts[part.holder] += part.part_id not in life.opened
-        self.asked[part.part_id] = Asked(life, part, is_alone)
-        life.unanswered.add(part.part_id)
-
-    def opened(self, part_id: PartId) -> Life:
-        """The part is open, or enlarged. Returns whose it is."""
-        asked = self.asked.pop(part_id)
-        asked.life.unanswered.remove(part_id)
-        asked.life.opened[part_id] = asked.part
-        return asked.life
-
-    def refused(self, part_id: PartId) -> Asked:
-        """The part isn't opened, or enlarged."""
-        asked = self.asked.pop(part_id)
-        asked.life.unanswered.remove(part_id)
-        self._num_parts[asked.part.holder] -= part_id not in asked.life.opened
-        return asked
-
-    def close(self, life: Life) -> list[Part]:
-        """All that is open of a sequence isn't any more. Returns what was."""
-        parts = list(life.opened.values())
-        life.opened.clear()
-        self._num_parts.subtract(part.holder for part in parts)
-        return parts
-
-    def lose(self, life: Life, holder: HolderId) -> bool:
-        """A holder is gone. Returns whether it had a part of the sequence, or was to have one."""
-        residence = life.sequence.residence
-        if residence is None or not residence.is_on(holder):
-            return False
-        for part in residence.parts:
-            if part.holder == holder:
-                self._num_parts[holder] -= part.part_id in life.unanswered or part.part_id in life.opened
-                self.asked.pop(part.part_id, None)
-                life.unanswered.discard(part.part_id)
-                life.opened.pop(part.part_id, None)
-        self.tell(life, f"lost what holder {holder} had")
-        return True
 
     def is_at_rest(self, life: Life) -> bool:
         """Whether no step of it is in flight, and all that was asked for it is answered."""
@@ -171,11 +112,6 @@ class Lives:
         life = self.by_sequence.get(sequence_id)
         return Status.FINISHED if life is None else life.status
 
-    def awaits(self, holder: HolderId, part_id: PartId) -> bool:
-        """Whether the holder owes an answer about this part."""
-        asked = self.asked.get(part_id)
-        return asked is not None and asked.part.holder == holder
-
     def wanted(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
         """Of a step's chunks those that count: their sequences weren't cancelled, nor did they lose a part."""
         if not self.num_fates:
@@ -204,18 +140,11 @@ class Lives:
         """Recount everything. ``waiting``: those that are in the queue."""
         every = self.by_sequence.values()
         assert self.num_cached_tokens == sum(life.sequence.num_cached for life in every), "the load is wrong"
-        assert {i: life for life in every for i in life.unanswered} == {i: one.life for i, one in self.asked.items()}
         assert self.num_fates == sum(life.fate is not None for life in every)
         flying = [sequence_id for ids in self.flying.values() for sequence_id in ids]
         assert len(flying) == len(set(flying)) and set(flying) <= set(self.by_sequence), "it steps twice"
         for life in every:
             _check_life(life, life.sequence.sequence_id in waiting, self.is_at_rest(life))
-        parts = [part_id for life in every for part_id in life.opened]
-        assert len(parts) == len(set(parts)), "two parts with one id"
-        held = {i: part.holder for life in every for i, part in life.opened.items()}
-        held |= {i: one.part.holder for i, one in self.asked.items()}
-        assert Counter(held.values()) == +self._num_parts, "parts are counted that there aren't"
-        assert min(self._num_parts.values(), default=0) >= 0
 
 
 def _check_life(life: Life, is_waiting: bool, is_at_rest: bool) -> None:

@@ -38,15 +38,14 @@ def make_scheduler(
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
     lengths: LengthPredictor = LearntLengths(options.length_quantile) if options.learn_lengths else LongestLengths()
 
-    def make_lane(num_lanes: int) -> Lane:
+    def make_lanes(num_lanes: int) -> list[Lane]:
         one = replace(options, num_lanes=num_lanes)
-        max_prompt_tokens = one.max_step_tokens - one.lane_size
-        budget = PrefillBudget(max_prompt_tokens, one.prefill_chunk, one.max_closed_rows, one.split_tokens)
-        return Lane(_admission(one, capacity, times), budget)
+        budget = one.max_step_tokens - one.lane_size, one.prefill_chunk, one.max_closed_rows, one.split_tokens
+        return [Lane(_admission(one, capacity, times), PrefillBudget(*budget)) for _ in range(num_lanes)]
 
     return ContinuousScheduler(
         BlockLedger(blocks, block_size, options.split_tokens, options.max_closed_rows),
-        make_lane,
+        make_lanes,
         lengths,
         num_lanes=options.num_lanes,
         max_num_sequences=options.max_num_sequences,

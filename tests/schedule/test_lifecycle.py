@@ -101,7 +101,7 @@ def test_a_refusal_beside_others_waits_even_if_they_have_ended_by_now() -> None:
     assert life.lives.status(1) is Status.INTERRUPTED  # type: ignore[arg-type]
     third = opening(life, 1)
     assert third.part.part_id not in (first.part.part_id, second.part.part_id), "a late answer is nobody else's"
-    assert not life.lives.awaits(second.part.holder, second.part.part_id)
+    assert not life.grants.awaits(second.part.holder, second.part.part_id)
     (fail,) = tell(life, Refused(third.part.part_id, **FULL))
     assert isinstance(fail, Fail) and str(fail.error) == "r0 refused request b: full", "nothing took its room"
 
