@@ -74,12 +74,6 @@ def max_batch_within_latency(
     return max(fitting, default=None)
 
 
-def throughput_efficiency(batch: int, t_of_b: float) -> float:
-    """E(B) = B / T(B): tokens a layer and unit of time."""
-    _check_positive(batch=batch, t_of_b=t_of_b)
-    return batch / t_of_b
-
-
 # Far below anything that matters, far above what rounding adds to a handful of products (a few 1e-16).
 _ROUNDING = 1e-12
 

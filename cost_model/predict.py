@@ -91,22 +91,6 @@ class StepPrediction:
 
 
 @dataclass(frozen=True)
-class PredictedTimes:
-    """Seconds of a lane's step through all layers, for ``fastdecode.schedule.times.balanced_loads``."""
-
-    system: System
-    sequences_per_worker: float
-
-    def s_part_s(self, num_tokens: int) -> float:
-        """The S-part of a step that runs so many tokens."""
-        return self.system.costs.num_layers * self.system.s.t_of_b(num_tokens)
-
-    def r_part_s(self, worker: int, load_tokens: int) -> float:
-        """One R-worker's part of a step whose sequences there have so many cached tokens."""
-        return self.system.costs.num_layers * self.system.r.r_s(self.sequences_per_worker, load_tokens)
-
-
-@dataclass(frozen=True)
 class System:
     """Everything a prediction depends on, but batch, lanes and sockets."""
 
@@ -227,10 +211,6 @@ class System:
         sequences = max(1.0, lane_batch / sockets)
         room_s = self.s_s(lane_batch) / self.r.pace - self.r.call_s - self.r.sequence_s * sequences
         return max(0, int(sockets * room_s / self.r.token_s)) if self.r.token_s > 0 else 0
-
-    def step_times(self, lane_batch: int, sockets: int) -> PredictedTimes:
-        """What the scheduler's load control asks, before anything was measured."""
-        return PredictedTimes(self, max(1.0, lane_batch / sockets))
 
     def s_memory_bytes(self, lane_batch: int, lanes: int) -> float:
         """GPU memory: weights, one lane's activations and every lane's staging of q, k, v, o; all GPUs together."""

@@ -147,7 +147,7 @@ class Harness:
 
     def _answer(self, part: Part) -> None:
         self.unanswered.remove(part)
-        assert self.lifecycle.lives.awaits(part.holder, part.part_id)
+        assert self.lifecycle.grants.awaits(part.holder, part.part_id)
         self._tell(Opened(part.part_id))
 
     def complete(self, lane: int) -> None:

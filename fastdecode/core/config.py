@@ -22,7 +22,7 @@ KV_PLACEMENTS = ("r", "gpu")
 PROMPT_ATTENTION = ("auto", "s", "r")
 CUDA_GRAPHS = ("auto", "on", "off")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
-COLD_STARTS = ("headroom", "ramp", "fixed-f", "none")
+COLD_STARTS = ("headroom", "none")
 _OF_R_WORKERS = (
     "tp", "r_workers", "r_partition", "r_worker_addresses", "transport", "prompt_attention", "split_tokens"
 )  # fmt: skip
@@ -216,7 +216,7 @@ class Batching:
     )
     cold_start: str = option(
         "headroom",
-        "how stabilized fills an empty lane: headroom, ramp, fixed-f, none",
+        "how stabilized fills an empty lane: headroom (leaving room for those that start later), or none (at once)",
         choices=COLD_STARTS,
         metavar="HOW",
     )
@@ -242,7 +242,7 @@ class Batching:
             )
         if self.length_quantile is not None and not self.learn_lengths:
             raise ConfigError(Given("length_quantile", self.length_quantile), " needs ", Given("learn_lengths"))
-        if "fixed-f" in (self.schedule, self.cold_start) and self.target_length is None:
+        if self.schedule == "fixed-f" and self.target_length is None:
             raise ConfigError(
                 "fixed intervals need ",
                 Given("target_length"),

@@ -141,7 +141,7 @@ class Engine:
                 for lane in self._pipeline.idle_lanes:
                     outputs += self._launch(lane)
             in_flight = self._pipeline.in_flight
-            if not in_flight and not self._lifecycle.lives.asked:
+            if not in_flight and not self._lifecycle.grants:
                 return outputs
             is_prefill = any(step.batch.num_prompt_tokens for step in in_flight)
             outputs += self._run_on()
@@ -178,7 +178,7 @@ class Engine:
         """Forget every unfinished request, and free what it holds."""
         for request_id in self._requests.ids:
             self.cancel(request_id)
-        while self.broken is None and (self._pipeline.in_flight or self._lifecycle.lives.asked):
+        while self.broken is None and (self._pipeline.in_flight or self._lifecycle.grants):
             self._run_on()
 
     def abandon(self, error: FastDecodeError) -> list[RequestOutput]:
@@ -199,7 +199,7 @@ class Engine:
             if isinstance(news, WorkerError):
                 self._recovery.lose(holder, news)
                 outputs += self._carry_out(events.Lost(holder))
-            elif not self._lifecycle.lives.awaits(holder, PartId(news.sequence_id)):
+            elif not self._lifecycle.grants.awaits(holder, PartId(news.sequence_id)):
                 answer = f"{self._fleet.peer(holder)} sent {type(news).__name__}, which nobody asked for"
                 self._fleet.lose(holder, ProtocolError(answer))
             else:
@@ -213,7 +213,7 @@ class Engine:
         """Plan and start a lane's step, as far as anybody has room. Returns the requests that are over."""
         started, waited = time.perf_counter(), self._pipeline.wait_s
         outputs = self._carry_out(events.LaneIdle(lane))
-        while self._answer_at_once and self._lifecycle.lives.asked:
+        while self._answer_at_once and self._lifecycle.grants:
             self._pipeline.receive()
             outputs += self._take_news()
         for run in self._lifecycle.handle(events.LaneReady(lane)):
@@ -234,7 +234,11 @@ class Engine:
         assert step.logits is not None
         logits = step.logits if len(rows) == len(step.logits) else step.logits[rows]
         # Before what the step has ended is freed: the holders have held it all through the step.
-        started = self._count_load(wanted)
+        started = time.perf_counter()
+        load = self._lifecycle.lives.num_cached_tokens + sum([chunk.num_tokens for chunk in wanted])
+        self.stats.count_load(load, sum([_in_prompt(chunk) for chunk in wanted]))
+        scheduler = self._lifecycle.scheduler
+        self._watch.trace.load(started, scheduler.num_running, scheduler.num_waiting, load)
         generations = [self._requests.generation(chunk.sequence) for chunk in drawing]
         sampled = self._s_worker.sample(logits, [one.sampling for one in generations])
         now = time.perf_counter()
@@ -244,16 +248,6 @@ class Engine:
         if self._watch.times is not None:
             step.tell(self._watch.times, self._watch.lanes, time.perf_counter() - ran_s)
         return outputs
-
-    def _count_load(self, chunks: Seq[Chunk]) -> float:
-        """Note the load, now that these are cached. Returns the time."""
-        now = time.perf_counter()
-        scheduler = self._lifecycle.scheduler
-        load = self._lifecycle.lives.num_cached_tokens + sum([chunk.num_tokens for chunk in chunks])
-        self.stats.count_load(load)
-        self.stats.num_prompt_tokens += sum([_in_prompt(chunk) for chunk in chunks])
-        self._watch.trace.load(now, scheduler.num_running, scheduler.num_waiting, load)
-        return now
 
     def _carry_out(self, event: events.Event) -> list[RequestOutput]:
         """Tell the lifecycle what has happened, and do what it wants. Returns the requests that are over."""

@@ -65,7 +65,8 @@ class EngineStats:
         else:
             self.decode_s += elapsed_s
 
-    def count_load(self, load: int) -> None:
-        """A step is over, with these tokens cached."""
+    def count_load(self, load: int, num_prompt_tokens: int) -> None:
+        """A step is over, with so many tokens cached; so many of prompts have run in it."""
         self.load_sum += load
         self.load_peak = max(self.load_peak, load)
+        self.num_prompt_tokens += num_prompt_tokens

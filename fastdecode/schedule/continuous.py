@@ -39,7 +39,7 @@ class ContinuousScheduler:
 
     Args:
         ledger: counts what is reserved.
-        make_lane: makes an empty lane, one of so many.
+        make_lanes: makes so many empty lanes.
         lengths: forecasts how a sequence's load is projected, and what it reserves.
         num_lanes: at the start.
         max_num_sequences: most sequences that run at once, shared out evenly among the lanes.
@@ -50,7 +50,7 @@ class ContinuousScheduler:
     def __init__(
         self,
         ledger: BlockLedger,
-        make_lane: Callable[[int], Lane],
+        make_lanes: Callable[[int], list[Lane]],
         lengths: LengthPredictor,
         *,
         num_lanes: int,
@@ -58,13 +58,13 @@ class ContinuousScheduler:
         opening_steps: int = 0,
     ) -> None:
         self.ledger = ledger
-        self._make_lane = make_lane
+        self._make_lanes = make_lanes
         self._lengths = lengths
         self._max_num_sequences = max_num_sequences
         self._opening_steps = opening_steps
         self._starts = Starts(ledger, lengths)
         self._outgrown = Outgrown(ledger, lengths)
-        self._make_lanes(num_lanes)
+        self.lanes = make_lanes(num_lanes)
         self._waiting: deque[Sequence] = deque()
         # Those that have run before, in order of arrival. All of them came before all that wait for their first start.
         self._interrupted: list[Sequence] = []
@@ -104,7 +104,7 @@ class ContinuousScheduler:
             may_start: somebody may start.
         """
         lane = self.lanes[lane_index]
-        if lane.is_planned:
+        if lane.is_planned and any(_is_due(run, lane.step) for run in lane.running.values()):
             return Plan()
         lane.is_planned = True
         lane.step += 1
@@ -159,23 +159,11 @@ class ContinuousScheduler:
         is in flight. Prompts keep the room that was booked for them, so for a few steps a lane may run more tokens than
         it should."""
         runs = [run for lane in self.lanes for run in lane.running.values()]
-        self._make_lanes(num_lanes)
+        self.lanes = self._make_lanes(num_lanes)
         # Like cards, so that every lane gets as many of each holder, long and short.
         runs.sort(key=lambda run: (-len(run.prefill), run.holders, -run.sequence.num_cached))
         for i, run in enumerate(runs):
-            self._move(self.lanes[i % num_lanes], run)
-
-    def _make_lanes(self, num_lanes: int) -> None:
-        self._lane_size = -(-self._max_num_sequences // num_lanes)
-        self.lanes = [self._make_lane(num_lanes) for _ in range(num_lanes)]
-
-    def _move(self, lane: Lane, run: Run) -> None:
-        """A running sequence goes on in a new lane, whose first step is still to come."""
-        length = len(run.sequence.token_ids) - max(0, len(run.prefill) - 1)
-        run.projected = MicroBatch(1, max(run.projected.target_length, length), 0, length)
-        lane.budget.book(run.prefill, run.sequence.num_cached, parts=_parts(run), ahead=1)
-        run.first_step = 0
-        lane.enter(run, run.residence)
+            _move(self.lanes[i % num_lanes], run)
 
     def _start_waiting(self, lane: Lane) -> list[Start]:
         """Start as many as blocks, prefill budget and policy allow."""
@@ -186,7 +174,7 @@ class ContinuousScheduler:
         starts: list[Start] = []
         while len(starts) < most:
             queue = self._interrupted or self._waiting
-            sibling = self._running_sibling(queue[0])
+            sibling = _running_sibling(self.lanes, queue[0])
             recompute = queue is self._interrupted
             candidate = self._starts.candidate(lane, queue[0], sibling, ahead=ahead, recompute=recompute)
             if candidate is None:
@@ -198,17 +186,10 @@ class ContinuousScheduler:
     def _num_startable(self, lane: Lane, ahead: int) -> int:
         """Sequences for which there will be a place in the lane."""
         ending = sum(_ends(run, lane.step) for run in lane.running.values()) if ahead else 0
+        lane_size = -(-self._max_num_sequences // len(self.lanes))
         share = -(-(self.num_running + self.num_waiting) // len(self.lanes))
-        in_lane = min(self._lane_size, share) - len(lane.running) + ending
+        in_lane = min(lane_size, share) - len(lane.running) + ending
         return max(0, min(in_lane, self.num_waiting, self._max_num_sequences - self.num_running + ending))
-
-    def _running_sibling(self, sequence: Sequence) -> Run | None:
-        """A running sequence of the same request: the one that has its room, and most tokens cached."""
-        if sequence.request.params.n == 1:
-            return None
-        runs = (run for lane in self.lanes for run in lane.running.values())
-        siblings = (run for run in runs if run.sequence.request is sequence.request)
-        return max(siblings, key=lambda run: (run.is_open, run.sequence.num_cached), default=None)
 
     def _stop(self, sequence: Sequence) -> bool:
         """A sequence runs no more, if it does."""
@@ -232,6 +213,24 @@ class ContinuousScheduler:
             assert not any(reserved.values()), "a lane counts other reservations than it has"
         ids = [sequence.sequence_id for sequence in self.waiting]
         assert ids == sorted(set(ids)), "the queue is out of order"
+
+
+def _move(lane: Lane, run: Run) -> None:
+    """A running sequence goes on in a new lane, whose first step is still to come."""
+    length = len(run.sequence.token_ids) - max(0, len(run.prefill) - 1)
+    run.projected = MicroBatch(1, max(run.projected.target_length, length), 0, length)
+    lane.budget.book(run.prefill, run.sequence.num_cached, parts=_parts(run), ahead=1)
+    run.first_step = 0
+    lane.enter(run, run.residence)
+
+
+def _running_sibling(lanes: Iterable[Lane], sequence: Sequence) -> Run | None:
+    """A running sequence of the same request: the one that has its room, and most tokens cached."""
+    if sequence.request.params.n == 1:
+        return None
+    runs = (run for lane in lanes for run in lane.running.values())
+    siblings = (run for run in runs if run.sequence.request is sequence.request)
+    return max(siblings, key=lambda run: (run.is_open, run.sequence.num_cached), default=None)
 
 
 def _is_due(run: Run, step: int) -> bool:

@@ -46,7 +46,8 @@ from fastdecode.schedule.events import (
     StepDone,
     Submitted,
 )
-from fastdecode.schedule.lives import Fate, Life, Lives, Status, check_lives
+from fastdecode.schedule.grants import Grants
+from fastdecode.schedule.lives import Fate, Life, Lives, Status
 from fastdecode.schedule.plan import Chunk, Start
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Lifecycle:
     def __init__(self, scheduler: ContinuousScheduler) -> None:
         self.scheduler = scheduler
         self.lives = Lives()
+        self.grants = Grants()
         self.num_recomputed = 0
         """Sequences that had to start again since a holder was lost."""
         self.num_suspended = 0
@@ -107,7 +109,7 @@ class Lifecycle:
     def _plan(self, lane: int) -> None:
         if self._looks_for_room:
             self._fail_unplaceable()
-        plan = self.scheduler.plan(lane, may_start=not self._was_refused)
+        plan = self.scheduler.plan(lane, may_start=not (self._was_refused and self._flying))
         for suspend in plan.suspends:
             life = self.lives.by_sequence[suspend.sequence.sequence_id]
             self.num_suspended += 1
@@ -116,7 +118,7 @@ class Lifecycle:
         for grow in plan.grows:
             grow.sequence.residence = grow.residence
             part = grow.residence.parts[-1]
-            self.lives.ask(self.lives.by_sequence[grow.sequence.sequence_id], part)
+            self.grants.ask(self.lives.by_sequence[grow.sequence.sequence_id], part)
             self._out.append(Extend(part))
         for start in plan.starts:
             self._start(self.lives.by_sequence[start.sequence.sequence_id], start)
@@ -126,7 +128,7 @@ class Lifecycle:
         self.lives.place(life, Status.OPENING, start.num_shared_tokens)
         sequence.residence = start.residence
         for index, part in enumerate(start.residence.parts):
-            self.lives.ask(life, part)
+            self.grants.ask(life, part)
             num_shared = min(start.num_shared_tokens - part.first_token, part.num_tokens)
             if parent is not None and parent.residence is not None and num_shared > 0:
                 self._out.append(Fork(part, parent.residence.parts[index], num_shared))
@@ -142,8 +144,7 @@ class Lifecycle:
             self._out.append(Run(lane, chunks))
 
     def _opened(self, part_id: PartId) -> None:
-        life, part = self.lives.answered(part_id)
-        life.opened[part_id] = part
+        life = self.grants.opened(part_id)
         if life.fate is not None:
             self._settle(life)
         elif not life.unanswered:
@@ -153,8 +154,9 @@ class Lifecycle:
 
     def _refused(self, event: Refused) -> None:
         """A holder has less room than it said. The sequence waits until there is some, or has failed if there never
-        will be: if nothing of ours takes room there, nothing that ends would make any."""
-        life, part = self.lives.answered(event.part_id)
+        will be: if nothing of ours took room there when it was asked, nothing that ends makes any."""
+        asked = self.grants.refused(event.part_id)
+        life, part = asked.life, asked.part
         self.lives.tell(life, f"refused by {event.peer}: {event.message}")
         if life.fate is None:
             residence, request_id = life.sequence.residence, life.sequence.request.request_id
@@ -162,7 +164,7 @@ class Lifecycle:
             number = [one.part_id for one in residence.parts].index(part.part_id) + 1
             of_part = f"part {number} of " if len(residence.parts) > 1 else ""
             message = f"{event.peer} refused {of_part}request {request_id}: {event.message}"
-            if event.code == CapacityError.default_code and self.lives.has_others(part.holder, life):
+            if event.code == CapacityError.default_code and not asked.is_alone:
                 logger.warning("%s: it waits", message)
                 self.lives.doom(life, Fate.REQUEUE)
                 self._was_refused = True
@@ -198,7 +200,8 @@ class Lifecycle:
         self.scheduler.ledger.lose(holder)
         self._looks_for_room = True
         for life in list(self.lives.by_sequence.values()):
-            if self.lives.lose(life, holder):
+            if self.grants.lose(life, holder):
+                self.lives.tell(life, f"lost what holder {holder} had")
                 if life.fate is None:
                     self.lives.doom(life, Fate.REQUEUE)
                     self.num_recomputed += 1
@@ -251,14 +254,14 @@ class Lifecycle:
 
     def _set_aside(self, life: Life) -> None:
         """Close what is open of a sequence, which waits again, or is over."""
-        for part in life.opened.values():
+        for part in self.grants.close(life):
             self._out.append(Close(part))
             self._was_refused = False
-        life.opened.clear()
         self.lives.place(life, Status.INTERRUPTED, 0)
         life.sequence.residence = None
 
     def check_invariants(self) -> None:
         """Recount everything."""
         self.scheduler.check_invariants()
-        check_lives(self.lives, {sequence.sequence_id for sequence in self.scheduler.waiting})
+        self.grants.check_invariants(self.lives.by_sequence.values())
+        self.lives.check_invariants({sequence.sequence_id for sequence in self.scheduler.waiting})

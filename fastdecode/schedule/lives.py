@@ -58,8 +58,6 @@ class Lives:
         self.by_sequence: dict[SequenceId, Life] = {}
         self.by_request: dict[str, list[Life]] = {}
         """Of requests that aren't over."""
-        self.asked: dict[PartId, tuple[Life, Part]] = {}
-        """Parts that were to be opened or enlarged, and of which nothing was heard yet."""
         self.flying: dict[int, frozenset[SequenceId]] = {}
         """By lane: those whose step is in flight."""
         self.num_fates = 0
@@ -79,30 +77,6 @@ class Lives:
         for life in lives:
             self.by_sequence[life.sequence.sequence_id] = life
             self.tell(life, f"submitted, {life.sequence.num_prompt_tokens} tokens")
-
-    def ask(self, life: Life, part: Part) -> None:
-        """A part is to be opened or enlarged."""
-        self.asked[part.part_id] = life, part
-        life.unanswered.add(part.part_id)
-
-    def answered(self, part_id: PartId) -> tuple[Life, Part]:
-        """The answer is there. Returns whose part it is."""
-        life, part = self.asked.pop(part_id)
-        life.unanswered.remove(part_id)
-        return life, part
-
-    def lose(self, life: Life, holder: HolderId) -> bool:
-        """A holder is gone. Returns whether it had a part of the sequence, or was to have one."""
-        residence = life.sequence.residence
-        if residence is None or not residence.is_on(holder):
-            return False
-        for part in residence.parts:
-            if part.holder == holder:
-                self.asked.pop(part.part_id, None)
-                life.unanswered.discard(part.part_id)
-                life.opened.pop(part.part_id, None)
-        self.tell(life, f"lost what holder {holder} had")
-        return True
 
     def is_at_rest(self, life: Life) -> bool:
         """Whether no step of it is in flight, and all that was asked for it is answered."""
@@ -138,11 +112,6 @@ class Lives:
         life = self.by_sequence.get(sequence_id)
         return Status.FINISHED if life is None else life.status
 
-    def awaits(self, holder: HolderId, part_id: PartId) -> bool:
-        """Whether the holder owes an answer about this part."""
-        asked = self.asked.get(part_id)
-        return asked is not None and asked[1].holder == holder
-
     def wanted(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
         """Of a step's chunks those that count: their sequences weren't cancelled, nor did they lose a part."""
         if not self.num_fates:
@@ -153,11 +122,6 @@ class Lives:
         """Whether any sequence still remembers the holder."""
         residences = (life.sequence.residence for life in self.by_sequence.values())
         return any(residence is not None and residence.is_on(holder) for residence in residences)
-
-    def has_others(self, holder: HolderId, life: Life) -> bool:
-        """Whether another sequence has something open on a holder."""
-        others = (other for other in self.by_sequence.values() if other is not life)
-        return any(part.holder == holder for other in others for part in other.opened.values())
 
     def sequences(self, request_id: str) -> list[Sequence]:
         """Those of a request that aren't over."""
@@ -172,19 +136,15 @@ class Lives:
             and all(life.sequence.residence is None and not life.sequence.num_generated for life in lives)
         ]
 
-
-def check_lives(lives: Lives, waiting: set[SequenceId]) -> None:
-    """Recount everything. ``waiting``: those that are in the queue."""
-    every = lives.by_sequence.values()
-    assert lives.num_cached_tokens == sum(life.sequence.num_cached for life in every), "the load is wrong"
-    assert {i: life for life in every for i in life.unanswered} == {i: at[0] for i, at in lives.asked.items()}
-    assert lives.num_fates == sum(life.fate is not None for life in every)
-    flying = [sequence_id for ids in lives.flying.values() for sequence_id in ids]
-    assert len(flying) == len(set(flying)) and set(flying) <= set(lives.by_sequence), "it steps twice, or after its end"
-    for life in every:
-        _check_life(life, life.sequence.sequence_id in waiting, lives.is_at_rest(life))
-    parts = [part_id for life in every for part_id in life.opened]
-    assert len(parts) == len(set(parts)), "two parts with one id"
+    def check_invariants(self, waiting: set[SequenceId]) -> None:
+        """Recount everything. ``waiting``: those that are in the queue."""
+        every = self.by_sequence.values()
+        assert self.num_cached_tokens == sum(life.sequence.num_cached for life in every), "the load is wrong"
+        assert self.num_fates == sum(life.fate is not None for life in every)
+        flying = [sequence_id for ids in self.flying.values() for sequence_id in ids]
+        assert len(flying) == len(set(flying)) and set(flying) <= set(self.by_sequence), "it steps twice"
+        for life in every:
+            _check_life(life, life.sequence.sequence_id in waiting, self.is_at_rest(life))
 
 
 def _check_life(life: Life, is_waiting: bool, is_at_rest: bool) -> None:

@@ -251,14 +251,3 @@ class FixedInterval:
         """The highest load: M·(S + (S - F) + (S - 2F) + …). If F divides S and S divides B·F, this is B·(S + F)/2."""
         n = self.num_micro_batches
         return self.num_sequences * (n * self.target_length - self.interval * (n * (n - 1) // 2))
-
-
-def ramped_limit(limit: int, age: int, num_steps: int) -> int:
-    """W_lim, ``age`` steps after a cold start: raised to its full value within ``num_steps`` (S) steps.
-
-    At a constant limit an empty system starts sequences until their common end is full, all at once, and they end
-    together too. A sequence that starts at step r of S is S - r tokens long when the first ones end; so if the limit
-    rises as W_lim·(1 - (1 - r/S)²), whose slope is proportional to S - r, they start at an even pace.
-    """
-    left = max(0, num_steps - 1 - age)
-    return limit * (num_steps**2 - left**2) // num_steps**2

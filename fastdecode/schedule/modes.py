@@ -11,7 +11,7 @@ from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.prefill import PrefillBudget
 from fastdecode.schedule.running import Lane
-from fastdecode.schedule.stabilized import ColdStart, PacedStart, RampedStart, Stabilized
+from fastdecode.schedule.stabilized import Stabilized
 from fastdecode.schedule.times import StepTimes, balanced_loads
 
 __all__ = ["ScheduleOptions", "make_scheduler"]
@@ -38,15 +38,14 @@ def make_scheduler(
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
     lengths: LengthPredictor = LearntLengths(options.length_quantile) if options.learn_lengths else LongestLengths()
 
-    def make_lane(num_lanes: int) -> Lane:
+    def make_lanes(num_lanes: int) -> list[Lane]:
         one = replace(options, num_lanes=num_lanes)
-        max_prompt_tokens = one.max_step_tokens - one.lane_size
-        budget = PrefillBudget(max_prompt_tokens, one.prefill_chunk, one.max_closed_rows, one.split_tokens)
-        return Lane(_admission(one, capacity, times), budget)
+        budget = one.max_step_tokens - one.lane_size, one.prefill_chunk, one.max_closed_rows, one.split_tokens
+        return [Lane(_admission(one, capacity, times), PrefillBudget(*budget)) for _ in range(num_lanes)]
 
     return ContinuousScheduler(
         BlockLedger(blocks, block_size, options.split_tokens, options.max_closed_rows),
-        make_lane,
+        make_lanes,
         lengths,
         num_lanes=options.num_lanes,
         max_num_sequences=options.max_num_sequences,
@@ -62,25 +61,18 @@ def _admission(options: ScheduleOptions, capacity: tuple[int, ...], times: StepT
         return Synchronized()
     if options.mode == "fixed-f":
         return FixedF(options.fixed_interval())
-    cold_start: ColdStart | None = None
-    if options.cold_start == "ramp":
-        cold_start = RampedStart()
-    elif options.cold_start == "fixed-f":
-        cold_start = PacedStart(options.fixed_interval())
     headroom = options.cold_start == "headroom"
     if options.load_limit is not None:
         limits = _shares(options.load_limit // options.num_lanes, capacity, times)
         limited = f"the load limit of {options.load_limit}"
         if options.num_lanes > 1:
             limited += f", shared out to {options.num_lanes} lanes,"
-        return Stabilized(
-            capacity, options.lane_size, limits=limits, limited=limited, cold_start=cold_start, headroom=headroom
-        )
+        return Stabilized(capacity, options.lane_size, limits=limits, limited=limited, headroom=headroom)
 
     def balance() -> tuple[int, ...] | None:
         return None if times is None else balanced_loads(times, options.lane_size, capacity)
 
-    return Stabilized(capacity, options.lane_size, balance=balance, cold_start=cold_start, headroom=headroom)
+    return Stabilized(capacity, options.lane_size, balance=balance, headroom=headroom)
 
 
 def _shares(limit: int, capacity: tuple[int, ...], times: StepTimes | None) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.schedule.load_control import FixedInterval
 
 Mode = Literal["stabilized", "fixed-f", "greedy", "synchronized"]
-ColdStartMode = Literal["headroom", "ramp", "fixed-f", "none"]
+ColdStartMode = Literal["headroom", "none"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 COLD_STARTS: tuple[ColdStartMode, ...] = get_args(ColdStartMode)
 
@@ -43,7 +43,7 @@ class ScheduleOptions:
     """F in steps, for fixed intervals; None: S/16, or S/B if that is longer."""
     cold_start: ColdStartMode = "headroom"
     """How ``stabilized`` fills an empty lane: the way it goes on later, by leaving room for those that are still to
-    start; by raising the load limit; at fixed intervals; or at once."""
+    start; or at once."""
     learn_lengths: bool = True
     """Project load by the lengths of finished requests; else every sequence may run to its max_tokens, which keeps the
     load below its limit at all times, and far below it where most end early."""
@@ -79,8 +79,7 @@ class ScheduleOptions:
             raise ConfigError(Given("length_quantile", self.length_quantile), " is not above 0 and at most 1")
         if self.length_quantile is not None and not self.learn_lengths:
             raise ConfigError(Given("length_quantile", self.length_quantile), " needs ", Given("learn_lengths"))
-        needs_length = self.mode == "fixed-f" or (self.mode == "stabilized" and self.cold_start == "fixed-f")
-        if needs_length and self.target_length is None:
+        if self.mode == "fixed-f" and self.target_length is None:
             raise ConfigError(
                 "fixed intervals need ", Given("target_length"), ": tokens that a sequence typically generates"
             )

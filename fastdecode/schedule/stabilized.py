@@ -9,66 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 from fastdecode.core.errors import CapacityError
-from fastdecode.schedule.admission import NOTHING_EARLIER, Earlier, FixedF
+from fastdecode.schedule.admission import NOTHING_EARLIER, Earlier
 from fastdecode.schedule.headroom import Headroom
-from fastdecode.schedule.load_control import FixedInterval, LoadControl, MicroBatch, ramped_limit
-
-
-class ColdStart(Protocol):
-    """Spreads the starts of a lane that was empty."""
-
-    def begin_step(self, step: int, num_running: int, num_startable: int) -> None: ...
-
-    def allows(self, batch: MicroBatch, peak: int, limit: int) -> bool:
-        """Whether a sequence may start now, on top of the projected ``peak`` of all R-workers under ``limit``."""
-
-    def add(self, batch: MicroBatch) -> None:
-        """A sequence starts."""
-
-
-class RampedStart:
-    """Raise the limit over as many steps as the first sequence takes."""
-
-    def __init__(self) -> None:
-        self._since = 0
-        self._num_steps = 0
-
-    def begin_step(self, step: int, num_running: int, num_startable: int) -> None:
-        if num_running == 0:
-            self._since, self._num_steps = step, 0
-
-    def allows(self, batch: MicroBatch, peak: int, limit: int) -> bool:
-        age = batch.start - self._since
-        if peak == 0 or age >= self._num_steps:
-            return True
-        return peak + batch.peak <= ramped_limit(limit, age, self._num_steps)
-
-    def add(self, batch: MicroBatch) -> None:
-        self._num_steps = self._num_steps or batch.num_steps
-
-
-class PacedStart:
-    """Start M sequences every F steps, until the first of them would have ended."""
-
-    def __init__(self, interval: FixedInterval) -> None:
-        self._pace = FixedF(interval)
-        self._num_steps = interval.target_length
-        self._since = 0
-
-    def begin_step(self, step: int, num_running: int, num_startable: int) -> None:
-        if num_running == 0:
-            self._since = step
-        self._pace.begin_step(step, num_running, num_startable)
-
-    def allows(self, batch: MicroBatch, peak: int, limit: int) -> bool:
-        return batch.start - self._since >= self._num_steps or self._pace.choose(batch, (0,)) is not None
-
-    def add(self, batch: MicroBatch) -> None:
-        self._pace.add(0, batch)
-
+from fastdecode.schedule.load_control import LoadControl, MicroBatch
 
 # Steps between two looks at the step times, once they are known.
 RECALIBRATE_EVERY = 64
@@ -91,7 +36,6 @@ class Stabilized:
             evenly, the paper's B·S/2: where R-workers are what everything waits for, fewer sequences would make the
             S-worker read its weights more often, and R-workers no faster. Balance is sought at the mean load, so the
             limit is half a sequence more: B·(S + F)/2 when one starts every F = S/B steps.
-        cold_start: how an empty lane fills; None: at once.
         headroom: leave room for the sequences that start later, always. An empty lane then fills evenly by itself, and
             stays even; without it, equal lengths drift into convoys.
     """
@@ -104,7 +48,6 @@ class Stabilized:
         limits: Seq[int] | None = None,
         limited: str = "",
         balance: Callable[[], Seq[int] | None] = lambda: None,
-        cold_start: ColdStart | None = None,
         headroom: bool = True,
     ) -> None:
         self._capacity = capacity
@@ -114,7 +57,6 @@ class Stabilized:
         self._limited = limited
         self._balance = balance
         self._balanced: Seq[int] | None = None
-        self._cold_start = cold_start
         self._headroom = Headroom() if headroom else None
         # Of the sequences that have started: how many, the steps that they take, and their lengths summed over those.
         self._num_started = self._num_steps = self._token_steps = 0
@@ -140,16 +82,10 @@ class Stabilized:
         if not self._are_given and (self._balanced is None or step % RECALIBRATE_EVERY == 0):
             self._balanced = self._balance()
             self._set_limits()
-        if self._cold_start is not None:
-            self._cold_start.begin_step(step, num_running, num_startable)
 
     def choose(
         self, batch: MicroBatch, workers: Seq[int], earlier: Earlier = NOTHING_EARLIER, *, alone: bool = True
     ) -> int | None:
-        if self._cold_start is not None:
-            peak = sum(control.peak() for control in self._controls) + sum(part.peak for _, part in earlier)
-            if not self._cold_start.allows(batch, peak, sum(control.limit for control in self._controls)):
-                return None
         own = {worker: [part for at, part in earlier if at == worker] for worker in workers}
         by_load = sorted(workers, key=lambda worker: self._controls[worker].peak() / self._controls[worker].limit)
         fitting = (w for w in by_load if self._fits(batch, self._controls[w], own[w], alone=alone))
@@ -165,8 +101,6 @@ class Stabilized:
             self._set_limits()
         if self._headroom is not None:
             self._headroom.started(batch)
-        if self._cold_start is not None:
-            self._cold_start.add(batch)
 
     def prolong(self, worker: int, batch: MicroBatch) -> None:
         self._controls[worker].add(batch)

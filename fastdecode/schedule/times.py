@@ -54,14 +54,12 @@ class MeasuredTimes:
     need as long for it as the S-worker needs for its steps as they are.
 
     Args:
-        prior: speaks until enough has been measured.
         half_life: after so many steps a measurement weighs half.
         min_observed: steps that are enough.
     """
 
-    def __init__(self, prior: StepTimes | None = None, *, half_life: float = 200.0, min_observed: int = 32) -> None:
+    def __init__(self, *, half_life: float = 200.0, min_observed: int = 32) -> None:
         assert half_life > 0 and min_observed >= 1
-        self._prior = prior
         self._keep = 0.5 ** (1 / half_life)
         self._min_observed = min_observed
         self._s_part = _Line()
@@ -91,14 +89,14 @@ class MeasuredTimes:
         for it will know."""
         line = self._s_part
         if line.num_observed < self._min_observed:
-            return math.nan if self._prior is None else self._prior.s_part_s(num_tokens)
+            return math.nan
         slope = line.mean_y / max(line.mean_x, 1.0) if hopeful and num_tokens < line.mean_x else 0.0
         return line.at(num_tokens, slope_if_unknown=slope)
 
     def r_part_s(self, worker: int, load_tokens: int) -> float:
         line = self._r_part.get(worker)
         if line is None or line.num_observed < self._min_observed:
-            return 0.0 if self._prior is None else self._prior.r_part_s(worker, load_tokens)
+            return 0.0
         # Attention reads every cached token and little else: as long as the load hasn't varied, through the origin.
         return line.at(load_tokens, slope_if_unknown=line.mean_y / max(line.mean_x, 1.0))
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.closed_forms import throughput_efficiency, whole
+from cost_model.closed_forms import whole
 from cost_model.size import max_batch_within_latency, required_cpus
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
@@ -39,7 +39,7 @@ def test_required_cpus(case: dict[str, Any]) -> None:
     assert answer.compute_bound == pytest.approx(expected["P_compute"], rel=1e-9)
     assert answer.memory_bound == pytest.approx(expected["P_memory"], rel=1e-9)
     assert answer.needed == expected["P_needed"]
-    efficiency = throughput_efficiency(given_["B"], given_["T_B_ms"])
+    efficiency = given_["B"] / given_["T_B_ms"]
     assert efficiency == pytest.approx(expected["E_B"], rel=1e-9)
     assert answer.compute_bound == pytest.approx(
         given_["S"] * given_["R_ms_per_token_per_cpu"] * efficiency / 2, rel=1e-9
@@ -55,7 +55,7 @@ def test_max_batch_within_latency(case: dict[str, Any]) -> None:
     if batch is not None:
         assert 2 * given_["N_layers"] * given_["S"] * table[batch] == pytest.approx(expected["latency_ms"], rel=1e-9)
     for size, efficiency in expected["E_B"].items():
-        assert throughput_efficiency(int(size), table[int(size)]) == pytest.approx(efficiency, rel=1e-9)
+        assert int(size) / table[int(size)] == pytest.approx(efficiency, rel=1e-9)
 
 
 def test_load_is_the_sum_over_micro_batches() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from cost_model.hardware import Hardware
+from cost_model.predict import System
 from cost_model.question import Goal, Setup
 from cost_model.shapes import model_named
 from cost_model.size import size
@@ -118,10 +119,24 @@ def test_plans_end_where_measuring_ended() -> None:
         size(measured(), Goal(batch=1 << 20))
 
 
-def test_the_scheduler_may_ask_the_same_predictor() -> None:
+@dataclass(frozen=True)
+class PredictedTimes:
+    """A lane's step through all layers, as the scheduler would be told of it."""
+
+    system: System
+    sequences_per_worker: float
+
+    def s_part_s(self, num_tokens: int) -> float:
+        return self.system.costs.num_layers * self.system.s.t_of_b(num_tokens)
+
+    def r_part_s(self, worker: int, load_tokens: int) -> float:
+        return self.system.costs.num_layers * self.system.r.r_s(self.sequences_per_worker, load_tokens)
+
+
+def test_the_load_limit_is_what_the_scheduler_would_find() -> None:
     """W_lim: the most cached tokens that the R-workers attend to within the S-part."""
     system = measured().system()
-    times = system.step_times(lane_batch=256, sockets=4)
+    times = PredictedTimes(system, 256 / 4)
     limits = balanced_loads(times, 256, (10**9,) * 4)
     assert limits is not None
     assert sum(limits) == pytest.approx(system.load_limit_tokens(256, 4), abs=4)

@@ -194,7 +194,7 @@ def test_every_token_comes_of_all_that_is_cached(options: dict[str, Any]) -> Non
         for one in [*ASKED, *MORE]:
             made.engine.submit(one)
         assert_right([*ASKED, *MORE], made.run())
-        assert not made.lifecycle.lives.by_sequence and not made.lifecycle.lives.asked
+        assert not made.lifecycle.lives.by_sequence and not made.lifecycle.grants
         assert made.engine.stats.num_recomputed == 0
 
 

@@ -46,7 +46,7 @@ def test_2000_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., P
             llm.generate(asked, params)
         assert live_tensor_bytes() == first
         assert not engine.num_unfinished and not engine.num_unfinished_sequences
-        assert not engine._lifecycle.lives.by_sequence and not engine._lifecycle.lives.asked
+        assert not engine._lifecycle.lives.by_sequence and not engine._lifecycle.grants
 
 
 @pytest.mark.parametrize("crashes", [{}, {"r1": 7}, {"r0": 7, "r1": 7}], ids=["none lost", "one lost", "all lost"])

@@ -173,10 +173,10 @@ def test_a_refusal_names_the_request_its_part_and_the_r_worker(
 ) -> None:
     really_open = KVStore.open
 
-    def open_first(store: KVStore, sequence_id: int, num_reserved: int) -> None:
-        really_open(store, sequence_id, num_reserved if sequence_id == 0 else 1 << 20)
+    def open_all_but_the_second(store: KVStore, part_id: int, num_reserved: int) -> None:
+        really_open(store, part_id, 1 << 20 if part_id == 1 else num_reserved)
 
-    monkeypatch.setattr(KVStore, "open", open_first)
+    monkeypatch.setattr(KVStore, "open", open_all_but_the_second)
     with LLM(str(tiny_checkpoint("llama")), **OPTIONS, r_workers=2, split_tokens=64) as llm:
         (output,) = llm.generate([asked()[1]], GREEDY)
     assert isinstance(output.error, CapacityError) and output.error.code == "exceeds_capacity"

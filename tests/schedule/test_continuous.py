@@ -54,9 +54,7 @@ def test_the_load_never_exceeds_its_limit_when_lengths_are_bounds(
     cold_start: str,
     load_limit: int,
 ) -> None:
-    chosen = options(
-        "stabilized", num_lanes, load_limit=load_limit, cold_start=cold_start, interval=8, learn_lengths=False
-    )
+    chosen = options("stabilized", num_lanes, load_limit=load_limit, cold_start=cold_start, learn_lengths=False)
     scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE)
     limits = [control.limit for control in scheduler.lanes[0].admission._controls]  # type: ignore[attr-defined]
     assert sum(limits) * num_lanes <= load_limit

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode.core.errors import CapacityError, ConfigError
-from fastdecode.schedule.load_control import FixedInterval, LoadControl, MicroBatch, ramped_limit
+from fastdecode.schedule.load_control import FixedInterval, LoadControl, MicroBatch
 
 CASES = {
     case["id"]: case for case in json.loads(Path(__file__).with_name("load_control_cases.json").read_text())["cases"]
@@ -274,34 +274,6 @@ def test_rounding_never_lifts_a_fixed_interval_above_its_limit(
 def test_an_interval_beyond_the_length_is_refused(interval: int) -> None:
     with pytest.raises(ConfigError, match=r"1\.\.16"):
         FixedInterval.of(8, 16, interval)
-
-
-def starts_of_a_crowd(limit: int, length: int, *, ramp: bool) -> list[int]:
-    control = LoadControl(limit)
-    starts: list[int] = []
-    for step in range(length):
-        control.limit = max(length, ramped_limit(limit, step, length)) if ramp else limit
-        while control.earliest_start(MicroBatch(1, length, step)) == step:
-            control.add(MicroBatch(1, length, step))
-            starts.append(step)
-    assert control.peak() <= limit
-    return starts
-
-
-def test_a_ramped_limit_spreads_a_cold_start_evenly() -> None:
-    length, num_micro_batches, interval = 64, 16, 4
-    limit = FixedInterval.of(num_micro_batches, length, interval).peak
-    assert starts_of_a_crowd(limit, length, ramp=False).count(0) >= num_micro_batches // 2
-    starts = starts_of_a_crowd(limit, length, ramp=True)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
-    assert len(starts) >= num_micro_batches - 1
-    assert interval - 1 <= min(gaps) <= max(gaps) < 2 * interval
-
-
-def test_a_ramp_rises_to_the_limit_and_stays() -> None:
-    limits = [ramped_limit(1000, age, 50) for age in range(80)]
-    assert limits == sorted(limits)
-    assert 0 < limits[0] < 1000 == limits[49] == limits[79]
 
 
 @settings(max_examples=500, deadline=None)

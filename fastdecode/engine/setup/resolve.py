@@ -197,7 +197,7 @@ class _Steps:
             yield _Lanes.fixed(asked or 1)
             return
         # Fixed intervals are computed for so many lanes, and no others.
-        if "fixed-f" not in (self.config.batching.schedule, self.config.batching.cold_start):
+        if self.config.batching.schedule != "fixed-f":
             for most in range(MAX_AUTO_LANES, 1, -1):
                 yield _Lanes(2, 1, most)
         yield _Lanes.fixed(2)

@@ -1,0 +1,205 @@
+"""A lifecycle by itself: what it says to each event, whoever carries it out."""
+
+from __future__ import annotations
+
+import pytest
+from traffic import BLOCK_SIZE, options
+
+from fastdecode.core.errors import CapacityError, WorkerError
+from fastdecode.core.holders import HolderId
+from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.schedule.events import (
+    Cancelled,
+    Close,
+    Drawn,
+    Event,
+    Extend,
+    Fail,
+    Finish,
+    Fork,
+    Instruction,
+    Joined,
+    LaneIdle,
+    LaneReady,
+    Lost,
+    Open,
+    Opened,
+    Refused,
+    Run,
+    StepDone,
+    Submitted,
+)
+from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.lives import Status
+from fastdecode.schedule.modes import make_scheduler
+
+
+def lifecycle(blocks: tuple[int, ...] = (40,), **more: object) -> Lifecycle:
+    return Lifecycle(make_scheduler(options("greedy", 2, **more), blocks, BLOCK_SIZE, opening_steps=1))
+
+
+def tell(life: Lifecycle, event: Event) -> list[Instruction]:
+    instructions = life.handle(event)
+    life.check_invariants()
+    return instructions
+
+
+def submit(life: Lifecycle, name: str, num_prompt_tokens: int = 3, max_tokens: int = 4, n: int = 1) -> None:
+    params = SamplingParams(n=n)
+    tell(life, Submitted(Request(name, (5,) * num_prompt_tokens, params, max_tokens, seed=0)))
+
+
+def opening(life: Lifecycle, lane: int) -> Open:
+    """The one part that is to be opened before the lane's next step."""
+    (instruction,) = tell(life, LaneIdle(lane))
+    assert isinstance(instruction, Open)
+    return instruction
+
+
+def step(life: Lifecycle, lane: int) -> list[Instruction]:
+    """A step of the lane from its launch to its end."""
+    (run,) = tell(life, LaneReady(lane))
+    return end(life, run)
+
+
+def end(life: Lifecycle, run: Instruction) -> list[Instruction]:
+    assert isinstance(run, Run)
+    drawing = [chunk.sequence for chunk in run.chunks if chunk.num_tokens == chunk.sequence.num_uncached]
+    return tell(life, StepDone(run.lane, tuple(Drawn(sequence, 7) for sequence in drawing)))
+
+
+FULL = {"peer": "r0", "code": CapacityError.default_code, "message": "full"}
+
+
+def test_a_life_from_submission_to_its_end() -> None:
+    life = lifecycle()
+    submit(life, "a", max_tokens=2)
+    asked = opening(life, 0)
+    assert asked.part.num_tokens == 4 and life.lives.status(0) is Status.OPENING  # type: ignore[arg-type]
+    assert tell(life, LaneReady(0)) == [] == tell(life, LaneIdle(0)), "nobody is asked twice"
+    assert tell(life, Opened(asked.part.part_id)) == []
+    assert life.lives.status(0) is Status.RUNNING  # type: ignore[arg-type]
+    assert step(life, 0) == [] == tell(life, LaneIdle(0))
+    finish, close = step(life, 0)
+    assert isinstance(finish, Finish) and finish.reason == "length" and finish.sequence.token_ids == [5, 5, 5, 7, 7]
+    assert close == Close(asked.part)
+    story = ["submitted, 3 tokens", "opening on 0", "running", "finished: length"]
+    assert life.lives.story(0) == story  # type: ignore[arg-type]
+
+
+def test_a_refusal_beside_others_waits_even_if_they_have_ended_by_now() -> None:
+    """The answer was given while their blocks were taken."""
+    life = lifecycle()
+    submit(life, "a", max_tokens=1)
+    first = opening(life, 0)
+    tell(life, Opened(first.part.part_id))
+    submit(life, "b")
+    second = opening(life, 1)
+    tell(life, LaneIdle(0))
+    assert Close(first.part) in step(life, 0)
+    assert tell(life, Refused(second.part.part_id, **FULL)) == []
+    assert life.lives.status(1) is Status.INTERRUPTED  # type: ignore[arg-type]
+    third = opening(life, 1)
+    assert third.part.part_id not in (first.part.part_id, second.part.part_id), "a late answer is nobody else's"
+    assert not life.grants.awaits(second.part.holder, second.part.part_id)
+    (fail,) = tell(life, Refused(third.part.part_id, **FULL))
+    assert isinstance(fail, Fail) and str(fail.error) == "r0 refused request b: full", "nothing took its room"
+
+
+def test_who_is_refused_asks_again_when_something_was_freed() -> None:
+    life = lifecycle()
+    submit(life, "a", max_tokens=2)
+    first = opening(life, 0)
+    tell(life, Opened(first.part.part_id))
+    (run,) = tell(life, LaneReady(0))
+    submit(life, "b")
+    second = opening(life, 1)
+    tell(life, Refused(second.part.part_id, **FULL))
+    tell(life, LaneReady(1))
+    assert tell(life, LaneIdle(1)) == [], "not before"
+    end(life, run)
+    tell(life, LaneReady(1))
+    assert isinstance(opening(life, 1), Open)
+
+
+def test_what_befalls_a_sequence_in_flight_is_carried_out_at_the_end_of_its_step() -> None:
+    life = lifecycle((40, 40), split_tokens=8)
+    submit(life, "long", num_prompt_tokens=6, max_tokens=8)
+    opened = tell(life, LaneIdle(0))
+    assert [x.part.holder for x in opened if isinstance(x, Open)] == [0, 1]
+    assert [(x.part.first_token, x.part.num_tokens) for x in opened if isinstance(x, Open)] == [(0, 8), (8, 5)]
+    for x in opened:
+        assert isinstance(x, Open)
+        tell(life, Opened(x.part.part_id))
+    (run,) = tell(life, LaneReady(0))
+    assert tell(life, Lost(HolderId(1))) == [] and life.num_recomputed == 1
+    assert life.lives.is_on(HolderId(1)), "nobody may come in its place yet"
+    assert tell(life, Cancelled("long")) == []
+    assert end(life, run) == [Close(opened[0].part)]  # type: ignore[union-attr]
+    assert not life.lives.is_on(HolderId(1)) and life.lives.story(0)[-1] == "cancelled"  # type: ignore[arg-type]
+
+
+def test_who_is_opened_while_its_holder_is_lost_starts_elsewhere() -> None:
+    life = lifecycle((40, 40), split_tokens=8)
+    submit(life, "long", num_prompt_tokens=6, max_tokens=8)
+    first, second = tell(life, LaneIdle(0))
+    assert isinstance(first, Open) and isinstance(second, Open)
+    assert tell(life, Lost(HolderId(1))) == [], (
+        "the other part's answer is to come, and says whether it is to be closed"
+    )
+    assert tell(life, Opened(first.part.part_id)) == [Close(first.part)]
+    tell(life, LaneReady(0))
+    again = [x.part.holder for x in tell(life, LaneIdle(0)) if isinstance(x, Open)]
+    assert again == [0, 0]
+
+
+def test_who_fits_nowhere_any_more_fails_unless_another_comes_in_time() -> None:
+    for comes in (True, False):
+        life = lifecycle((4, 40))
+        submit(life, "long", num_prompt_tokens=20, max_tokens=20)
+        tell(life, Lost(HolderId(1)))
+        if comes:
+            tell(life, Joined(HolderId(1), 40))
+            assert opening(life, 0).part.holder == 1
+        else:
+            (fail,) = tell(life, LaneIdle(0))
+            assert isinstance(fail, Fail) and isinstance(fail.error, WorkerError)
+
+
+def test_siblings_fork_whoever_holds_the_prompt() -> None:
+    life = lifecycle()
+    submit(life, "a", num_prompt_tokens=5, max_tokens=3, n=3)
+    parent = opening(life, 0)
+    assert tell(life, LaneIdle(1)) == [], "a sibling is being opened"
+    tell(life, Opened(parent.part.part_id))
+    tell(life, LaneReady(1))
+    step(life, 0)
+    forks = tell(life, LaneIdle(1))
+    assert [(x.parent, x.num_shared_tokens) for x in forks if isinstance(x, Fork)] == [(parent.part, 4)] * 2
+    assert life.lives.num_cached_tokens == 5 + 4 + 4
+
+
+def test_who_outgrows_its_room_steps_when_it_has_more() -> None:
+    life = lifecycle(length_quantile=0.1)
+    life.scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
+    submit(life, "short", num_prompt_tokens=1, max_tokens=1)
+    tell(life, Opened(opening(life, 0).part.part_id))
+    step(life, 0)
+    for length in (3, 1):  # from now on a sequence is expected to end after one token
+        submit(life, f"long{length}", num_prompt_tokens=4, max_tokens=length)
+    tell(life, Opened(opening(life, 0).part.part_id))
+    step(life, 0)
+    grow, *_ = tell(life, LaneIdle(0))
+    assert isinstance(grow, Extend) and grow.part.num_tokens == 6
+    assert tell(life, LaneReady(0)) == [], "it would write beyond its room"
+    tell(life, Opened(grow.part.part_id))
+    (run,) = tell(life, LaneReady(0))
+    assert isinstance(run, Run) and len(run.chunks) == 1
+
+
+def test_who_never_fits_leaves_nothing_behind() -> None:
+    life = lifecycle((4,))
+    with pytest.raises(CapacityError):
+        submit(life, "long", num_prompt_tokens=20, max_tokens=20)
+    life.check_invariants()
+    assert not life.lives.by_request and not life.lives.sequences("long")
