@@ -14,6 +14,8 @@ PACKAGES = (
     "fastdecode.core",
     "fastdecode.wire",
     "fastdecode.schedule",
+    "fastdecode.text",
+    "fastdecode.openai",
 )
 
 SCRIPT = """

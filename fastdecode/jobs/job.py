@@ -26,7 +26,7 @@ from fastdecode.core.model.identity import identify
 from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, SamplingParams
 from fastdecode.engine.llm import LLM
 from fastdecode.jobs.journal import Journal, Recovered, create, discard, reopen
-from fastdecode.jobs.line_format import Chat, LineError, LineFormat, LineId, LineRequest, Turn
+from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
 from fastdecode.jobs.lines import LineReader, too_long
 from fastdecode.jobs.manifest import Manifest, identify_model, new_manifest
 from fastdecode.jobs.openai_lines import OpenAILines
@@ -35,6 +35,7 @@ from fastdecode.jobs.progress import JobProgress
 from fastdecode.jobs.simple_lines import SimpleLines
 from fastdecode.jobs.stopping import StopNow, Stopping
 from fastdecode.jobs.survey import Survey, is_openai, survey
+from fastdecode.openai.chat import Chat, Turn
 from fastdecode.openai.requests import RequestReader
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import lacks_tokenizer
