@@ -25,7 +25,7 @@ from fastdecode.core.sequence import FinishReason, Request, RequestOutput, Seque
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet.fleet import Fleet
-from fastdecode.engine.requests import Group, Run
+from fastdecode.engine.requests import Group, Listener, Run
 from fastdecode.engine.reservations import Refusal, close, make_room
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.layout import StepBatch
@@ -99,12 +99,23 @@ class Engine:
         return len(self._groups)
 
     @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything: requests, or what is in flight of cancelled ones."""
+        return bool(self._groups or self._pipeline.in_flight)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are running."""
+        return self._scheduler.num_running
+
+    @property
     def num_unfinished_sequences(self) -> int:
         """Sequences that are waiting or running: a request's n."""
         return len(self._runs)
 
-    def submit(self, request: Request, prompt: str | None = None) -> None:
-        """Queue a valid request. ``prompt`` is its text, if it came as text, to be given back with the output.
+    def submit(self, request: Request, prompt: str | None = None, listener: Listener | None = None) -> None:
+        """Queue a valid request. ``prompt`` is its text, if it came as text, to be given back with the output;
+        ``listener`` is told what it says, and its error if a step ends it with one.
 
         Raises:
             RequestError: an unfinished request has the same id.
@@ -123,7 +134,7 @@ class Engine:
             sequence = Sequence.of(next(self._sequence_ids), request, index)
             runs.append(Run.of(sequence, self._codec, self._eos_token_ids, self._s_worker.spec.vocab_size, now))
         self._scheduler.add(run.sequence for run in runs)
-        self._groups[request.request_id] = Group(request, prompt, runs)
+        self._groups[request.request_id] = Group(request, prompt, runs, listener=listener)
         self._runs.update((run.sequence.sequence_id, run) for run in runs)
 
     def step(self) -> list[RequestOutput]:
@@ -184,6 +195,14 @@ class Engine:
         self.stats.count_load(load)
         self._trace.load(now, self._scheduler.num_running, self._scheduler.num_waiting, load)
         return now
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget an unfinished request; False if there is none of this id. What it holds is free as soon as the step
+        in flight is over, at the latest."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._drop(group)
+        return group is not None
 
     def cancel_waiting(self) -> list[str]:
         """Forget the requests of which nothing has run yet. Returns their ids."""
@@ -353,6 +372,7 @@ class Engine:
                 run.first_token_s = now
                 self.stats.ttft.add(now - run.submitted_s)
             reason = run.append(drawn, self._eos_token_ids)
+            group.tell(run, reason)
             if reason is not None:
                 if run.sequence.num_generated > 1:
                     self.stats.tpot.add((now - run.first_token_s) / (run.sequence.num_generated - 1))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fastdecode.core.delta import Delta
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Completion, FinishReason, Request, RequestOutput, Sequence, TokenLogprob
 from fastdecode.text.codec import SequenceText, TextCodec
@@ -22,6 +24,8 @@ class Run:
     held: tuple[tuple[int, int], ...] = ()
     """Where its parts are open: R-worker, and the id that it knows the part by. One where it isn't split."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_told: int = 0
+    """Tokens that deltas were made of."""
 
     @classmethod
     def of(
@@ -57,6 +61,21 @@ class Run:
             return "stop"
         return "length" if sequence.num_generated >= sequence.request.max_tokens else None
 
+    def delta(self, reason: FinishReason | None) -> Delta:
+        """What is new since the last one; all that is left if the sequence is over."""
+        sequence, first = self.sequence, self.num_told
+        self.num_told = sequence.num_generated
+        if reason is not None:
+            self.text.finish()
+        return Delta(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            text=self.text.take(),
+            token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens + first :]),
+            logprobs=tuple(self.logprobs[first:]) if sequence.request.params.logprobs is not None else None,
+            finish_reason=reason,
+        )
+
     def completion(self, reason: FinishReason) -> Completion:
         """What the sequence has come to; once."""
         sequence = self.sequence
@@ -69,6 +88,15 @@ class Run:
         )
 
 
+@dataclass(frozen=True)
+class Listener:
+    """Who is told what a request says."""
+
+    tell: Callable[[Delta], None]
+    every_step: bool
+    """Be told after every step; or of each sequence only once it is over."""
+
+
 @dataclass(eq=False)
 class Group:
     """A live request, and those of its completions that are done."""
@@ -77,6 +105,12 @@ class Group:
     prompt: str | None
     runs: list[Run]
     completions: list[Completion] = field(default_factory=list)
+    listener: Listener | None = None
+
+    def tell(self, run: Run, reason: FinishReason | None) -> None:
+        """One of its sequences has one more token; with a reason, its last."""
+        if self.listener is not None and (self.listener.every_step or reason is not None):
+            self.listener.tell(run.delta(reason))
 
     def output(self) -> RequestOutput:
         """What is given back once all completions are there."""
@@ -85,4 +119,6 @@ class Group:
 
     def failed(self, error: FastDecodeError) -> RequestOutput:
         """What is given back when the request ends with an error."""
+        if self.listener is not None:
+            self.listener.tell(Delta(self.request.request_id, 0, error=error))
         return RequestOutput(self.request.request_id, self.prompt, self.request.prompt_token_ids, error=error)
