@@ -49,7 +49,7 @@ with LLM(path, max_num_sequences=count, **options) as llm:
     first, total = run(1), run(new)
     print(json.dumps({"total_s": total, "prefill_s": first, "tokens_per_s": count * new / total,
                       "decode_tokens_per_s": count * (new - 1) / max(total - first, 1e-9),
-                      "kv_blocks": llm.num_kv_blocks, "wait_share": llm.stats.wait_s / llm.stats.step_s}))
+                      "kv_blocks": llm.facts.num_kv_blocks, "wait_share": llm.stats.wait_s / llm.stats.step_s}))
 """
 TRANSFORMERS = """
 import json, sys, time, torch, transformers

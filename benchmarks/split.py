@@ -31,8 +31,10 @@ def step_times(llm: LLM, prompt: list[int], num_tokens: int) -> list[float]:
     """Seconds of each decode step of one request."""
     ends: list[float] = []
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    (output,) = llm.stream([PromptRequest("r", prompt, params)], lambda: ends.append(time.perf_counter()))
-    assert output.ok, output.error
+    for delta in llm.deltas([PromptRequest("r", prompt, params)]):  # one a step
+        assert delta.error is None, delta.error
+        ends.append(time.perf_counter())
+    assert len(ends) == num_tokens, "the reader was slower than the steps"
     return [after - before for before, after in zip(ends[-num_tokens:], ends[1 - num_tokens :], strict=False)]
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from fake_llm import FakeLLM
 
 from fastdecode.core.config import EngineConfig
-from fastdecode.jobs.job import BatchJob, JobOptions, JobResult, open_job
-from fastdecode.jobs.progress import JobProgress
+from fastdecode.core.progress import Progress
+from fastdecode.jobs.job import BatchJob, JobResult
+from fastdecode.jobs.opening import JobOptions, open_job
 from fastdecode.jobs.stopping import Stopping
 
 NUM_LINES = 30
@@ -41,7 +42,7 @@ class Job:
 
     def run(self, llm: FakeLLM | None = None, stopping: Stopping | None = None, **options: Any) -> JobResult:
         with self.open(**options) as job:
-            return job.run(llm or FakeLLM(), stopping or Stopping(60), JobProgress(io.StringIO()))
+            return job.run(llm or FakeLLM(), stopping or Stopping(60), Progress(io.StringIO()))
 
     @property
     def answers(self) -> list[dict[str, Any]]:

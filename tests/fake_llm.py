@@ -44,7 +44,7 @@ class FakeLLM:
     ) -> None:
         self.codec = TextCodec(None)
         self.stats = SimpleNamespace(num_output_tokens=0)
-        self.num_r_workers = self.num_live_r_workers = 2
+        self.num_live_r_workers = 2
         self.most_taken = 0
         self.num_served = 0
         self._width = width
@@ -53,7 +53,7 @@ class FakeLLM:
         self._taken: dict[str, list[Any]] = {}  # id → [request, steps left]
 
     def stream(
-        self, requests: Iterable[PromptRequest], on_step: Callable[[], None] = lambda: None
+        self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None = None
     ) -> Iterator[RequestOutput]:
         arriving, drained = iter(requests), False
         try:
@@ -71,15 +71,17 @@ class FakeLLM:
                     yield from [self._output(r, WorkerError("all are lost")) for r, _ in self._taken.values()]
                     self._taken.clear()
                 yield from self._step()
-                on_step()
+                if on_tick is not None:
+                    on_tick()
         finally:
             self._taken.clear()
 
-    def cancel_waiting(self) -> list[str]:
-        waiting = list(self._taken)[self._width :]
-        for request_id in waiting:
+    def cancel_waiting(self) -> None:
+        for request_id in list(self._taken)[self._width :]:
             del self._taken[request_id]
-        return waiting
+
+    def snapshot(self) -> SimpleNamespace:
+        return SimpleNamespace(engine=SimpleNamespace(workers=(self.num_live_r_workers, 2)))
 
     def _step(self) -> list[RequestOutput]:
         outputs = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from fastdecode.cli.options import (
     add_sampling_options,
     engine_options,
     sampling_defaults,
+    sampling_given,
     tell,
 )
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.core.errors import imports_for
+from fastdecode.core.files import check_paths, write_json
+from fastdecode.core.progress import Progress
 
 
 def add_generate(commands: Any) -> None:
@@ -51,41 +55,38 @@ def add_generate(commands: Any) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     serve_if_r_rank(args, engine_options(args))
-    defaults = sampling_defaults(args)
+    sampling_defaults(args)
     with imports_for("fastdecode generate (an S-worker)"):
         from fastdecode.engine.llm import LLM
-        from fastdecode.engine.progress import Progress
-        from fastdecode.jobs import ordered as batch
+        from fastdecode.jobs.opening import JobOptions, open_ordered_job
+        from fastdecode.jobs.stopping import Stopping
         from fastdecode.measure.chrome_trace import open_trace
         from fastdecode.measure.summary import render, summarise
-    batch.check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
-    batch.check_texts(args.input, defaults, Path(args.model))
-    num_requests = batch.count_lines(args.input)
-    with (
-        open_trace(args.trace) as trace,
-        LLM(args.model, progress=tell, trace=trace, **engine_options(args)) as llm,
-        Progress(total=num_requests) as bar,
-    ):
+    check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
+    options = JobOptions(args.input, args.output, sampling_given(args), skip_bad_lines=True)
+    with contextlib.ExitStack() as stack:
+        trace = stack.enter_context(open_trace(args.trace))
+        progress = stack.enter_context(Progress(sys.stderr))
 
-        def on_output(prompt: str | None, line: dict[str, Any]) -> None:
-            bar.done(llm.stats.num_output_tokens, failed="error" in line)
-            if args.show:
-                bar.print(_shown(prompt, line))
+        def show(prompt: str | None, line: dict[str, Any]) -> None:
+            progress.print(_shown(prompt, line))
 
-        result = batch.run_batch(llm, args.input, args.output, defaults, on_output)
-        args.has_hung_workers = llm.has_hung_r_workers
+        job = stack.enter_context(open_ordered_job(options, Path(args.model), tell, show if args.show else None))
+        llm = stack.enter_context(LLM(args.model, progress=tell, trace=trace, **engine_options(args)))
+        result = job.run(llm, Stopping(grace_s=0), progress)
+        args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers
         summary = summarise(
-            llm, started_s=args.started_s, num_requests=result.num_requests, num_failed=result.num_failed
+            llm, started_s=args.started_s, num_requests=result.num_run, num_failed=result.num_run_failed
         )
     if args.summary is not None:
-        batch.write_json(args.summary, summary)
-    print(render(summary), file=sys.stderr)
+        write_json(args.summary, summary, "summary")
+    tell(render(summary))
     if result.lost is not None:
-        print(f"fastdecode generate: workers were lost: {result.lost}", file=sys.stderr)
+        tell(f"fastdecode generate: workers were lost: {result.lost}")
         return EXIT_WORKERS_LOST
-    if result.num_failed:
-        text = f"{result.num_failed} of {result.num_requests} requests failed; see the error lines in {args.output}"
-        print(f"fastdecode generate: {text}", file=sys.stderr)
+    if result.num_run_failed:
+        text = f"{result.num_run_failed} of {result.num_run} requests failed; see the error lines in {args.output}"
+        tell(f"fastdecode generate: {text}")
         return EXIT_SOME_FAILED
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,17 +22,19 @@ from fastdecode.cli.doctor import add_doctor
 from fastdecode.cli.errors import as_typed
 from fastdecode.cli.generate import add_generate
 from fastdecode.cli.launch import add_launch
-from fastdecode.cli.options import EXIT_INTERRUPTED, EXIT_WORKERS_LOST
+from fastdecode.cli.options import EXIT_INTERRUPTED, EXIT_WORKERS_LOST, tell
 from fastdecode.cli.r_worker import add_r_worker
 from fastdecode.cli.run_batch import add_run_batch
 from fastdecode.cli.simulate import add_simulate
 from fastdecode.cli.size import add_size
-from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
+from fastdecode.core.files import open_output, write_whole
 from fastdecode.wire.mpi import job as mpi_job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit code; in an MPI job, leaves the job with it and doesn't return."""
+    _keep_standard_files()
     args = _parser().parse_args(argv)
     exit_code_file: Path | None = getattr(args, "exit_code_file", None)
     if exit_code_file is not None:
@@ -45,12 +48,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _keep_standard_files() -> None:
+    """Where stdin, stdout or stderr are closed (``2>&-``), the next file to be opened would take their place, and get
+    what libraries write there."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    for name, mode in (("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)
+
+
 def _note(code: int, path: Path) -> None:
     """Leave the exit code where a launcher can't change it."""
     try:
-        path.write_text(f"{code}\n")
-    except OSError as error:
-        print(f"--exit-code-file {path}: {error.strerror}", file=sys.stderr)
+        fd = open_output(path, "exit code")
+        try:
+            write_whole(fd, f"{code}\n".encode())
+        finally:
+            os.close(fd)
+    except (OSError, ConfigError) as error:
+        tell(f"--exit-code-file {path}: {error}")
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
@@ -63,10 +81,10 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     try:
         return run(args)
     except FastDecodeError as error:
-        print(f"fastdecode {args.command}: {as_typed(error, vars(args))}", file=sys.stderr)
+        tell(f"fastdecode {args.command}: {as_typed(error, vars(args))}")
         return 2 if isinstance(error, RequestError) else error.exit_code
     except KeyboardInterrupt:
-        print(f"fastdecode {args.command}: interrupted; what was done is in the output", file=sys.stderr)
+        tell(f"fastdecode {args.command}: interrupted; what was done is in the output")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read our stdout went away; that is their good right.

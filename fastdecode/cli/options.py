@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -129,5 +130,6 @@ def sampling_defaults(args: argparse.Namespace) -> SamplingParams:
 
 
 def tell(text: str) -> None:
-    """A line for a person, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """A line for a person, on stderr. That nobody reads it ends no job."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

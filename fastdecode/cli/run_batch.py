@@ -33,10 +33,13 @@ from fastdecode.cli.options import (
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import imports_for
+from fastdecode.core.files import check_paths, write_json
+from fastdecode.core.progress import Progress
 from fastdecode.wire.mpi import job as mpi_job
 
 if TYPE_CHECKING:
-    from fastdecode.jobs.job import BatchJob, JobOptions, JobResult
+    from fastdecode.jobs.job import BatchJob, JobResult
+    from fastdecode.jobs.opening import JobOptions
     from fastdecode.jobs.stopping import Stopping
 
 COMMAND = "fastdecode run-batch"
@@ -107,10 +110,9 @@ def run_run_batch(args: argparse.Namespace) -> int:
     serve_if_r_rank(args, engine_options(args))
     sampling_defaults(args)
     with imports_for(f"{COMMAND} (an S-worker)"):
-        from fastdecode.jobs import ordered as batch
-        from fastdecode.jobs.job import open_job
+        from fastdecode.jobs.opening import open_job
         from fastdecode.measure.summary import render
-    batch.check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
+    check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
     config = EngineConfig.of(args.model, **engine_options(args))
     with open_job(_job_options(args), config, tell) as job:
         if job.num_pending == 0:
@@ -118,14 +120,13 @@ def run_run_batch(args: argparse.Namespace) -> int:
             return _report(job, job.result(), args)
         result, summary = _run(job, config, args)
     if args.summary is not None:
-        batch.write_json(args.summary, summary)
+        write_json(args.summary, summary, "summary")
     tell(render(summary))
     return _report(job, result, args)
 
 
 def _run(job: BatchJob, config: EngineConfig, args: argparse.Namespace) -> tuple[JobResult, dict[str, Any]]:
     from fastdecode.engine.llm import LLM
-    from fastdecode.jobs.progress import JobProgress
     from fastdecode.jobs.stopping import Stopping
     from fastdecode.measure.chrome_trace import open_trace
     from fastdecode.measure.summary import summarise
@@ -135,7 +136,7 @@ def _run(job: BatchJob, config: EngineConfig, args: argparse.Namespace) -> tuple
     with (
         open_trace(args.trace) as trace,
         LLM(args.model, progress=tell, trace=trace, **engine_options(args)) as llm,
-        JobProgress(sys.stderr) as progress,
+        Progress(sys.stderr) as progress,
         _interrupts(stopping),
     ):
         result = job.run(llm, stopping, progress)
@@ -145,7 +146,7 @@ def _run(job: BatchJob, config: EngineConfig, args: argparse.Namespace) -> tuple
 
 
 def _job_options(args: argparse.Namespace) -> JobOptions:
-    from fastdecode.jobs.job import JobOptions
+    from fastdecode.jobs.opening import JobOptions
 
     return JobOptions(
         input=args.input,

@@ -24,7 +24,7 @@ from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.recovery import Recovery
-from fastdecode.engine.requests import Requests
+from fastdecode.engine.requests import Listener, Requests
 from fastdecode.engine.reservations import event_for, message_for
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.layout import StepBatch
@@ -102,8 +102,19 @@ class Engine:
         """Sequences that are waiting or running: a request's n."""
         return self._requests.num_sequences
 
-    def submit(self, request: Request, prompt: str | None = None) -> None:
-        """Queue a valid request. ``prompt`` is its text, if it came as text, to be given back with the output.
+    @property
+    def num_running(self) -> int:
+        """Sequences that are running, or about to."""
+        return self._lifecycle.scheduler.num_running
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything: for requests, or for what is left of cancelled ones."""
+        return bool(self._requests or self._pipeline.in_flight or self._lifecycle.grants)
+
+    def submit(self, request: Request, prompt: str | None = None, listener: Listener | None = None) -> None:
+        """Queue a valid request. ``prompt`` is its text, if it came as text, to be given back with the output;
+        ``listener`` is told what it says, and its error if a step ends it with one.
 
         Raises:
             RequestError: an unfinished request has the same id, or its text can't be made.
@@ -119,7 +130,7 @@ class Engine:
         self._carry_out(events.Submitted(request))
         sequences = self._lifecycle.lives.sequences(request.request_id)
         try:
-            self._requests.add(request, prompt, sequences, time.perf_counter())
+            self._requests.add(request, prompt, sequences, time.perf_counter(), listener)
         except FastDecodeError:
             self._carry_out(events.Cancelled(request.request_id))
             raise
@@ -162,10 +173,14 @@ class Engine:
                 self._watch.lanes.regrouped(num_lanes)
         return outputs
 
-    def cancel(self, request_id: str) -> None:
-        """Forget an unfinished request, and free what it holds."""
+    def cancel(self, request_id: str) -> bool:
+        """Forget an unfinished request; False if there is none of this id. What it holds is free as soon as the step
+        in flight is over, at the latest."""
+        if request_id not in self._requests:
+            return False
         self._requests.forget(request_id)
         self._carry_out(events.Cancelled(request_id))
+        return True
 
     def cancel_waiting(self) -> list[str]:
         """Forget the requests of which nothing has run yet. Returns their ids."""
@@ -245,6 +260,7 @@ class Engine:
         self._watch.trace.sampled(step.lane, step.step, len(sampled), started, now)
         drawn = self._requests.accept(generations, sampled, self.stats, now)
         outputs = self._carry_out(events.StepDone(step.lane, drawn))
+        self._requests.tell(drawn)
         if self._watch.times is not None:
             step.tell(self._watch.times, self._watch.lanes, time.perf_counter() - ran_s)
         return outputs

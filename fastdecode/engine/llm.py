@@ -2,32 +2,66 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from fastdecode.core.config import EngineConfig
+from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, WorkerError, without_frames
-from fastdecode.core.sequence import Prompt, PromptRequest, Request, RequestOutput, SamplingParams
+from fastdecode.core.errors import ConfigError, RequestError, WorkerError
+from fastdecode.core.progress import Progress
+from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, SamplingParams
 from fastdecode.core.trace import Trace
-from fastdecode.engine.engine import Engine
-from fastdecode.engine.progress import Progress
+from fastdecode.engine.checker import RequestChecker
+from fastdecode.engine.feed import Feed
+from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
+from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
-from sworker.failures import is_failure
-from sworker.sampler import validate_for_vocab
+from fastdecode.wire.mpi import job as mpi_job
 
 # Requests kept queued beside the running ones, as a multiple of those: enough that a freed place is filled at once,
 # few enough that a long input file isn't held in memory.
 QUEUE_AHEAD = 2
 
+Message = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of an LLM once it is ready."""
+
+    num_r_workers: int
+    """R-workers that it began with."""
+    r_threads: int
+    """CPU threads of each R-worker; where they differ, the most that one has."""
+    num_kv_blocks: int
+    """KV blocks of all R-workers together."""
+    dtype: DType
+    """Of weights and activations."""
+    kv_dtype: DType
+    """Of the KV cache."""
+    max_model_len: int
+    """Most tokens of prompt and completion together."""
+    load_s: float
+    """Seconds that loading the model and starting the R-workers took."""
+
 
 class LLM:
     """A model, ready to generate. Close it, or use it in a ``with`` statement.
+
+    An engine runs in a thread of its own; it may be used from any thread, by one reading at a time, and an interrupt
+    (Ctrl-C) leaves it usable. A fork of the process can't use it.
 
     Args:
         model: a Hugging Face model directory.
@@ -49,10 +83,15 @@ class LLM:
         times: MeasuredTimes | None = None,
         **options: Any,
     ) -> None:
-        config = EngineConfig.of(model, **options)
-        self._running = RunningEngine(config, progress, trace, times)
-        self.config = config
-        self._is_closed = self._is_streaming = False
+        self.config = config = EngineConfig.of(model, **options)
+        own_thread = _has_a_thread()
+        self._service = EngineService(lambda: RunningEngine(config, progress, trace, times), own_thread=own_thread)
+        self._running = self._service.open()
+        # An engine that nobody can reach any more needn't wait for the end of the process.
+        weakref.finalize(self, self._service.ask_to_close).atexit = False
+        self.facts = _facts(self._running)
+        self._checker = RequestChecker(self.codec, self._running.spec.vocab_size, self.facts.max_model_len)
+        self._reading: Feed | None = None
 
     def __enter__(self) -> LLM:
         return self
@@ -63,9 +102,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the R-workers. Safe to call twice."""
-        self._is_closed = True
-        self._running.close()
+        """Stop the engine and the R-workers. Safe to call twice."""
+        self._service.close()
 
     @property
     def stats(self) -> EngineStats:
@@ -77,44 +115,13 @@ class LLM:
         return self._running.codec
 
     @property
-    def num_r_workers(self) -> int:
-        """R-workers that it began with."""
-        return self._running.num_r_workers
+    def service(self) -> EngineService[RunningEngine]:
+        """Runs requests, whoever they come from."""
+        return self._service
 
-    @property
-    def num_live_r_workers(self) -> int:
-        """R-workers that haven't been lost."""
-        return self._running.num_live_r_workers
-
-    @property
-    def has_hung_r_workers(self) -> bool:
-        """Whether an R-worker was given up because it didn't answer: it may still be there, and hang."""
-        return self._running.has_hung_r_workers
-
-    @property
-    def dtype(self) -> DType:
-        """Of weights and activations."""
-        return self._running.resolved.dtype
-
-    @property
-    def kv_dtype(self) -> DType:
-        """Of the KV cache."""
-        return self._running.resolved.kv_dtype
-
-    @property
-    def r_threads(self) -> int:
-        """CPU threads of each R-worker; where they differ, the most that one has."""
-        return max(welcome.num_threads for welcome in self._running.welcomes)
-
-    @property
-    def num_kv_blocks(self) -> int:
-        """KV blocks of all R-workers together."""
-        return sum(welcome.num_blocks for welcome in self._running.welcomes)
-
-    @property
-    def load_s(self) -> float:
-        """Seconds that loading the model and starting the R-workers took."""
-        return self._running.load_s
+    def snapshot(self) -> Snapshot:
+        """How it is, R-workers that were lost among it; never waits for a step."""
+        return self._service.snapshot()
 
     def generate(
         self,
@@ -128,7 +135,7 @@ class LLM:
         Args:
             prompts: texts or lists of token ids; a single one is a batch of one.
             params: for all prompts, or one each; None is ``SamplingParams()``.
-            progress: show a progress bar on stderr.
+            progress: show on stderr how far it is.
 
         Returns:
             One output a prompt. A bad prompt's output carries its ``error``; the others aren't touched by it. When
@@ -139,133 +146,175 @@ class LLM:
             ConfigError: the LLM was closed, or a ``stream`` of it is still being read.
         """
         batch = _as_batch(prompts)
-        every = _as_params(params, len(batch))
-        if len(every) != len(batch):
-            raise RequestError(f"{len(batch)} prompts but {len(every)} sampling params: give one for all, or one each")
-        requests = (PromptRequest(str(i), p, s) for i, (p, s) in enumerate(zip(batch, every, strict=True)))
-        outputs: dict[str, RequestOutput] = {}
-        with Progress(total=len(batch), enabled=progress) as bar:
-            for output in self.stream(requests):
-                outputs[output.request_id] = output
-                bar.done(self.stats.num_output_tokens, failed=not output.ok)
-        lost = next((o.error for o in outputs.values() if isinstance(o.error, WorkerError)), None)
-        return [outputs.get(str(i)) or RequestOutput(str(i), None, (), error=lost) for i in range(len(batch))]
+        return self._run_all(batch, _as_params(params, len(batch)), progress)
 
-    def cancel_waiting(self) -> list[str]:
-        """Of the requests that ``stream`` has taken, forget those of which nothing has run. Returns their ids."""
-        return self._running.engine.cancel_waiting()
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue conversations by the model's chat template, as ``generate`` continues prompts.
+
+        Args:
+            messages: a conversation, or several: ``[{"role": "user", "content": "…"}, …]``.
+            params: for all conversations, or one each.
+            chat_template: a file to use in place of the model's own.
+            add_generation_prompt: end prompts with what begins the assistant's turn.
+            variables: more names for the template.
+
+        Raises:
+            RequestError, ConfigError: as ``generate``; or there is no chat template.
+        """
+        chats = _as_chats(messages)
+        every = _as_params(params, len(chats))
+        override = None if chat_template is None else Path(chat_template)
+        template = ChatTemplate.load(Path(self.config.model), override)
+        if template is None:
+            raise ConfigError(
+                f"{self.config.model} has no chat template: give a file as chat_template, or use generate",
+                code="no_chat_template",
+            )
+        now = datetime.now()
+        now, refused = datetime.now(), {}
+        prompts: dict[int, Prompt] = {}
+        with contextlib.closing(template):
+            for place, chat in enumerate(chats):
+                try:
+                    text = template.render(chat, now, add_generation_prompt=add_generation_prompt, variables=variables)
+                    prompts[place] = self.codec.encode(text, add_special_tokens=False)
+                except RequestError as error:
+                    refused[place] = RequestOutput(str(place), None, (), error=error)
+        answered = self._run_all(list(prompts.values()), [every[place] for place in prompts], progress)
+        outputs = {p: replace(o, request_id=str(p)) for p, o in zip(prompts, answered, strict=True)}
+        return [refused.get(place) or outputs[place] for place in range(len(chats))]
 
     def stream(
-        self, requests: Iterable[PromptRequest], on_step: Callable[[], None] = lambda: None
-    ) -> Iterator[RequestOutput]:
+        self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None = None
+    ) -> Generator[RequestOutput, None, None]:
         """Run requests as they come from an iterable; yield each output as soon as it is complete.
 
         Only so many requests are taken ahead as keep the batch full, so memory stays flat however many there are.
-        A request with the id of one that is unfinished is refused. When no R-worker is left, or the S-worker fails,
-        every request that was taken is yielded with that error, and the stream ends.
+        Request ids must be unique among those unfinished. When the engine breaks down, as it does with the loss of its
+        last R-worker, every request that was taken is yielded with that error, and the stream ends.
 
         Args:
             requests: asked for the next one when there is room for it.
-            on_step: called after every step, when its outputs have been yielded. What it raises ends the stream.
+            on_tick: called whenever outputs have been yielded, and a few times a second. What it raises ends the
+                stream.
         """
-        self._check_free()
-        self._is_streaming = True
-        engine = self._running.engine
+        return self._read(False, requests, on_tick, lambda delta, output: output)
+
+    def deltas(
+        self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None = None
+    ) -> Generator[Delta, None, None]:
+        """Like ``stream``, but yields tokens as they come: what is new of each sequence since the last time."""
+        return self._read(True, requests, on_tick, lambda delta, output: delta)
+
+    def cancel_waiting(self) -> None:
+        """Of the requests that ``stream`` has taken, forget those of which nothing has run: they come to nothing."""
+        self._service.cancel_waiting()
+
+    def _read(
+        self,
+        every_step: bool,
+        requests: Iterable[PromptRequest],
+        on_tick: Callable[[], None] | None,
+        pick: Callable[[Delta, RequestOutput | None], T | None],
+    ) -> Generator[T, None, None]:
         most = QUEUE_AHEAD * self.config.batching.max_num_sequences
-        waiting = iter(requests)
-        drained = False
+        feed = Feed(self._service, self._checker, most, every_step=every_step)
         try:
-            while not drained or engine.num_unfinished:
-                while not drained and engine.num_unfinished_sequences < most:
-                    request = next(waiting, None)
-                    if request is None:
-                        drained = True
-                    elif (refused := self._submit(request)) is not None:
-                        yield refused
-                if engine.num_unfinished:
-                    yield from _step(engine)
-                    drained |= engine.broken is not None
-                    on_step()
+            self._begin(feed)
+            for delta, output in feed.read(requests, on_tick):
+                picked = pick(delta, output)
+                if picked is not None:
+                    yield picked
         finally:
-            # The caller went away, or was interrupted: leave no request behind in the engine.
-            engine.cancel_all()
-            self._is_streaming = False
+            # The reader went away, or was interrupted, and may be here once more: see ``_begin``.
+            feed.is_over = True
+            feed.forget()
 
-    def _check_free(self) -> None:
-        if self._is_closed:
-            raise ConfigError("this LLM was closed: make another one", code="closed")
-        if self._is_streaming:
-            raise ConfigError(
-                "a stream of this LLM is still being read: read it to its end, or close() it, before the next one",
-                code="busy",
-            )
-
-    def _submit(self, arrived: PromptRequest) -> RequestOutput | None:
-        """Check and queue one request. Returns its output at once if it is refused."""
-        text = arrived.prompt if isinstance(arrived.prompt, str) else None
-        token_ids: tuple[int, ...] = ()
-        try:
-            token_ids = self._tokenise(arrived.prompt)
-            self._running.engine.submit(self._request(arrived, token_ids), text)
-        except FastDecodeError as error:
-            return RequestOutput(arrived.request_id, text, token_ids, error=without_frames(error))
-        return None
-
-    def _tokenise(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise RequestError("the prompt is empty: give at least one character", code="empty_prompt")
-            return self._checked(self._running.codec.encode(prompt), "the tokenizer and the model don't match: ")
-        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, str)):
-            raise RequestError(
-                f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", code="invalid_prompt"
-            )
-        return self._checked(prompt)
-
-    def _checked(self, token_ids: Sequence[int], why: str = "") -> tuple[int, ...]:
-        vocab_size = self._running.spec.vocab_size
-        for place, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise RequestError(
-                    f"{why}prompt_token_ids[{place}]={token!r} is not a token id of this model (0 to {vocab_size - 1})",
-                    code="invalid_token_id",
+    def _begin(self, feed: Feed) -> None:
+        before = self._reading
+        if before is not None:
+            if not before.is_over:
+                raise ConfigError(
+                    "a stream of this LLM is still being read: read it to its end, or close() it, before the next one",
+                    code="busy",
                 )
-        return tuple(token_ids)
+            before.forget()
+        self._reading = feed
 
-    def _request(self, arrived: PromptRequest, token_ids: tuple[int, ...]) -> Request:
-        params = arrived.params
-        validate_for_vocab(params, self._running.spec.vocab_size)
-        limit = self._running.resolved.max_model_len
-        if not token_ids:
-            raise RequestError("the prompt has no tokens: give at least one", code="empty_prompt")
-        if len(token_ids) >= limit:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; the model's limit is {limit} for prompt and completion "
-                f"together, so at most {limit - 1} leave room for an answer: shorten the prompt",
-                code="prompt_too_long",
+    def _run_all(self, prompts: list[Prompt], params: list[SamplingParams], progress: bool) -> list[RequestOutput]:
+        """One output a prompt, in their order."""
+        requests = (PromptRequest(str(i), p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True)))
+        outputs: dict[str, RequestOutput] = {}
+        with contextlib.ExitStack() as stack:
+            tick = stack.enter_context(self._shown(len(prompts), outputs)) if progress else None
+            for output in stack.enter_context(contextlib.closing(self.stream(requests, tick))):
+                outputs[output.request_id] = output
+        lost = next((o.error for o in outputs.values() if isinstance(o.error, WorkerError)), None)
+        return [outputs.get(str(i)) or RequestOutput(str(i), None, (), error=lost) for i in range(len(prompts))]
+
+    @contextlib.contextmanager
+    def _shown(self, total: int, outputs: Mapping[str, RequestOutput]) -> Iterator[Callable[[], None]]:
+        """Shows how far a call is; gives what is to be called meanwhile."""
+        tokens_before = self.stats.num_output_tokens
+
+        def tick() -> None:
+            bar.update(
+                done=len(outputs),
+                num_failed=sum(not output.ok for output in outputs.values()),
+                num_tokens=self.stats.num_output_tokens - tokens_before,
+                workers=self.snapshot().engine.workers,
             )
-        room = limit - len(token_ids)
-        return Request(
-            request_id=arrived.request_id,
-            prompt_token_ids=token_ids,
-            params=params,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+
+        with Progress(sys.stderr, "requests") as bar:
+            bar.begin(total)
+            yield tick
+            tick()
+
+
+def _has_a_thread() -> bool:
+    """Whether an engine may have a thread of its own: not where MPI takes calls of the thread alone that joined."""
+    return not mpi_job.takes_calls_of_one_thread()
+
+
+def _facts(running: RunningEngine) -> Facts:
+    identity = running.resolved.identity
+    return Facts(
+        num_r_workers=running.num_r_workers,
+        r_threads=max(welcome.num_threads for welcome in running.welcomes),
+        num_kv_blocks=sum(welcome.num_blocks for welcome in running.welcomes),
+        dtype=identity.dtype,
+        kv_dtype=identity.kv_dtype,
+        max_model_len=identity.max_model_len,
+        load_s=running.load_s,
+    )
+
+
+def _as_chats(messages: object) -> list[Sequence[Message]]:
+    """One conversation, or several, as several."""
+    chats: list[Any] = list(messages) if isinstance(messages, Sequence) else [messages]
+    if chats and all(isinstance(message, Mapping) for message in chats):
+        chats = [chats]
+    if not all(_is_chat(chat) for chat in chats):
+        raise RequestError(
+            'messages must be a conversation or a list of them: each a list of {"role": "…", "content": "…"}',
+            code="invalid_messages",
         )
+    return chats
 
 
-def _step(engine: Engine) -> list[RequestOutput]:
-    """The requests that a step ended, or all there are if it broke down. What isn't the failure of a worker is a
-    mistake of ours, and raises as it is."""
-    try:
-        return engine.step()
-    except FastDecodeError as error:
-        return engine.abandon(error)
-    except Exception as error:
-        if is_failure(error):
-            return engine.abandon(WorkerError(f"the S-worker failed: {error}", code="s_worker_failed"))
-        engine.abandon(FastDecodeError(f"a step broke down before: {type(error).__name__}: {error}"))
-        raise
+def _is_chat(chat: object) -> bool:
+    if not isinstance(chat, Sequence) or not chat:
+        return False
+    return all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in chat)
 
 
 def _as_batch(prompts: object) -> list[Prompt]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from fastdecode.core.delta import Delta
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import SequenceId
 from fastdecode.core.sequence import Completion, FinishReason, Request, RequestOutput, Sequence, TokenLogprob
@@ -25,6 +26,8 @@ class Generation:
     first_token_s: float | None = None
     last_token_s: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_told: int = 0
+    """Tokens that deltas were made of."""
 
     @classmethod
     def of(
@@ -52,6 +55,21 @@ class Generation:
             return "stop"
         return "stop" if self.text.append(token) else None
 
+    def delta(self, reason: FinishReason | None) -> Delta:
+        """What is new since the last one; all that is left if the sequence is over."""
+        sequence, first = self.sequence, self.num_told
+        self.num_told = sequence.num_generated
+        if reason is not None:
+            self.text.finish()
+        return Delta(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            text=self.text.take(),
+            token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens + first :]),
+            logprobs=tuple(self.logprobs[first:]) if sequence.request.params.logprobs is not None else None,
+            finish_reason=reason,
+        )
+
     def completion(self, reason: FinishReason) -> Completion:
         """What the sequence has come to; once."""
         sequence = self.sequence
@@ -64,6 +82,15 @@ class Generation:
         )
 
 
+@dataclass(frozen=True)
+class Listener:
+    """Who is told what a request says."""
+
+    tell: Callable[[Delta], None]
+    every_step: bool
+    """Be told after every step; or of each sequence only once it is over."""
+
+
 @dataclass(eq=False)
 class Group:
     """A request, and those of its completions that are done."""
@@ -72,6 +99,12 @@ class Group:
     prompt: str | None
     generations: list[Generation]
     completions: list[Completion] = field(default_factory=list)
+    listener: Listener | None = None
+
+    def tell(self, generation: Generation, reason: FinishReason | None) -> None:
+        """One of its sequences has one more token; with a reason, its last."""
+        if self.listener is not None and (self.listener.every_step or reason is not None):
+            self.listener.tell(generation.delta(reason))
 
     def output(self) -> RequestOutput:
         """What is given back once all completions are there."""
@@ -80,6 +113,8 @@ class Group:
 
     def failed(self, error: FastDecodeError) -> RequestOutput:
         """What is given back when the request ends with an error."""
+        if self.listener is not None:
+            self.listener.tell(Delta(self.request.request_id, 0, error=error))
         return RequestOutput(self.request.request_id, self.prompt, self.request.prompt_token_ids, error=error)
 
 
@@ -113,12 +148,19 @@ class Requests:
     def num_sequences(self) -> int:
         return len(self._generations)
 
-    def add(self, request: Request, prompt: str | None, sequences: Iterable[Sequence], now: float) -> None:
+    def add(
+        self,
+        request: Request,
+        prompt: str | None,
+        sequences: Iterable[Sequence],
+        now: float,
+        listener: Listener | None = None,
+    ) -> None:
         """A request that has just been submitted."""
         generations = [
             Generation.of(sequence, self._codec, self._eos_token_ids, self._vocab_size, now) for sequence in sequences
         ]
-        self._groups[request.request_id] = Group(request, prompt, generations)
+        self._groups[request.request_id] = Group(request, prompt, generations, listener=listener)
         self._generations.update((one.sequence.sequence_id, one) for one in generations)
 
     def generation(self, sequence: Sequence) -> Generation:
@@ -148,12 +190,20 @@ class Requests:
             drawn.append(Drawn(sequence, token.token_id, reason))
         return tuple(drawn)
 
+    def tell(self, drawn: Iterable[Drawn]) -> None:
+        """The lifecycle has taken in what was drawn: tell whoever listens. Of those that are over it told already."""
+        for one in drawn:
+            generation = self._generations.get(one.sequence.sequence_id)
+            if generation is not None and one.error is None:
+                self._groups[one.sequence.request.request_id].tell(generation, None)
+
     def finish(self, sequence: Sequence, reason: FinishReason, stats: EngineStats) -> RequestOutput | None:
         """A sequence is over. Returns its request's output once all of them are."""
         generation = self._generations.pop(sequence.sequence_id)
         if generation.first_token_s is not None and sequence.num_generated > 1:
             stats.tpot.add((generation.last_token_s - generation.first_token_s) / (sequence.num_generated - 1))
         group = self._groups[sequence.request.request_id]
+        group.tell(generation, reason)
         group.completions.append(generation.completion(reason))
         if len(group.completions) < group.request.params.n:
             return None

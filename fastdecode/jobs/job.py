@@ -12,70 +12,26 @@ of a line beyond that is two bits (done, duplicate). Only the first pass needs 2
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
-from fastdecode.core.model.checkpoint import open_checkpoint
-from fastdecode.core.model.identity import identify
+from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, SamplingParams
-from fastdecode.engine.llm import LLM
-from fastdecode.jobs.journal import Journal, Recovered, create, discard, reopen
-from fastdecode.jobs.line_format import Chat, LineError, LineFormat, LineId, LineRequest, Turn
+from fastdecode.jobs.journal import Recovered
+from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
 from fastdecode.jobs.lines import LineReader, too_long
-from fastdecode.jobs.manifest import Manifest, identify_model, new_manifest
-from fastdecode.jobs.openai_lines import OpenAILines
-from fastdecode.jobs.ordered import check_paths
-from fastdecode.jobs.progress import JobProgress
-from fastdecode.jobs.simple_lines import SimpleLines
 from fastdecode.jobs.stopping import StopNow, Stopping
-from fastdecode.jobs.survey import Survey, is_openai, survey
-from fastdecode.openai.requests import RequestReader
+from fastdecode.jobs.survey import Survey
+from fastdecode.openai.chat import Chat, Turn
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.codec import lacks_tokenizer
 
-MAX_SYNC_LINES = 1 << 30
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """What a user may choose about a job.
-
-    Raises:
-        ConfigError: names the option, its value, and what it may be.
-    """
-
-    input: Path
-    output: Path
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters for lines that don't say it themselves."""
-    begin: Literal["new", "resume", "overwrite"] = "new"
-    """What to do with an output that is there: refuse to start, go on with it, throw it away."""
-    retry_errors: bool = False
-    """When resuming: run those lines again that were answered with an error."""
-    skip_bad_lines: bool = False
-    """Answer bad lines with an error each, instead of refusing to start."""
-    served_model_names: tuple[str, ...] = ()
-    """What a line's ``model`` may be; empty: the model directory as given, and its last part."""
-    chat_template: Path | None = None
-    """In place of the model's own."""
-    run_seed: int | None = None
-    """None: drawn, or that of the run that is resumed."""
-    sync_lines: int = 100
-    sync_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        if self.retry_errors and self.begin != "resume":
-            raise ConfigError("--retry-errors goes with --resume: it is about answers that are already there")
-        if not 1 <= self.sync_lines <= MAX_SYNC_LINES:
-            raise ConfigError(f"--sync-lines {self.sync_lines} is not a whole number from 1 to {MAX_SYNC_LINES}")
-        if not 0 <= self.sync_s <= 1e9:
-            raise ConfigError(f"--sync-s {self.sync_s} is not a number of seconds from 0 to 1e9")
+if TYPE_CHECKING:
+    from fastdecode.engine.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -95,96 +51,36 @@ class JobResult:
     interrupted: bool = False
 
 
-def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], None]) -> BatchJob:
-    """Check everything that can be checked without a model, find out what is left to do, and hold the output.
+@dataclass(frozen=True)
+class Rules:
+    """What a job's answers depend on beside its lines."""
 
-    Raises:
-        ConfigError, ModelError: something is wrong with options, files or the model directory; nothing was changed.
-    """
-    options = replace(options, output=options.output.resolve())
-    if options.output.exists() and not options.output.is_file():
-        raise ConfigError(f"the output {options.output} is not a file: a job reads in it what is done, to go on with")
-    check_paths(options.input, output=options.output, manifest=Manifest.path_for(options.output))
-    template: ChatTemplate | None = None
-    reader: RequestReader | None = None
-    lines: LineFormat = SimpleLines(SamplingParams(**options.sampling))
-    if is_openai(options.input):
-        template = ChatTemplate.load(Path(config.model), options.chat_template)
-        reader = _reader(options, config, has_template=template is not None)
-        lines = OpenAILines(reader, run_id="")
-    tell(f"checking {options.input}")
-    found = survey(options.input, lines, takes_text=not lacks_tokenizer(Path(config.model)))
-    if found.is_hopeless or (len(found.bad) and not options.skip_bad_lines):
-        raise found.refusal(options.input)
-    manifest = _manifest(options, config, lines.name, found)
-    if reader is not None:
-        lines = OpenAILines(reader, manifest.run_id)
-    fd, recovered = _hold_output(options, manifest, lines)
-    if recovered.num_torn_bytes:
-        tell(f"the run before ended in the middle of a line: {recovered.num_torn_bytes} bytes were cut off")
-    journal = Journal(options.output, fd, sync_lines=options.sync_lines, sync_s=options.sync_s)
-    return BatchJob(options.input, lines, manifest, template, found, journal, recovered)
+    seed_of: Callable[[LineId, int], int]
+    """The seed of a prompt of a line that doesn't say one."""
+    template: ChatTemplate | None
+    """For lines that are conversations."""
+    date: datetime
+    """What templates are told."""
+    answers_lost: bool = False
+    """Lines that workers were lost with are answered with that error, not left for another run."""
 
 
-def _reader(options: JobOptions, config: EngineConfig, *, has_template: bool) -> RequestReader:
-    names = options.served_model_names or (config.model, Path(os.path.abspath(config.model)).name)
-    return RequestReader(options.sampling, names, has_template)
+class Output(Protocol):
+    """Where answers go."""
 
-
-def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Survey) -> Manifest:
-    """That of the run that is resumed, or a new one.
-
-    Raises:
-        ConfigError: there is an output, and this job may not go on with it.
-    """
-    path = Manifest.path_for(options.output)
-    has_output = options.output.exists() and options.output.stat().st_size > 0
-    if options.begin == "new" and has_output:
-        raise ConfigError(
-            f"the output {options.output} exists: go on with its run by --resume, or throw it away by --overwrite"
-        )
-    before = Manifest.read(path) if options.begin == "resume" and (has_output or path.exists()) else None
-    spec = open_checkpoint(config.model).spec(max_model_len=config.s_part.max_model_len)
-    identity = identify(config, spec)
-    now = new_manifest(
-        lines=lines,
-        input_sha256=found.sha256,
-        sampling=options.sampling,
-        model=identify_model(Path(config.model), options.chat_template),
-        dtype=identity.dtype.value,
-        kv_dtype=identity.kv_dtype.value,
-        max_model_len=identity.max_model_len,
-        run_seed=before.run_seed if before is not None and options.run_seed is None else options.run_seed,
-    )
-    if before is None:
-        return now
-    differences = before.differences(now)
-    if not differences:
-        return before
-    if not has_output:
-        return now
-    told = "\n".join(f"  {difference}" for difference in differences)
-    raise ConfigError(
-        f"the run that began {options.output} was another one:\n{told}\n"
-        f"resume it with what it began with, or start anew with another --output or --overwrite",
-        code="manifest_mismatch",
-    )
-
-
-def _hold_output(options: JobOptions, manifest: Manifest, lines: LineFormat) -> tuple[int, Recovered]:
-    """Open the output, begun or resumed. At no moment stands an old output beside a new manifest."""
-    output = options.output
-    if options.begin == "resume" and output.exists() and output.stat().st_size > 0:
-        return reopen(output, lines.identify, retry_errors=options.retry_errors)
-    discard(output)
-    manifest.write(Manifest.path_for(output))
-    return create(output), Recovered()
+    def begin(self) -> None: ...
+    def append(self, place: int, prompt: str | None, answer: dict[str, Any]) -> None: ...
+    def sync_if_due(self) -> None: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass
 class _OpenLine:
     """A line whose prompts run."""
 
+    place: int
+    """Among the lines that are answered now."""
     request: LineRequest
     num_prompts: int
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
@@ -192,27 +88,25 @@ class _OpenLine:
 
 
 class BatchJob:
-    """A job that holds its output. ``run`` it, and close it; made by ``open_job``."""
+    """A job that holds its output. ``run`` it, and close it; made by ``opening``."""
 
     def __init__(
         self,
         path: Path,
         lines: LineFormat,
-        manifest: Manifest,
-        template: ChatTemplate | None,
+        rules: Rules,
         found: Survey,
-        journal: Journal,
+        output: Output,
         recovered: Recovered,
     ) -> None:
         self._path = path
         self._lines = lines
-        self._manifest = manifest
-        self._template = template
+        self._rules = rules
         self._survey = found
-        self._journal = journal
+        self._output = output
         self._done = recovered.done
         self._num_failed = recovered.num_failed
-        self._num_run = self._num_run_failed = 0
+        self._num_run = self._num_run_failed = self._num_taken = 0
         self._open: dict[int, _OpenLine] = {}
         self._lost: FastDecodeError | None = None
         self._interrupted = False
@@ -224,11 +118,11 @@ class BatchJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._template is not None:
-            self._template.close()
+        if self._rules.template is not None:
+            self._rules.template.close()
         # If something went wrong already, that is what to tell.
         with contextlib.suppress(*([FastDecodeError] if error is not None else [])):
-            self._journal.close()
+            self._output.close()
 
     @property
     def num_pending(self) -> int:
@@ -247,7 +141,7 @@ class BatchJob:
             interrupted=self._interrupted,
         )
 
-    def run(self, llm: LLM, stopping: Stopping, progress: JobProgress) -> JobResult:
+    def run(self, llm: LLM, stopping: Stopping, progress: Progress) -> JobResult:
         """Answer what is left, until it is done, or ``stopping`` is asked, or no R-worker is left.
 
         Raises:
@@ -255,28 +149,29 @@ class BatchJob:
             FastDecodeError: (code ``output_failed``) the output can't be written.
         """
         progress.begin(self._survey.num_lines, len(self._done))
+        self._output.begin()
+        tokens_before = llm.stats.num_output_tokens
         withdrawn = False
 
-        def on_step() -> None:
+        def on_tick() -> None:
             nonlocal withdrawn
             if stopping.now:
                 raise StopNow
             if stopping.wanted and not withdrawn:
                 withdrawn = True
                 llm.cancel_waiting()
-            self._journal.sync_if_due()
+            self._output.sync_if_due()
             progress.update(
                 done=len(self._done),
                 num_failed=self._num_failed,
-                num_tokens=llm.stats.num_output_tokens,
-                live_workers=llm.num_live_r_workers,
-                num_workers=llm.num_r_workers,
+                num_tokens=llm.stats.num_output_tokens - tokens_before,
+                workers=llm.snapshot().engine.workers,
             )
 
         with contextlib.suppress(StopNow):
-            for output in llm.stream(self._requests(llm, stopping), on_step):
+            for output in llm.stream(self._requests(llm, stopping), on_tick):
                 self._collect(output, llm)
-        self._journal.sync()
+        self._output.sync()
         self._interrupted = stopping.wanted and self.num_pending > 0
         if self._input_changed:
             raise ConfigError(f"{self._path} was changed while it was read: some answers may be to lines that are gone")
@@ -289,18 +184,19 @@ class BatchJob:
             for number, raw in reader:
                 if number in self._done:
                     continue
-                request, prompts = self._read(number, raw, llm)
+                place, self._num_taken = self._num_taken, self._num_taken + 1
+                request, prompts = self._read(number, place, raw, llm)
                 if request is not None:
-                    self._open[number] = _OpenLine(request, len(prompts))
-                    for place, prompt in enumerate(prompts):
+                    self._open[number] = _OpenLine(place, request, len(prompts))
+                    for i, prompt in enumerate(prompts):
                         if stopping.wanted:
                             return
-                        yield PromptRequest(f"{number}.{place}", prompt, self._params(request, place))
+                        yield PromptRequest(f"{number}.{i}", prompt, self._params(request, i))
                 if stopping.wanted:
                     return
             self._input_changed = reader.sha256 != self._survey.sha256
 
-    def _read(self, number: int, raw: bytes | None, llm: LLM) -> tuple[LineRequest | None, list[Prompt]]:
+    def _read(self, number: int, place: int, raw: bytes | None, llm: LLM) -> tuple[LineRequest | None, list[Prompt]]:
         """A line's request and its prompts; None if it was answered with an error."""
         line_id: LineId | None = None
         try:
@@ -315,16 +211,16 @@ class BatchJob:
         except RequestError as error:
             if isinstance(error, LineError) and error.line_id is not None:
                 line_id = error.line_id
-            self._write(number, self._lines.refusal(number, line_id, error), failed=True)
+            self._write(number, place, None, self._lines.refusal(number, line_id, error), failed=True)
             return None, []
 
     def _prompt(self, turn: Turn, llm: LLM) -> Prompt:
         if not isinstance(turn, Chat):
             return turn
-        assert self._template is not None, "the reader refuses chats without a template"
-        text = self._template.render(
+        assert self._rules.template is not None, "the reader refuses chats without a template"
+        text = self._rules.template.render(
             turn.messages,
-            self._manifest.date,
+            self._rules.date,
             add_generation_prompt=turn.add_generation_prompt,
             variables=turn.variables,
         )
@@ -333,7 +229,7 @@ class BatchJob:
     def _params(self, request: LineRequest, place: int) -> SamplingParams:
         if request.params.seed is not None:
             return request.params
-        return replace(request.params, seed=self._manifest.seed_of(request.line_id, place))
+        return replace(request.params, seed=self._rules.seed_of(request.line_id, place))
 
     def _collect(self, output: RequestOutput, llm: LLM) -> None:
         """One prompt is done. Its line is answered once all of its prompts are, or one has failed."""
@@ -346,19 +242,21 @@ class BatchJob:
             if len(line.outputs) == line.num_prompts:
                 del self._open[number]
                 outputs = [line.outputs[i] for i in range(line.num_prompts)]
-                self._write(number, self._lines.answer(number, line.request, outputs, llm.codec), failed=False)
+                answer = self._lines.answer(number, line.request, outputs, llm.codec)
+                self._write(number, line.place, output.prompt, answer, failed=False)
             return
         del self._open[number]
-        if isinstance(output.error, (RequestError, CapacityError)):
-            refusal = self._lines.refusal(number, line.request.line_id, output.error)
-            self._write(number, refusal, failed=True)
-        else:
-            # Not the line's fault: it stays as it was, to be answered when the job is resumed.
+        is_lost = not isinstance(output.error, (RequestError, CapacityError))
+        if is_lost:
             self._lost = output.error
+        if not is_lost or self._rules.answers_lost:
+            refusal = self._lines.refusal(number, line.request.line_id, output.error)
+            self._write(number, line.place, output.prompt, refusal, failed=True)
+        # Else it isn't the line's fault: it stays as it was, to be answered when the job is resumed.
 
-    def _write(self, number: int, answer: dict[str, Any], *, failed: bool) -> None:
-        self._journal.append(answer)
+    def _write(self, number: int, place: int, prompt: str | None, answer: dict[str, Any], *, failed: bool) -> None:
         self._done.add(number)
         self._num_failed += failed
         self._num_run += 1
         self._num_run_failed += failed
+        self._output.append(place, prompt, answer)

@@ -3,8 +3,8 @@ one.
 
 An answer counts once its line, with the newline at its end, is in the file. Every line is handed to the operating
 system whole as soon as it is there, which a dying process can't undo; ``fsync``, now and then, is for a dying machine.
-What such a death leaves at the end (half a line, or blocks that never got their data) is cut off by ``reopen``. One
-process at a time holds the file, by ``flock``.
+What such a death leaves at the end (half a line, or blocks that never got their data) is cut off by ``recover``. One
+process at a time holds the file, by ``flock``, from before it decides what to do with it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.files import write_whole
 from fastdecode.jobs.line_set import LineSet
 
 # Which line an answer is for, and whether it is an error; KeyError, ValueError or TypeError: it is no answer of ours.
@@ -40,11 +41,11 @@ class Recovered:
 
 
 class Journal:
-    """An output that is open for appending. Made by ``create`` or ``reopen``; close it.
+    """An output that is open for appending; close it.
 
     Args:
         path: for messages.
-        fd: opened for appending, and locked.
+        fd: of an output that is held.
         sync_lines: fsync after so many lines,
         sync_s: or so many seconds after the first that isn't synced.
         clock: in seconds.
@@ -62,8 +63,11 @@ class Journal:
         self._unsynced_since = 0.0
         self.num_syncs = 0
 
-    def append(self, answer: dict[str, Any]) -> None:
-        """Write one line.
+    def begin(self) -> None:
+        """It has begun."""
+
+    def append(self, place: int, prompt: str | None, answer: dict[str, Any]) -> None:
+        """Write one answer, whichever line it is for.
 
         Raises:
             FastDecodeError: (code ``output_failed``) the disk is full, or gone.
@@ -73,7 +77,7 @@ class Journal:
         if not self._num_unsynced:
             self._unsynced_since = self._clock()
         try:
-            _write_all(self._fd, line)
+            write_whole(self._fd, line)
         except OSError as error:
             raise self._failed(error) from None
         self._num_unsynced += 1
@@ -112,68 +116,79 @@ class Journal:
         )
 
 
-def create(path: Path) -> int:
-    """A new output, locked. Returns its file descriptor.
+class Held:
+    """An output that this process holds and no other; let go of it, or make a ``Journal`` of its ``fd``."""
+
+    def __init__(self, path: Path, fd: int, *, is_new: bool) -> None:
+        self.path = path
+        self.fd = fd
+        """Opened for reading and appending, and locked."""
+        self._is_new = is_new
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing that a run could go on with."""
+        return os.fstat(self.fd).st_size == 0
+
+    def empty(self) -> None:
+        """Throw away what it holds. Raises ConfigError."""
+        try:
+            os.ftruncate(self.fd, 0)
+            os.fsync(self.fd)
+            sync_directory(self.path)
+        except OSError as error:
+            raise ConfigError(f"can't empty the output file {self.path}: {error.strerror}") from None
+
+    def recover(self, identify: Identify, *, last_line: int, retry_errors: bool = False) -> Recovered:
+        """What it holds; a torn end is cut off.
+
+        Args:
+            identify: which line an answer is for.
+            last_line: no line has a higher number.
+            retry_errors: take answers that are errors out of the file.
+
+        Raises:
+            ConfigError: it can't be mended, or it holds what isn't this run's.
+        """
+        try:
+            found, good_bytes = _scan(self.path, identify, last_line)
+            if found.num_torn_bytes:
+                os.ftruncate(self.fd, good_bytes)
+                os.fsync(self.fd)
+            if retry_errors and found.num_failed:
+                self.fd, found = _without_errors(self.path, self.fd, identify, found)
+        except OSError as error:
+            raise ConfigError(f"can't repair the output file {self.path}: {error.strerror}") from None
+        return found
+
+    def let_go(self) -> None:
+        """Leave it as it was found: if it wasn't there, it won't be."""
+        if self._is_new and self.is_empty:
+            self.path.unlink(missing_ok=True)
+        os.close(self.fd)
+
+
+def hold(path: Path) -> Held:
+    """Open and lock an output; make an empty one if there is none.
 
     Raises:
-        ConfigError: it exists, or can't be made.
+        ConfigError: another run holds it, or it can't be opened.
     """
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise ConfigError(f"can't write the output file {path}: {error.strerror}") from None
-    _lock(fd, path)
-    sync_directory(path)
-    return fd
-
-
-def discard(path: Path) -> None:
-    """Remove an output, unless a run is writing it. Raises ConfigError."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ConfigError(f"can't remove the output file {path}: {error.strerror}") from None
-    try:
-        _lock(fd, path)
-        path.unlink()
-        sync_directory(path)
-    except OSError as error:
-        raise ConfigError(f"can't remove the output file {path}: {error.strerror}") from None
-    finally:
-        os.close(fd)
-
-
-def reopen(path: Path, identify: Identify, *, retry_errors: bool = False) -> tuple[int, Recovered]:
-    """An existing output, locked, and what it holds; a torn end is cut off.
-
-    Args:
-        identify: which line an answer is for.
-        retry_errors: take answers that are errors out of the file.
-
-    Raises:
-        ConfigError: somebody else holds it, it can't be opened, or it holds what isn't this run's.
-    """
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(f"can't write the output file {path}: {error.strerror}") from None
-    try:
-        _lock(fd, path)
-        found, good_bytes = _scan(path, identify)
-        if found.num_torn_bytes:
-            os.ftruncate(fd, good_bytes)
-            os.fsync(fd)
-        if retry_errors and found.num_failed:
-            fd, found = _without_errors(path, fd, identify, found)
-    except OSError as error:
-        os.close(fd)
-        raise ConfigError(f"can't repair the output file {path}: {error.strerror}") from None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, found
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    while True:
+        is_new = not path.exists()
+        try:
+            fd = os.open(path, flags, 0o666)
+        except OSError as error:
+            raise ConfigError(f"can't write the output file {path}: {error.strerror}") from None
+        try:
+            _lock(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        if _is_still(path, fd):
+            return Held(path, fd, is_new=is_new)
+        os.close(fd)  # whoever held it has put another file in its place, or taken it away
 
 
 def sync_directory(path: Path) -> None:
@@ -194,7 +209,14 @@ def _lock(fd: int, path: Path) -> None:
         return  # a file system without locks; then whoever runs two at once has to know
 
 
-def _scan(path: Path, identify: Identify) -> tuple[Recovered, int]:
+def _is_still(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _scan(path: Path, identify: Identify, last_line: int) -> tuple[Recovered, int]:
     """What an output holds, and how many bytes of it are good."""
     found = Recovered()
     good_bytes = 0
@@ -210,7 +232,7 @@ def _scan(path: Path, identify: Identify) -> tuple[Recovered, int]:
                     f"line {torn_at} of {path} is no answer, but lines after it are: that isn't how an interrupted run "
                     f"ends, so somebody else has written there; restore the file, or start anew with --overwrite"
                 )
-            _note(found, answer, identify, f"line {place} of {path}")
+            _note(found, answer, identify, last_line, f"line {place} of {path}")
             good_bytes += len(raw)
         found.num_torn_bytes = file.tell() - good_bytes
     return found, good_bytes
@@ -227,10 +249,10 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) else None
 
 
-def _note(found: Recovered, answer: dict[str, Any], identify: Identify, where: str) -> None:
+def _note(found: Recovered, answer: dict[str, Any], identify: Identify, last_line: int, where: str) -> None:
     try:
         number, failed = identify(answer)
-        if number < 1:
+        if not 1 <= number <= last_line:
             raise ValueError("no line has such a number")
     except (KeyError, ValueError, TypeError):
         text = f"{where} is no answer of the run that its manifest tells of: start anew with --overwrite"
@@ -253,7 +275,7 @@ def _without_errors(path: Path, fd: int, identify: Identify, before: Recovered) 
                 number, failed = identify(json.loads(raw))
                 if not failed:
                     found.done.add(number)
-                    _write_all(new, raw)
+                    write_whole(new, raw)
         os.fsync(new)
         os.replace(temporary, path)
         sync_directory(path)
@@ -263,9 +285,3 @@ def _without_errors(path: Path, fd: int, identify: Identify, before: Recovered) 
         raise
     os.close(fd)
     return new, found
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError, RequestError
-from fastdecode.core.sequence import Prompt, RequestOutput, SamplingParams
+from fastdecode.core.sequence import RequestOutput, SamplingParams
+from fastdecode.openai.chat import Turn
+from fastdecode.openai.requests import BodyRequest
 from fastdecode.text.codec import TextCodec
 
-
-@dataclass(frozen=True)
-class Chat:
-    """A conversation, to become a prompt by the model's chat template."""
-
-    messages: Sequence[Mapping[str, str]]
-    add_generation_prompt: bool = True
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """More names for the template."""
-
-
-Turn: TypeAlias = "Prompt | Chat"
 LineId: TypeAlias = "str | int"
 """As the line gave it. 1 and "1" are the same."""
 
@@ -33,9 +23,8 @@ class LineRequest:
     line_id: LineId
     prompts: tuple[Turn, ...]
     params: SamplingParams
-    model: str | None = None
-    """The model's name as the line gave it."""
-    want_token_ids: bool = False
+    body: BodyRequest | None = None
+    """The body that it is the line of, where lines have bodies."""
 
 
 class LineError(RequestError):

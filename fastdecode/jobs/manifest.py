@@ -108,8 +108,7 @@ class Manifest:
 
     def seed_of(self, line_id: LineId, prompt: int = 0) -> int:
         """The seed of a prompt of a line; the same in every run that has this ``run_seed``."""
-        digest = hashlib.blake2b(f"{prompt}:{line_id}".encode(), digest_size=8, key=self.run_seed.to_bytes(8, "little"))
-        return int.from_bytes(digest.digest(), "little") >> 1
+        return seed_of(self.run_seed, line_id, prompt)
 
     def _check_types(self) -> None:
         for name in (f.name for f in fields(self)):
@@ -119,6 +118,12 @@ class Manifest:
         datetime.fromisoformat(self.created)
         if not 0 <= self.run_seed < 1 << 63:
             raise ValueError("run_seed is out of range")
+
+
+def seed_of(run_seed: int, line_id: LineId, prompt: int) -> int:
+    """The seed of a prompt of a line, which comes from the run's seed and the line's id alone."""
+    digest = hashlib.blake2b(f"{prompt}:{line_id}".encode(), digest_size=8, key=run_seed.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def new_manifest(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 from fastdecode.core.errors import FastDecodeError, RequestError
@@ -20,40 +20,6 @@ from fastdecode.text.codec import TextCodec
 
 SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
 LINE_FIELDS = ("id", "prompt", "prompt_token_ids", *SAMPLING_FIELDS)
-
-
-@dataclass(frozen=True)
-class SimpleRequest:
-    """What a line asks."""
-
-    line_id: LineId
-    prompt: Prompt
-    params: SamplingParams
-
-
-@dataclass(frozen=True)
-class BadLine:
-    """A line that is no request."""
-
-    line_id: LineId | None
-    error: RequestError
-
-
-def parse_line(raw: bytes, number: int, defaults: SamplingParams) -> SimpleRequest | BadLine:
-    """A request, or what is wrong with it. ``defaults``: what the line doesn't say itself."""
-    line_id: LineId | None = None
-    try:
-        line = load_object(raw, number)
-        given_id = line.get("id")
-        if isinstance(given_id, bool) or not isinstance(given_id, (str, int)) or given_id == "":
-            raise RequestError(f'line {number} has no "id" that is a string or a whole number', code="invalid_id")
-        line_id = utf8(given_id, "id") if isinstance(given_id, str) else given_id
-        _refuse_unknown_fields(line)
-        # null is the same as not given
-        overrides = {name: line[name] for name in SAMPLING_FIELDS if line.get(name) is not None}
-        return SimpleRequest(line_id, _prompt_of(line), replace(defaults, **overrides))
-    except RequestError as error:
-        return BadLine(line_id, error)
 
 
 def _refuse_unknown_fields(line: dict[str, Any]) -> None:
@@ -108,36 +74,51 @@ def _completion_fields(completion: Completion) -> dict[str, Any]:
     return line
 
 
-def error_object(error: FastDecodeError) -> dict[str, str]:
-    """An error as output lines show it."""
-    return {"code": error.code, "message": str(error)}
-
-
 class SimpleLines:
-    """The lines above as a batch job's format. Every answer also tells the ``line`` that it is for, since answers come
-    in the order in which they finish."""
+    """The lines above as a batch job's format.
+
+    Args:
+        defaults: what lines don't say themselves.
+        numbers: every answer also tells the ``line`` that it is for, since answers come in the order in which they
+            finish. Without it only errors do.
+    """
 
     name: ClassVar[str] = "simple"
     id_field: ClassVar[str] = "id"
     duplicate_code: ClassVar[str] = "duplicate_id"
 
-    def __init__(self, defaults: SamplingParams) -> None:
+    def __init__(self, defaults: SamplingParams, *, numbers: bool = True) -> None:
         self._defaults = defaults
+        self._numbers = numbers
 
     def parse(self, raw: bytes, number: int) -> LineRequest:
-        item = parse_line(raw, number, self._defaults)
-        if isinstance(item, BadLine):
-            raise LineError(str(item.error), code=item.error.code, line_id=item.line_id)
-        return LineRequest(item.line_id, (item.prompt,), item.params)
+        line_id: LineId | None = None
+        try:
+            line = load_object(raw, number)
+            line_id = _id_of(line, number)
+            _refuse_unknown_fields(line)
+            # null is the same as not given
+            overrides = {name: line[name] for name in SAMPLING_FIELDS if line.get(name) is not None}
+            return LineRequest(line_id, (_prompt_of(line),), replace(self._defaults, **overrides))
+        except RequestError as error:
+            raise LineError(str(error), code=error.code, line_id=line_id) from None
 
     def answer(
         self, number: int, request: LineRequest, outputs: Sequence[RequestOutput], codec: TextCodec
     ) -> dict[str, Any]:
         (output,) = outputs
-        return {"id": request.line_id, "line": number, **output_fields(output)}
+        place = {"line": number} if self._numbers else {}
+        return {"id": request.line_id, **place, **output_fields(output)}
 
     def refusal(self, number: int, line_id: LineId | None, error: FastDecodeError) -> dict[str, Any]:
-        return {"id": line_id, "line": number, "error": error_object(error)}
+        return {"id": line_id, "line": number, "error": {"code": error.code, "message": str(error)}}
 
     def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:
         return int(answer["line"]), "error" in answer
+
+
+def _id_of(line: dict[str, Any], number: int) -> LineId:
+    line_id = line.get("id")
+    if isinstance(line_id, bool) or not isinstance(line_id, (str, int)) or line_id == "":
+        raise RequestError(f'line {number} has no "id" that is a string or a whole number', code="invalid_id")
+    return utf8(line_id, "id") if isinstance(line_id, str) else line_id

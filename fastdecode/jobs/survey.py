@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.jobs.line_format import Chat, LineError, LineFormat, LineId, LineRequest
+from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
 from fastdecode.jobs.line_set import DuplicateFinder, LineSet
 from fastdecode.jobs.lines import LineReader, too_long
+from fastdecode.openai.chat import Chat
 
 # Bad lines that are told one by one.
 MAX_COMPLAINTS = 20

@@ -18,12 +18,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TypeAlias
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.files import open_output
 from fastdecode.core.trace import NoTrace, Trace
 
 logger = logging.getLogger(__name__)
@@ -145,10 +146,7 @@ def open_trace(path: Path | None) -> Iterator[Trace]:
     if path is None:
         yield NoTrace()
         return
-    try:
-        out = path.open("wb", buffering=1 << 16)
-    except OSError as error:
-        raise ConfigError(f"can't write the trace file {path}: {error.strerror}") from None
+    out = os.fdopen(open_output(path, "trace"), "wb", buffering=1 << 16)
     trace = ChromeTrace(out, time.perf_counter())
     try:
         yield trace

@@ -23,12 +23,12 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
     ``s_idle`` and ``r_idle`` are the bubbles: the parts of the time in which the S-worker waited for R-workers, and in
     which an R-worker, on average, computed nothing.
     """
-    stats = llm.stats
+    stats, facts, now = llm.stats, llm.facts, llm.snapshot().engine
     step_s = max(stats.step_s, 1e-12)
     return {
         "requests": num_requests,
         "failed": num_failed,
-        "load_s": llm.load_s,
+        "load_s": facts.load_s,
         "prefill_s": stats.prefill_s,
         "decode_s": stats.decode_s,
         "total_s": time.perf_counter() - started_s,
@@ -40,21 +40,21 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "wait_share": stats.wait_s / step_s,
         "r_share": stats.r_compute_s / step_s,
         "s_idle": stats.wait_s / step_s,
-        "r_idle": max(0.0, 1 - stats.r_busy_s / (step_s * llm.num_r_workers)),
+        "r_idle": max(0.0, 1 - stats.r_busy_s / (step_s * facts.num_r_workers)),
         "load_mean_tokens": stats.load_mean,
         "load_peak_tokens": stats.load_peak,
         "ttft_s": _percentiles(stats.ttft),
         "tpot_s": _percentiles(stats.tpot),
         "peak_rss_bytes": peak_rss_bytes(),
         "model": llm.config.model,
-        "dtype": llm.dtype.value,
-        "kv_dtype": llm.kv_dtype.value,
+        "dtype": facts.dtype.value,
+        "kv_dtype": facts.kv_dtype.value,
         "kv_placement": llm.config.r_part.kv_placement,
-        "r_workers": 0 if llm.config.r_part.kv_placement == "gpu" else llm.num_r_workers,
-        "r_workers_lost": llm.num_r_workers - llm.num_live_r_workers,
+        "r_workers": 0 if llm.config.r_part.kv_placement == "gpu" else facts.num_r_workers,
+        "r_workers_lost": now.num_r_workers - now.num_live_r_workers,
         "r_workers_rejoined": stats.num_rejoined,
         "recomputed": stats.num_recomputed,
-        "r_threads": llm.r_threads,
+        "r_threads": facts.r_threads,
     }
 
 

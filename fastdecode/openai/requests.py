@@ -1,7 +1,6 @@
-"""OpenAI batch lines: what they ask, and what of it is refused.
+"""Bodies of OpenAI requests: what they ask, and what of it is refused.
 
-A line is ``{"custom_id", "method": "POST", "url", "body"}``; the body is what one would post to ``/v1/completions`` or
-``/v1/chat/completions``. A field of the body is one of
+A body is what one would post to ``/v1/completions`` or ``/v1/chat/completions``. A field of it is one of
 
 * what we do: ``FIELDS`` and the prompt or the messages;
 * a label that changes no answer (``LABELS``);
@@ -18,14 +17,11 @@ from typing import Any, NoReturn
 
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
-from fastdecode.jobs.line_format import Chat, LineError, LineRequest, Turn
-from fastdecode.jobs.lines import load_object, utf8
+from fastdecode.openai.chat import Chat, Turn
 from fastdecode.text.chat_template import RESERVED
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
-LINE_FIELDS = ("custom_id", "method", "url", "body")
-MAX_ID_CHARS = 1024
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 100_000
 
@@ -60,12 +56,32 @@ NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
 EMPTY_MESSAGE_FIELDS = ("tool_calls", "function_call", "tool_call_id", "refusal", "audio", "annotations")
 
 
+class BodyError(RequestError):
+    """A body that can't be answered. ``param``: the field to blame, if it is known."""
+
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class BodyRequest:
+    """What a body asks: some prompts, all to be continued in the same way."""
+
+    prompts: tuple[Turn, ...]
+    params: SamplingParams
+    is_chat: bool
+    model: str | None = None
+    """The model's name as the body gave it."""
+    want_token_ids: bool = False
+
+
 @dataclass(frozen=True)
 class RequestReader:
-    """Reads lines into requests.
+    """Reads bodies into requests.
 
     Args:
-        given: sampling parameters for lines that don't say it themselves; what isn't here is OpenAI's default.
+        given: sampling parameters for bodies that don't say it themselves; what isn't here is OpenAI's default.
         served_model_names: what a body's ``model`` may be.
         has_chat_template: whether chats can be answered.
     """
@@ -74,38 +90,18 @@ class RequestReader:
     served_model_names: Sequence[str]
     has_chat_template: bool
 
-    def read(self, raw: bytes, number: int) -> LineRequest:
-        """The line's request. Raises LineError."""
-        custom_id: str | None = None
-        try:
-            line = load_object(raw, number, code="invalid_json_line")
-            custom_id = _custom_id(line, number)
-            _refuse_unknown(line, LINE_FIELDS, (), f"line {number}")
-            if line.get("method") != "POST":
-                _refuse("method", f'must be "POST", not {line.get("method")!r}', "invalid_method")
-            url = line.get("url")
-            if url not in (COMPLETIONS_URL, CHAT_URL):
-                _refuse("url", f"must be {COMPLETIONS_URL} or {CHAT_URL}, not {url!r}", "url_mismatch")
-            body = line.get("body")
-            if not isinstance(body, dict):
-                _refuse("body", f"must be an object, not {type(body).__name__}", "invalid_body")
-            return self._request(custom_id, url, body)
-        except LineError as error:
-            error.line_id = custom_id
-            raise
-        except RequestError as error:
-            raise LineError(str(error), code=error.code, line_id=custom_id) from None
-
-    def _request(self, custom_id: str, url: str, body: dict[str, Any]) -> LineRequest:
+    def read(self, url: str, body: dict[str, Any]) -> BodyRequest:
+        """The request of a body that was posted to ``url``, one of the two. Raises BodyError."""
+        is_chat = url == CHAT_URL
         _refuse_unsupported(body, url)
         model = body.get("model")
         if model is not None and model not in self.served_model_names:
             names = ", ".join(self.served_model_names)
-            _refuse("model", f"{model!r} isn't served here, only {names}: see --served-model-name", "model_mismatch")
+            refuse("model", f"{model!r} isn't served here, only {names}: see --served-model-name", "model_mismatch")
         want_token_ids = _boolean(body, "return_token_ids") is True
-        prompts = _prompts(body.get("prompt")) if url == COMPLETIONS_URL else (self._chat(body),)
-        params = self._params(body, is_chat=url == CHAT_URL)
-        return LineRequest(custom_id, prompts, params, model, want_token_ids)
+        prompts = (self._chat(body),) if is_chat else _prompts(body.get("prompt"))
+        params = self._params(body, is_chat=is_chat)
+        return BodyRequest(prompts, params, is_chat, model, want_token_ids)
 
     def _params(self, body: dict[str, Any], *, is_chat: bool) -> SamplingParams:
         # null is the same as not given
@@ -121,55 +117,49 @@ class RequestReader:
             return SamplingParams(**{**defaults, **said})
         except RequestError as error:
             blamed = next((name for name in said if str(error).startswith(name)), None)
-            raise LineError(str(error), code=error.code, param=blamed) from None
+            raise BodyError(str(error), code=error.code, param=blamed) from None
 
     def _chat(self, body: dict[str, Any]) -> Chat:
         if not self.has_chat_template:
             text = "need a chat template, and the model has none: give one by --chat-template, or use /v1/completions"
-            _refuse("messages", text, "no_chat_template")
+            refuse("messages", text, "no_chat_template")
         variables = body.get("chat_template_kwargs")
         if variables is not None and not isinstance(variables, dict):
-            _refuse("chat_template_kwargs", "must be an object")
+            refuse("chat_template_kwargs", "must be an object")
         for name in variables or {}:
             if name in RESERVED:
-                _refuse("chat_template_kwargs", f"can't say {name!r}, which the template is given anyway")
+                refuse("chat_template_kwargs", f"can't say {name!r}, which the template is given anyway")
         prompt_follows = _boolean(body, "add_generation_prompt") is not False
         return Chat(_messages(body.get("messages")), prompt_follows, variables or {})
 
 
-def _refuse(param: str, problem: str, code: str = "invalid_value") -> NoReturn:
-    raise LineError(f"{param} {problem}", code=code, param=param)
+def refuse(param: str, problem: str, code: str = "invalid_value") -> NoReturn:
+    """Raise BodyError."""
+    raise BodyError(f"{param} {problem}", code=code, param=param)
 
 
 def _boolean(body: dict[str, Any], name: str, more: str = "") -> bool | None:
     value = body.get(name)
     if value is None or isinstance(value, bool):
         return value
-    _refuse(name, "must be true or false" + more)
+    refuse(name, "must be true or false" + more)
 
 
-def _custom_id(line: dict[str, Any], number: int) -> str:
-    custom_id = line.get("custom_id")
-    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS:
-        text = f"line {number} has no custom_id that is a string of 1 to {MAX_ID_CHARS} characters"
-        raise LineError(text, code="invalid_custom_id", param="custom_id")
-    return utf8(custom_id, "custom_id")
-
-
-def _refuse_unknown(given: dict[str, Any], known: Sequence[str], also: Sequence[str], where: str) -> None:
+def refuse_unknown(given: dict[str, Any], known: Sequence[str], also: Sequence[str], where: str) -> None:
+    """Raise BodyError if a name is neither known nor one of the others."""
     for name in given:
         if name not in known and name not in also:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise LineError(f"{where} has an unknown field {name!r}: {hint}", code="unknown_field", param=name)
+            raise BodyError(f"{where} has an unknown field {name!r}: {hint}", code="unknown_field", param=name)
 
 
 def _refuse_unsupported(body: dict[str, Any], url: str) -> None:
     for name, value in body.items():
         nothing = [body.get("n") or 1] if name == "best_of" else NOT_SUPPORTED.get(name)
         if nothing is not None and value is not None and value not in nothing:
-            _refuse(name, "is not supported: leave it out", "unsupported_field")
-    _refuse_unknown(body, FIELDS[url], (*LABELS, *NOT_SUPPORTED), "the body")
+            refuse(name, "is not supported: leave it out", "unsupported_field")
+    refuse_unknown(body, FIELDS[url], (*LABELS, *NOT_SUPPORTED), "the body")
 
 
 def _prompts(prompt: object) -> tuple[Turn, ...]:
@@ -180,37 +170,37 @@ def _prompts(prompt: object) -> tuple[Turn, ...]:
         if all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
             return (prompt,)
         if len(prompt) > MAX_PROMPTS:
-            _refuse("prompt", f"may have {MAX_PROMPTS} prompts, not {len(prompt)}: make more lines of them")
+            refuse("prompt", f"may have {MAX_PROMPTS} prompts, not {len(prompt)}: make more lines of them")
         if all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
             return tuple(prompt)
-    _refuse("prompt", "must be a string, a list of token ids, or a list of either that isn't empty", "invalid_prompt")
+    refuse("prompt", "must be a string, a list of token ids, or a list of either that isn't empty", "invalid_prompt")
 
 
 def _messages(messages: object) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
-        _refuse("messages", "must be a list with at least one message", "invalid_messages")
+        refuse("messages", "must be a list with at least one message", "invalid_messages")
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
 def _message(message: object, where: str) -> dict[str, str]:
     """A message with its text only, as chat templates want it."""
     if not isinstance(message, dict):
-        _refuse(where, "must be an object", "invalid_messages")
+        refuse(where, "must be an object", "invalid_messages")
     for name, value in message.items():
         if name in EMPTY_MESSAGE_FIELDS:
             if value:
-                _refuse(f"{where}.{name}", "is not supported: leave it out", "unsupported_field")
+                refuse(f"{where}.{name}", "is not supported: leave it out", "unsupported_field")
         elif name not in ("role", "content", "name"):
-            _refuse(f"{where}.{name}", "is unknown: a message has role, content and name", "unknown_field")
+            refuse(f"{where}.{name}", "is unknown: a message has role, content and name", "unknown_field")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        _refuse(f"{where}.role", "must be a string", "invalid_messages")
+        refuse(f"{where}.role", "must be a string", "invalid_messages")
     if role in ("tool", "function"):
-        _refuse(f"{where}.role", f"{role!r} is not supported, since tools aren't", "unsupported_field")
+        refuse(f"{where}.role", f"{role!r} is not supported, since tools aren't", "unsupported_field")
     plain = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
     if message.get("name") is not None:
         if not isinstance(message["name"], str):
-            _refuse(f"{where}.name", "must be a string", "invalid_messages")
+            refuse(f"{where}.name", "must be a string", "invalid_messages")
         plain["name"] = message["name"]
     return plain
 
@@ -220,14 +210,14 @@ def _content(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        _refuse(where, "must be a string, or a list of parts", "invalid_messages")
+        refuse(where, "must be a string, or a list of parts", "invalid_messages")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            _refuse(where, f"has a part of type {kind!r}, which is not supported: only text is", "unsupported_field")
+            refuse(where, f"has a part of type {kind!r}, which is not supported: only text is", "unsupported_field")
         if not isinstance(part.get("text"), str):
-            _refuse(where, 'has a part of type "text" without a "text" that is a string', "invalid_messages")
+            refuse(where, 'has a part of type "text" without a "text" that is a string', "invalid_messages")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -235,7 +225,7 @@ def _content(content: object, where: str) -> str:
 def _chat_logprobs(body: dict[str, Any]) -> dict[str, Any]:
     wanted, top = _boolean(body, "logprobs", " in a chat; how many is top_logprobs"), body.get("top_logprobs")
     if top is not None and not wanted:
-        _refuse("top_logprobs", "needs logprobs: true")
+        refuse("top_logprobs", "needs logprobs: true")
     if wanted is None:
         return {}
     return {"logprobs": (top or 0) if wanted else None}
@@ -246,5 +236,5 @@ def _max_completion_tokens(body: dict[str, Any]) -> dict[str, Any]:
     if most is None:
         return {}
     if body.get("max_tokens") not in (None, most):
-        _refuse("max_completion_tokens", "and max_tokens, its older name, differ: give one of them")
+        refuse("max_completion_tokens", "and max_tokens, its older name, differ: give one of them")
     return {"max_tokens": most}

@@ -28,7 +28,7 @@ from fastdecode.text.child_words import LENGTH, pack, unpack
 MAX_ANSWER_BYTES = 512 << 20
 
 # The child looks for modules where we do, and nowhere else: -I leaves out the working directory.
-_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.text.child_words import main; main(sys.argv[1])"
+_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.text.child_main import main; main(sys.argv[1])"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fastdecode.core.errors import RequestError, imports_for
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file, read_model_json
 from fastdecode.core.sequence import SamplingParams
+from fastdecode.text.begun_stop import BegunStop
 from fastdecode.text.detokenizer import Detokenizer, NoDetokenizer, Vocabulary, detokenizer_for
 from fastdecode.text.encoder import Encoder
 
@@ -156,6 +157,11 @@ class SequenceText:
         """Characters of the text that is held back that earlier tokens have already been judged by."""
         self._max_tail = max(map(len, stop), default=1) - 1
         self._is_over = False
+        # Of the text that was taken:
+        self._begun = BegunStop(stop)
+        self._num_seen = 0  # pieces looked at
+        self._num_taken = 0  # characters given
+        self._untaken = ""  # looked at, and not given
 
     @property
     def text(self) -> str:
@@ -183,6 +189,18 @@ class SequenceText:
         self._num_peeked = len(held)
         return False
 
+    def take(self) -> str:
+        """What is new of the text since the last call, but for an end that may become a stop string or part of one.
+        Nothing that was taken is cut off later; all that was taken, after the end, is the text."""
+        fresh = "".join(self._pieces[self._num_seen :])
+        self._num_seen = len(self._pieces)
+        num_held = self._begun.feed(fresh)
+        untaken = self._untaken + fresh
+        num_safe = len(untaken) - (0 if self._is_over else num_held)
+        self._num_taken += num_safe
+        self._untaken = untaken[num_safe:]
+        return untaken[:num_safe]
+
     def finish(self) -> str:
         """No token follows: adds what was held back, and returns the whole text."""
         if not self._is_over:
@@ -204,6 +222,7 @@ class SequenceText:
         if found < len(self._tail):
             # It began in earlier pieces: take that much of them back.
             self._pieces = [self.text[: found - len(self._tail)]]
+            self._num_seen, self._untaken = 1, self._pieces[0][self._num_taken :]
         else:
             self._pieces.append(piece[: found - len(self._tail)])
         self._is_over = True

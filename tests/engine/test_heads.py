@@ -81,7 +81,7 @@ def test_those_that_are_left_share_the_heads_anew(
     crash_after(monkeypatch, crashes)
     found, llm = tokens(path, r_workers=3, r_partition="heads", lanes=2)
     assert found == expected
-    assert llm.num_live_r_workers == 3 - len(crashes)
+    assert llm.snapshot().engine.num_live_r_workers == 3 - len(crashes)
     assert llm.stats.num_recomputed > 0
 
 
@@ -99,7 +99,7 @@ def test_one_that_hangs_is_given_up(tiny_checkpoint: Callable[..., Path], monkey
     finally:
         woken.set()
     assert found == expected
-    assert llm.num_live_r_workers == 2 and llm.has_hung_r_workers
+    assert llm.snapshot().engine.num_live_r_workers == 2 and llm.snapshot().engine.has_hung_r_workers
 
 
 def test_when_all_are_lost_every_request_says_so(

@@ -14,6 +14,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import PromptRequest
+from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.setup.memory import FreeMemory
 from fastdecode.engine.setup.resolve import resolve
 from fastdecode.schedule.lanes import LaneControl
@@ -26,9 +27,13 @@ REQUESTS = [
 OPTIONS = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "prefill_chunk": 7, "max_step_tokens": 20}
 
 
-def tokens_of(llm: LLM, on_step: Callable[[], None] = lambda: None) -> dict[str, list[tuple[int, ...]]]:
-    outputs = llm.stream(iter(REQUESTS), on_step)
-    return {x.request_id: [c.token_ids for c in x.completions] for x in outputs}
+def tokens_of(llm: LLM, on_delta: Callable[[], None] = lambda: None) -> dict[str, list[tuple[int, ...]]]:
+    said: dict[str, dict[int, tuple[int, ...]]] = {}
+    for delta in llm.deltas(iter(REQUESTS)):
+        of_request = said.setdefault(delta.request_id, {})
+        of_request[delta.index] = of_request.get(delta.index, ()) + delta.token_ids
+        on_delta()
+    return {request_id: [tokens for _, tokens in sorted(by.items())] for request_id, by in said.items()}
 
 
 @pytest.mark.parametrize("schedule", ["greedy", "stabilized"])
@@ -37,16 +42,18 @@ def test_regrouping_changes_no_token(schedule: str, tiny_checkpoint: Callable[..
     with LLM(path, max_num_sequences=8, **OPTIONS) as llm:
         expected = tokens_of(llm)
     with LLM(path, r_workers=2, lanes=2, schedule=schedule, max_num_sequences=8, **OPTIONS) as llm:
-        engine = llm._running.engine
-        lanes, count, over = itertools.cycle([3, 1, 4, 2]), itertools.count(), {}
+        lanes, count = itertools.cycle([3, 1, 4, 2]), itertools.count()
 
-        def on_step() -> None:
+        def regroup(running: RunningEngine) -> None:
+            running.engine.set_num_lanes(next(lanes))  # what ends while lanes come to rest is told like anything else
+
+        def on_delta() -> None:
             if next(count) % 5 == 4:
-                for output in engine.set_num_lanes(next(lanes)):  # what ends while lanes come to rest
-                    over[output.request_id] = [c.token_ids for c in output.completions]
+                llm.service.call(regroup)
 
-        found = tokens_of(llm, on_step)
-    assert {**found, **over} == expected
+        found = tokens_of(llm, on_delta)
+    assert next(count) > 20
+    assert found == expected
 
 
 class Restless(LaneControl):

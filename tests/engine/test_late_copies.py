@@ -118,4 +118,4 @@ def test_what_a_lost_r_worker_was_to_get_is_not_sent_to_its_successor(
     monkeypatch.setattr(attend, "Staging", NeverDoneStaging)
     with LLM(path, r_workers=3, r_partition="heads", **options) as llm:
         assert [output.completions[0].token_ids for output in llm.generate(asked, params)] == expected
-        assert llm.num_live_r_workers == 2
+        assert llm.snapshot().engine.num_live_r_workers == 2

@@ -134,10 +134,10 @@ def test_too_little_memory_is_a_refusal_and_a_queue(tiny_checkpoint: Callable[..
     """Few blocks: a request that can never fit is refused; those that fit one by one wait for each other."""
     path = str(tiny_checkpoint("llama"))
     with LLM(path, dtype="float32", kv_memory_gb=0.01) as roomy:
-        block_bytes = 0.01e9 / roomy.num_kv_blocks
+        block_bytes = 0.01e9 / roomy.facts.num_kv_blocks
         expected = roomy.generate([[5, 6]] * 6, GREEDY)
     with LLM(path, dtype="float32", kv_memory_gb=2.5 * block_bytes / 1e9) as tight:
-        assert tight.num_kv_blocks == 2
+        assert tight.facts.num_kv_blocks == 2
         outputs = tight.generate([[5, 6]] * 6, GREEDY)
         (big,) = tight.generate([[5, 6]], SamplingParams(max_tokens=140))
     assert [o.completions for o in outputs] == [o.completions for o in expected]

@@ -86,7 +86,7 @@ def test_a_context_that_no_r_worker_could_hold_alone(tiny_checkpoint: Callable[.
     expected, _ = run(path)
     small = {"kv_memory_gb": 80e-6, "r_workers": 3}
     with LLM(str(path), **{**OPTIONS, **small}) as llm:
-        assert llm.num_kv_blocks * 16 < 3 * 130
+        assert llm.facts.num_kv_blocks * 16 < 3 * 130
         (output,) = llm.generate([asked()[3]], GREEDY)
         assert isinstance(output.error, CapacityError) and "--split-tokens" in str(output.error)
     tokens, _ = run(path, split_tokens=32, **small)
@@ -107,7 +107,7 @@ def test_the_loss_of_a_part_changes_no_token(
     tokens, llm = run(path, r_workers=3, split_tokens=32, lanes=lanes)
     assert tokens == expected
     assert llm.stats.num_recomputed > 0
-    assert llm.num_live_r_workers == 3 - len(after)
+    assert llm.snapshot().engine.num_live_r_workers == 3 - len(after)
 
 
 class Talkative(AttentionExecutor):
@@ -126,7 +126,7 @@ def test_an_lse_that_was_not_asked_costs_the_r_worker_alone(
     give(monkeypatch, {"r1": lambda: Talkative(num_threads=1)})
     tokens, llm = run(path, r_workers=3, split_tokens=64)
     assert tokens == expected
-    assert llm.num_live_r_workers == 2 and "lse of shape (3, 1), where none was asked" in caplog.text
+    assert llm.snapshot().engine.num_live_r_workers == 2 and "lse of shape (3, 1), where none was asked" in caplog.text
 
 
 def test_a_step_goes_on_whoever_has_answered() -> None:

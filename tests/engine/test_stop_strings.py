@@ -39,12 +39,21 @@ class Letters:
 
 
 def speak(pieces: Sequence[str], stop: Sequence[str], min_tokens: int = 0) -> tuple[str, int | None]:
-    """The text, and how many tokens it took to stop it (None: never)."""
+    """The text, and how many tokens it took to stop it (None: never). What is taken meanwhile is all of it, and as
+    much as can't become a stop string any more."""
     text = SequenceText(Letters(*pieces), stop, min_tokens)
+    taken, stopped_by = "", None
     for i in range(len(pieces)):
         if text.append(i):
-            return text.finish(), i + 1
-    return text.finish(), None
+            stopped_by = i + 1
+            break
+        taken += text.take()
+        so_far = "".join(pieces[: i + 1])
+        ends = [n for n in range(len(so_far)) if any(s.startswith(so_far[n:]) and s != so_far[n:] for s in stop)]
+        assert taken == so_far[: min(ends, default=len(so_far))]
+    whole = text.finish()
+    assert taken + text.take() == whole and text.take() == ""
+    return whole, stopped_by
 
 
 @pytest.mark.parametrize(

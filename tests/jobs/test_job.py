@@ -146,7 +146,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
         if num < len(data):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(journal, "_write_all", write_all)
+    monkeypatch.setattr(journal, "write_whole", write_all)
     with pytest.raises(FastDecodeError, match=r"No space left.*--resume") as caught:
         job.run(run_seed=7)
     assert caught.value.code == "output_failed"
@@ -242,9 +242,9 @@ def test_an_empty_file_is_no_work(make_job: Callable[..., Job]) -> None:
 
 def test_answers_are_synced_by_number_and_by_time(tmp_path: Path) -> None:
     now = [0.0]
-    out = journal.Journal(tmp_path / "o", journal.create(tmp_path / "o"), sync_lines=3, sync_s=5, clock=lambda: now[0])
+    out = journal.Journal(tmp_path / "o", journal.hold(tmp_path / "o").fd, sync_lines=3, sync_s=5, clock=lambda: now[0])
     for _ in range(7):
-        out.append({})
+        out.append(0, None, {})
     assert out.num_syncs == 2
     now[0] = 4.9
     out.sync_if_due()
@@ -253,7 +253,7 @@ def test_answers_are_synced_by_number_and_by_time(tmp_path: Path) -> None:
     out.sync_if_due()
     out.sync_if_due()
     assert out.num_syncs == 3
-    out.append({"text": "\ud800 é"})
+    out.append(0, None, {"text": "\ud800 é"})
     out.close()
     assert out.num_syncs == 4
     assert json.loads((tmp_path / "o").read_bytes().splitlines()[-1]) == {"text": "\ud800 é"}

@@ -14,16 +14,18 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from fastdecode.core.errors import CapacityError, RequestError
 from fastdecode.core.sequence import Completion, RequestOutput, SamplingParams, TokenLogprob
-from fastdecode.jobs.line_format import Chat, LineError, LineRequest
+from fastdecode.jobs.line_format import LineError, LineRequest
 from fastdecode.jobs.openai_lines import OpenAILines
+from fastdecode.openai.chat import Chat
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
 from fastdecode.text.codec import TextCodec
 
 USER = [{"role": "user", "content": "hi"}]
 
 
-def reader(has_chat_template: bool = True, **given: Any) -> RequestReader:
-    return RequestReader(given, ("llama", "dir/llama"), has_chat_template)
+def lines(has_chat_template: bool = True, **given: Any) -> OpenAILines:
+    reader = RequestReader(given, ("llama", "dir/llama"), has_chat_template)
+    return OpenAILines(reader, "r1", clock=lambda: 1700000000.5)
 
 
 def line(body: object, url: str = COMPLETIONS_URL, **rest: object) -> bytes:
@@ -31,11 +33,11 @@ def line(body: object, url: str = COMPLETIONS_URL, **rest: object) -> bytes:
 
 
 def completion(**body: object) -> LineRequest:
-    return reader().read(line({"prompt": "p", **body}), 1)
+    return lines().parse(line({"prompt": "p", **body}), 1)
 
 
 def chat(**body: object) -> LineRequest:
-    return reader().read(line({"messages": USER, **body}, CHAT_URL), 1)
+    return lines().parse(line({"messages": USER, **body}, CHAT_URL), 1)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +66,12 @@ def test_openais_defaults_and_the_commands() -> None:
     assert completion().params == SamplingParams()
     assert completion().params.max_tokens == 16
     assert chat().params == SamplingParams(max_tokens=None)
-    given = reader(temperature=0.5, max_tokens=7, logprobs=2)
-    assert given.read(line({"prompt": "p", "temperature": 0}), 1).params == SamplingParams(
+    given = lines(temperature=0.5, max_tokens=7, logprobs=2)
+    assert given.parse(line({"prompt": "p", "temperature": 0}), 1).params == SamplingParams(
         temperature=0, max_tokens=7, logprobs=2
     )
-    assert given.read(line({"messages": USER}, CHAT_URL), 1).params.max_tokens == 7
-    assert given.read(line({"messages": USER, "logprobs": False}, CHAT_URL), 1).params.logprobs is None
+    assert given.parse(line({"messages": USER}, CHAT_URL), 1).params.max_tokens == 7
+    assert given.parse(line({"messages": USER, "logprobs": False}, CHAT_URL), 1).params.logprobs is None
 
 
 def test_fields_reach_the_sampling_params() -> None:
@@ -174,13 +176,13 @@ def test_bad_bodies_name_the_field(ask: Any, body: dict[str, Any], param: str, c
 )
 def test_lines_that_are_no_requests(raw: bytes, code: str, line_id: str | None) -> None:
     with pytest.raises(LineError) as caught:
-        reader().read(raw, 4)
+        lines().parse(raw, 4)
     assert (caught.value.code, caught.value.line_id) == (code, line_id)
 
 
 def test_a_chat_needs_a_template() -> None:
     with pytest.raises(LineError, match="--chat-template") as caught:
-        reader(has_chat_template=False).read(line({"messages": USER}, CHAT_URL), 1)
+        lines(has_chat_template=False).parse(line({"messages": USER}, CHAT_URL), 1)
     assert caught.value.code == "no_chat_template"
 
 
@@ -202,12 +204,14 @@ def test_messages_are_reduced_to_their_text() -> None:
 
 def test_the_models_name_is_echoed_and_labels_are_no_matter() -> None:
     labels = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
-    assert completion(model="dir/llama", **labels).model == "dir/llama"
+    body = completion(model="dir/llama", **labels).body
+    assert body is not None
+    assert body.model == "dir/llama"
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 
-LINES = OpenAILines(reader(), "r1", clock=lambda: 1700000000.5)
+LINES = lines()
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def _run_until_killed(job: Job, num_bytes: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         written += os.write(fd, data)
 
-    journal._write_all = write_all
+    journal.write_whole = write_all
     job.run(begin="resume", run_seed=7)
 
 

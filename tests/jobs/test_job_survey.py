@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs import lines as lines_module
 from fastdecode.jobs.line_set import DuplicateFinder, LineSet
 from fastdecode.jobs.lines import LineReader
 from fastdecode.jobs.manifest import identify_model
 from fastdecode.jobs.openai_lines import OpenAILines
-from fastdecode.jobs.progress import JobProgress
 from fastdecode.jobs.simple_lines import SimpleLines
 from fastdecode.jobs.survey import is_openai, survey
 from fastdecode.openai.requests import RequestReader
@@ -125,12 +125,12 @@ def test_a_models_identity_changes_with_each_of_its_files(tmp_path: Path) -> Non
 
 def test_progress_says_what_is_done_and_when_the_rest_will_be() -> None:
     now, out = [0.0], io.StringIO()
-    progress = JobProgress(out, clock=lambda: now[0])
+    progress = Progress(out, clock=lambda: now[0])
     with progress:
         progress.begin(total=1000, done=400)
         for second in range(1, 25):
             now[0] = second
-            state = {"num_failed": 2, "num_tokens": 50 * second, "live_workers": 3, "num_workers": 4}
+            state = {"num_failed": 2, "num_tokens": 50 * second, "workers": (3, 4)}
             progress.update(done=400 + 2 * second, **state)
     shown = out.getvalue().splitlines()
     assert shown == [
@@ -143,10 +143,10 @@ def test_progress_says_what_is_done_and_when_the_rest_will_be() -> None:
 def test_progress_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     now, out = [0.0], io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True)
-    with JobProgress(out, clock=lambda: now[0]) as progress:
+    with Progress(out, clock=lambda: now[0]) as progress:
         progress.begin(total=10, done=0)
         for tick in range(20):
             now[0] = tick * 0.25
-            progress.update(done=0, num_failed=0, num_tokens=0, live_workers=1, num_workers=1)
+            progress.update(done=0, num_failed=0, num_tokens=0, workers=(1, 1))
     assert out.getvalue().count("\n") == 1
     assert out.getvalue().count("\r\x1b[Klines 0/10, 0 failed, 0 tok/s, ETA -, R-workers 1/1") == 10

@@ -13,8 +13,7 @@ from small_tokenizers import byte_level
 from tokenizers import Regex, pre_tokenizers
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.sequence import SamplingParams
-from fastdecode.jobs.ordered import check_texts
+from fastdecode.jobs.opening import JobOptions, open_ordered_job
 from fastdecode.text.codec import TextCodec
 
 ATTACKS = "{% if messages[0].content == 'attack' %}{{ '%10000000000d' % 1 }}{% endif %}{{ messages[0].content }}"
@@ -71,16 +70,21 @@ def test_texts_among_token_ids_are_bad_lines(make_job: Callable[..., Job]) -> No
 
 
 def test_generate_refuses_texts_that_no_tokenizer_reads(tmp_path: Path) -> None:
-    model, path, params = model_dir(tmp_path), tmp_path / "in.jsonl", SamplingParams()
+    model, path = model_dir(tmp_path), tmp_path / "in.jsonl"
+    options = JobOptions(path, tmp_path / "out.jsonl", skip_bad_lines=True)
+
+    def check(model: Path) -> None:
+        open_ordered_job(options, model, lambda text: None)
+
     path.write_text('{"id": 1, "prompt": "a"}\nbad\n{"id": 2, "prompt": "b"}\n')
     with pytest.raises(ConfigError, match="2 are text") as caught:
-        check_texts(path, params, model)
+        check(model)
     assert caught.value.code == "no_tokenizer"
-    check_texts(path, params, tmp_path / "no model")  # whose error is another
+    check(tmp_path / "no model")  # whose error is another
     path.write_text('{"id": 1, "prompt": "a"}\n{"id": 2, "prompt_token_ids": [1]}\n')
-    check_texts(path, params, model)
+    check(model)
     path.write_text("bad\n")
-    check_texts(path, params, model)
+    check(model)
     path.write_text('{"id": 1, "prompt": "a"}\n')
     byte_level().save(str(model / "tokenizer.json"))
-    check_texts(path, params, model)
+    check(model)

@@ -151,6 +151,11 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
     return job
 
 
+def takes_calls_of_one_thread() -> bool:
+    """Whether this process has joined a job whose MPI library takes calls of the thread alone that joined it."""
+    return bool(_joined) and not _joined[0].threads_may_take_turns
+
+
 def check_size(size: int, launched: int, library: str) -> None:
     """A launcher that speaks another MPI's dialect starts N processes that all believe they are alone.
 

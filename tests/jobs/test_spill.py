@@ -5,32 +5,32 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from fastdecode.jobs.held_back import Answer, HeldBack
+from fastdecode.jobs.spill import Answer, Spill
 
 
 def test_every_answer_comes_back_however_many_wait(tmp_path: Path) -> None:
     rng = random.Random(0)
     expected: dict[int, Answer] = {}
-    with HeldBack(tmp_path, max_in_memory=5) as held_back:
+    with Spill(tmp_path, max_in_memory=5) as spill:
         for place in range(1900):
             answer = (None if place % 3 else f"prompt {place}\n\u2028", {"id": place, "text": "é\n" * (place % 7)})
-            held_back.put(place, answer)
+            spill.put(place, answer)
             expected[place] = answer
             while rng.random() < (0.2 if place % 500 < 400 else 0.9) and expected:
                 taken = rng.choice(list(expected))
-                assert taken in held_back
-                assert held_back.pop(taken) == expected.pop(taken)
-                assert taken not in held_back
+                assert taken in spill
+                assert spill.pop(taken) == expected.pop(taken)
+                assert taken not in spill
         assert len(expected) > 5
-        assert held_back.places() == sorted(expected)
-        assert [held_back.pop(place) for place in held_back.places()] == [expected[p] for p in sorted(expected)]
+        assert spill.places() == sorted(expected)
+        assert [spill.pop(place) for place in spill.places()] == [expected[p] for p in sorted(expected)]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_file_is_as_large_as_what_waits(tmp_path: Path) -> None:
-    with HeldBack(tmp_path, max_in_memory=0) as held_back:
+    with Spill(tmp_path, max_in_memory=0) as spill:
         for round_ in range(50):
             for place in range(4):
-                held_back.put(place, (None, {"id": round_, "text": "x" * 1000}))
-            assert [held_back.pop(place)[1]["id"] for place in range(4)] == [round_] * 4
-        assert held_back.num_file_bytes < 8000
+                spill.put(place, (None, {"id": round_, "text": "x" * 1000}))
+            assert [spill.pop(place)[1]["id"] for place in range(4)] == [round_] * 4
+        assert spill.num_file_bytes < 8000

@@ -1,7 +1,8 @@
-"""The progress line of a batch job: ``lines 1200/50000, 3 failed, 812 tok/s, ETA 0:52:10, R-workers 4/4``."""
+"""How far long work is, in a line: ``lines 1200/50000, 3 failed, 812 tok/s, ETA 0:52:10, R-workers 4/4``."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,15 +14,17 @@ LINE_EVERY_S = 10.0
 REFRESH_EVERY_S = 0.5
 
 
-class JobProgress:
-    """Shows how far a job is. Use it in a ``with`` statement.
+class Progress:
+    """Shows how far work is. Use it in a ``with`` statement. That nobody sees it ends no work.
 
     Args:
         stream: a terminal gets one line that changes; anything else gets a line now and then.
+        unit: of what is counted.
         clock: in seconds.
     """
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO, unit: str = "lines", clock: Callable[[], float] = time.monotonic) -> None:
+        self._unit = unit
         self._stream = stream
         self._clock = clock
         self._on_terminal = stream.isatty()
@@ -30,7 +33,7 @@ class JobProgress:
         self._workers = (0, 0)
         self._started_s = self._shown_s = clock()
 
-    def __enter__(self) -> JobProgress:
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(
@@ -39,17 +42,18 @@ class JobProgress:
         if self._total:
             self._show()
             if self._on_terminal:
-                print(file=self._stream, flush=True)
+                self._write("\n")
 
-    def begin(self, total: int, done: int) -> None:
-        """The job has so many lines, and so many were done before."""
+    def begin(self, total: int, done: int = 0) -> None:
+        """There are so many, and so many were done before."""
         self._total, self._done_before, self._done = total, done, done
         self._started_s = self._shown_s = self._clock()
 
-    def update(self, *, done: int, num_failed: int, num_tokens: int, live_workers: int, num_workers: int) -> None:
-        """How it stands now: lines done in all, tokens generated since ``begin``. Call it as often as you like."""
+    def update(self, *, done: int, num_failed: int, num_tokens: int, workers: tuple[int, int]) -> None:
+        """How it stands now: done in all, tokens since ``begin``, R-workers that aren't lost and all. Call it as often
+        as you like."""
         self._done, self._num_failed, self._num_tokens = done, num_failed, num_tokens
-        self._workers = (live_workers, num_workers)
+        self._workers = workers
         now = self._clock()
         if now - self._shown_s >= self._every_s:
             self._shown_s = now
@@ -60,11 +64,23 @@ class JobProgress:
         elapsed_s = max(self._clock() - self._started_s, 1e-9)
         speed = (self._done - self._done_before) / elapsed_s
         eta = str(timedelta(seconds=round((self._total - self._done) / speed))) if speed else "-"
+        live, num_workers = self._workers
         return (
-            f"lines {self._done}/{self._total}, {self._num_failed} failed, {self._num_tokens / elapsed_s:.0f} tok/s, "
-            f"ETA {eta}, R-workers {self._workers[0]}/{self._workers[1]}"
+            f"{self._unit} {self._done}/{self._total}, {self._num_failed} failed, "
+            f"{self._num_tokens / elapsed_s:.0f} tok/s, ETA {eta}, R-workers {live}/{num_workers}"
         )
+
+    def print(self, text: str) -> None:
+        """Print to stdout, which may be the same terminal."""
+        if self._on_terminal:
+            self._write("\r\x1b[K")
+        print(text, flush=True)
 
     def _show(self) -> None:
         lead, end = ("\r\x1b[K", "") if self._on_terminal else ("", "\n")
-        print(lead + self.line(), end=end, file=self._stream, flush=True)
+        self._write(lead + self.line() + end)
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed, or a pipe that nobody reads
+            self._stream.write(text)
+            self._stream.flush()

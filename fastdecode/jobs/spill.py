@@ -14,7 +14,7 @@ Answer: TypeAlias = "tuple[str | None, dict[str, Any]]"
 MAX_IN_MEMORY = 4096
 
 
-class HeldBack:
+class Spill:
     """Answers (prompt if it is text, output line) by their place. Once closed, its file is gone.
 
     Args:
@@ -29,7 +29,7 @@ class HeldBack:
         self._spilled: dict[int, int] = {}
         """Place → where in the file its line begins."""
 
-    def __enter__(self) -> HeldBack:
+    def __enter__(self) -> Spill:
         return self
 
     def __exit__(

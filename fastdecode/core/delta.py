@@ -1,0 +1,173 @@
+"""Tokens as they come: what a sequence has said since one was told last, and how that folds into an output."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.sequence import Completion, FinishReason, RequestOutput, TokenLogprob
+
+CANCELLED = "cancelled"
+"""The code of the error that a request ends with when it is taken back."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of one sequence. Nothing that was told is ever taken back."""
+
+    request_id: str
+    index: int
+    """Which of the request's ``n``."""
+    text: str = ""
+    """Ends in no half character, and in nothing that may become a stop string."""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One a token, if the request wants them."""
+    finish_reason: FinishReason | None = None
+    """Given with the sequence's last delta."""
+    error: FastDecodeError | None = None
+    """Ends the whole request, all of its sequences."""
+
+    def then(self, later: Delta) -> Delta:
+        """This and the next one of the same sequence as one."""
+        logprobs = self.logprobs if later.logprobs is None else (*(self.logprobs or ()), *later.logprobs)
+        return Delta(
+            self.request_id,
+            self.index,
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            logprobs,
+            later.finish_reason,
+            later.error,
+        )
+
+
+@dataclass(eq=False)
+class OutputFold:
+    """One request's deltas, put together.
+
+    Args:
+        request_id: of all of them.
+        prompt: given back with the output.
+        num_sequences: the request's ``n``.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    num_sequences: int
+    _parts: dict[int, list[Delta]] = field(default_factory=dict)
+    _completions: list[Completion] = field(default_factory=list)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences whose last delta hasn't come."""
+        return self.num_sequences - len(self._completions)
+
+    def add(self, delta: Delta) -> RequestOutput | None:
+        """One more. Returns the output if that was the request's last."""
+        if delta.error is not None:
+            return self.failed(delta.error)
+        parts = self._parts.setdefault(delta.index, [])
+        parts.append(delta)
+        if delta.finish_reason is not None:
+            del self._parts[delta.index]
+            self._completions.append(_completion(parts, delta.finish_reason))
+        if self.num_unfinished:
+            return None
+        completions = tuple(sorted(self._completions, key=lambda completion: completion.index))
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, completions)
+
+    def failed(self, error: FastDecodeError) -> RequestOutput:
+        """What the request comes to when it ends with an error."""
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, error=error)
+
+
+def _completion(parts: list[Delta], reason: FinishReason) -> Completion:
+    index = parts[0].index
+    text = "".join([part.text for part in parts])
+    token_ids = tuple([token for part in parts for token in part.token_ids])
+    if parts[-1].logprobs is None:
+        return Completion(index, text, token_ids, reason)
+    logprobs = tuple([step for part in parts for step in part.logprobs or ()])
+    return Completion(index, text, token_ids, reason, logprobs)
+
+
+class DeltaQueue:
+    """Deltas on their way from the thread that owns an engine to one reader.
+
+    A reader that is slow costs the engine nothing: it finds one delta a sequence, however many steps were made since
+    it looked. So what waits here is bounded by what the reader has asked for and not read yet.
+
+    Args:
+        every_step: be told after every step; or of each sequence only once it is over.
+    """
+
+    def __init__(self, *, every_step: bool = True) -> None:
+        self.every_step = every_step
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[str, int], _Pile] = {}
+        # An interrupt may end a wait at any moment: these waits are of one call in C, and leave nothing half done.
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._is_woken = False
+
+    def put(self, deltas: Iterable[Delta]) -> None:
+        """Add what a step has brought. Never waits for the reader."""
+        with self._lock:
+            for delta in deltas:
+                place = delta.request_id, -1 if delta.error is not None else delta.index
+                pile = self._pending.get(place)
+                if pile is None:
+                    self._pending[place] = _Pile([delta])
+                else:
+                    pile.add(delta)
+            if self._is_woken or not self._pending:
+                return
+            self._is_woken = True
+        self._wakes.put(None)
+
+    def take(self, timeout_s: float | None = None) -> list[Delta]:
+        """Wait until there is something, at most so long; one delta a sequence, a sequence's in order.
+
+        An interrupt (Ctrl-C) ends the wait; the next call goes on.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        taken = self._swap()
+        while not taken:
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+            try:
+                self._wakes.get(timeout=left_s)  # perhaps for what was taken before
+            except Empty:
+                return []
+            taken = self._swap()
+        return [pile.whole() for pile in taken.values()]
+
+    def _swap(self) -> dict[tuple[str, int], _Pile]:
+        with self._lock:
+            taken, self._pending = self._pending, {}
+            self._is_woken = False
+        return taken
+
+
+@dataclass
+class _Pile:
+    """Deltas of one sequence that nobody has read yet."""
+
+    deltas: list[Delta]
+
+    def add(self, delta: Delta) -> None:
+        """Keeps few: halves of about the same size are joined, so that the work for a token stays small."""
+        self.deltas.append(delta)
+        while len(self.deltas) > 1 and len(self.deltas[-2].token_ids) <= len(self.deltas[-1].token_ids):
+            later = self.deltas.pop()
+            self.deltas[-1] = self.deltas[-1].then(later)
+
+    def whole(self) -> Delta:
+        whole = self.deltas[0]
+        for later in self.deltas[1:]:
+            whole = whole.then(later)
+        return whole

@@ -1,0 +1,70 @@
+"""From a request as it arrives to one that is valid for the model."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from fastdecode.core.errors import RequestError
+from fastdecode.core.sequence import Prompt, PromptRequest, Request
+from fastdecode.text.codec import TextCodec
+from sworker.sampler import validate_for_vocab
+
+
+class RequestChecker:
+    """Tokenises prompts, and refuses what a model can't do.
+
+    Args:
+        codec: the model's.
+        vocab_size: token ids are below it.
+        max_model_len: most tokens of prompt and completion together.
+    """
+
+    def __init__(self, codec: TextCodec, vocab_size: int, max_model_len: int) -> None:
+        self._codec = codec
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+
+    def tokenise(self, prompt: Prompt) -> tuple[int, ...]:
+        """A prompt's token ids. Raises RequestError."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError("the prompt is empty: give at least one character", code="empty_prompt")
+            return self._checked(self._codec.encode(prompt), "the tokenizer and the model don't match: ")
+        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, str)):
+            raise RequestError(
+                f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", code="invalid_prompt"
+            )
+        return self._checked(prompt)
+
+    def _checked(self, token_ids: Sequence[int], why: str = "") -> tuple[int, ...]:
+        vocab_size = self._vocab_size
+        for place, token in enumerate(token_ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"{why}prompt_token_ids[{place}]={token!r} is not a token id of this model (0 to {vocab_size - 1})",
+                    code="invalid_token_id",
+                )
+        return tuple(token_ids)
+
+    def check(self, arrived: PromptRequest, token_ids: tuple[int, ...]) -> Request:
+        """The request, with its prompt's tokens. Raises RequestError."""
+        params = arrived.params
+        validate_for_vocab(params, self._vocab_size)
+        limit = self._max_model_len
+        if not token_ids:
+            raise RequestError("the prompt has no tokens: give at least one", code="empty_prompt")
+        if len(token_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; the model's limit is {limit} for prompt and completion "
+                f"together, so at most {limit - 1} leave room for an answer: shorten the prompt",
+                code="prompt_too_long",
+            )
+        room = limit - len(token_ids)
+        return Request(
+            request_id=arrived.request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+        )

@@ -1,0 +1,128 @@
+"""Requests from an iterable into an engine's service, as there is room for them, and deltas back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, OutputFold
+from fastdecode.core.errors import FastDecodeError, RequestError, without_frames
+from fastdecode.core.sequence import PromptRequest, Request, RequestOutput
+from fastdecode.engine.checker import RequestChecker
+from fastdecode.engine.service import EngineService
+
+TICK_S = 0.2
+"""How often whoever wants ticks gets one though nothing has come."""
+
+
+class Feed:
+    """One reading of deltas, from its first request to its last.
+
+    Args:
+        service: runs them.
+        checker: makes requests of what arrives.
+        most_sequences: so many are in the engine, waiting ones among them, before another request is asked for.
+        every_step: read of every step; or of each sequence only once it is over.
+    """
+
+    def __init__(
+        self, service: EngineService[Any], checker: RequestChecker, most_sequences: int, *, every_step: bool
+    ) -> None:
+        self._service = service
+        self._checker = checker
+        self._most = most_sequences
+        self._queue = DeltaQueue(every_step=every_step)
+        self._refused: deque[tuple[Delta, RequestOutput | None]] = deque()
+        self._num_open = 0
+        """Sequences in the engine."""
+        self._folds: dict[str, OutputFold] = {}
+        """What is known of requests that aren't over."""
+        self.is_over = False
+        """Nobody reads it any more."""
+        self.forget = service.forgetting(self._queue)
+        """Takes what is still in the engine out of it."""
+
+    def read(
+        self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None
+    ) -> Iterator[tuple[Delta, RequestOutput | None]]:
+        """Deltas of all requests until they are over, or until the engine broke down; with a request's last one, what
+        all of them come to. Requests that are cancelled come to nothing.
+
+        Raises:
+            FastDecodeError: the service takes no requests.
+            Exception: a mistake of ours that broke the engine down, as it is.
+        """
+        arriving = iter(requests)
+        drained = False
+        while not drained or self._num_open:
+            drained = drained or self._fill(arriving)
+            while self._refused:
+                yield self._refused.popleft()
+            if self._num_open:
+                for delta in self._service.take(self._queue, None if on_tick is None else TICK_S):
+                    if delta.error is not None and delta.error.__cause__ is not None:
+                        raise delta.error.__cause__
+                    output = self._fold(delta)
+                    if delta.error is None or delta.error.code != CANCELLED:
+                        yield delta, output
+            if on_tick is not None:
+                on_tick()
+            drained = drained or self._service.snapshot().error is not None
+
+    def _fill(self, arriving: Iterator[PromptRequest]) -> bool:
+        """Take requests while there is room; they start together. Returns whether there are no more."""
+        batch: list[Request] = []
+        drained = False
+        while not drained and self._num_open < self._most:
+            arrived = next(arriving, None)
+            if arrived is None:
+                drained = True
+            elif (request := self._checked(arrived)) is not None:
+                batch.append(request)
+                self._num_open += request.params.n
+            elif not self._num_open:
+                break  # its reader needn't wait for the next one
+        if batch:
+            self._submit(batch)
+        return drained
+
+    def _submit(self, batch: list[Request]) -> None:
+        try:
+            self._service.submit(batch, self._queue)
+        except FastDecodeError as error:
+            if self._service.snapshot().error is None:
+                raise
+            for request in batch:
+                self._num_open -= request.params.n
+                self._refuse(self._folds.pop(request.request_id), error)
+
+    def _checked(self, arrived: PromptRequest) -> Request | None:
+        """None: it was refused."""
+        request_id = arrived.request_id
+        prompt = arrived.prompt if isinstance(arrived.prompt, str) else None
+        token_ids: tuple[int, ...] = ()
+        try:
+            token_ids = self._checker.tokenise(arrived.prompt)
+            request = self._checker.check(arrived, token_ids)
+            if request_id in self._folds:
+                text = f"request id {request_id!r} is that of one unfinished: give each its own"
+                raise RequestError(text, code="duplicate_id")
+        except FastDecodeError as error:
+            self._refuse(OutputFold(request_id, prompt, token_ids, arrived.params.n), error)
+            return None
+        self._folds[request_id] = OutputFold(request_id, prompt, token_ids, arrived.params.n)
+        return request
+
+    def _refuse(self, fold: OutputFold, error: FastDecodeError) -> None:
+        delta = Delta(fold.request_id, 0, error=without_frames(error))
+        self._refused.append((delta, fold.add(delta)))
+
+    def _fold(self, delta: Delta) -> RequestOutput | None:
+        fold = self._folds[delta.request_id]
+        before = fold.num_unfinished
+        output = fold.add(delta)
+        self._num_open -= before - (fold.num_unfinished if output is None else 0)
+        if output is not None:
+            del self._folds[delta.request_id]
+        return output

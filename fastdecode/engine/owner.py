@@ -1,0 +1,231 @@
+"""An engine in the hands of the one thread that owns it: who waits for which request, and who is told what."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue
+from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, WorkerError, without_frames
+from fastdecode.core.sequence import Request, RequestOutput
+from fastdecode.engine.requests import Listener
+from sworker.failures import is_failure
+
+logger = logging.getLogger(__name__)
+
+
+class ServedEngine(Protocol):
+    """What a service asks of an engine."""
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_unfinished_sequences(self) -> int: ...
+    def submit(self, request: Request, prompt: str | None = None, listener: Listener | None = None) -> None: ...
+    def step(self) -> list[RequestOutput]: ...
+    def cancel(self, request_id: str) -> bool: ...
+    def cancel_waiting(self) -> list[str]: ...
+    def abandon(self, error: FastDecodeError) -> list[RequestOutput]: ...
+
+
+class Served(Protocol):
+    """An engine and what is around it."""
+
+    @property
+    def engine(self) -> ServedEngine: ...
+    @property
+    def num_r_workers(self) -> int: ...
+    @property
+    def num_live_r_workers(self) -> int: ...
+    @property
+    def has_hung_r_workers(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=Served)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How an engine is, as its thread saw it last."""
+
+    num_steps: int = 0
+    stepped_s: float | None = None
+    """``time.monotonic()`` at the end of the last step."""
+    num_unfinished: int = 0
+    """Sequences, waiting or running."""
+    num_running: int = 0
+    """Sequences."""
+    num_r_workers: int = 0
+    """R-workers that it began with."""
+    num_live_r_workers: int = 0
+    """Those that aren't lost, or are in the place of one that was."""
+    has_hung_r_workers: bool = False
+    """Whether one was given up because it didn't answer: it may still be there, and hang."""
+
+    @property
+    def workers(self) -> tuple[int, int]:
+        """R-workers that aren't lost, and all."""
+        return self.num_live_r_workers, self.num_r_workers
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences of which nothing runs."""
+        return self.num_unfinished - self.num_running
+
+    def step_age_s(self) -> float | None:
+        """Seconds since the last step ended; None before the first."""
+        return None if self.stepped_s is None else time.monotonic() - self.stepped_s
+
+
+@dataclass(eq=False)
+class _Open:
+    """A request that isn't over."""
+
+    reader: DeltaQueue
+    num_left: int
+    """Sequences that aren't over."""
+
+
+class Owner(Generic[T]):
+    """Not thread-safe but for ``numbers`` and ``broken``, which others may read."""
+
+    def __init__(self, served: T) -> None:
+        self.served = served
+        self.broken: FastDecodeError | None = None
+        """Why no step can be made any more."""
+        self.numbers = Numbers()
+        self._open: dict[str, _Open] = {}
+        self._fresh: dict[DeltaQueue, list[Delta]] = {}
+        self._look(stepped=False)
+
+    @property
+    def has_open(self) -> bool:
+        """Whether any request isn't over."""
+        return bool(self._open)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.broken is None and self.served.engine.has_work
+
+    def submit(self, requests: Sequence[Request], reader: DeltaQueue) -> None:
+        """Hand requests to the engine. Those that it refuses end with its reason."""
+        listener = Listener(self._tell, reader.every_step)
+        for request in requests:
+            request_id = request.request_id
+            if request_id in self._open:
+                text = f"the request id {request_id!r} is that of another open request: give each its own"
+                reader.put([Delta(request_id, 0, error=RequestError(text, code="duplicate_id"))])
+                continue
+            self._open[request_id] = _Open(reader, request.params.n)
+            try:
+                if self.broken is not None:
+                    raise copy(self.broken)
+                self.served.engine.submit(request, None, listener)
+            except FastDecodeError as error:
+                self._end_with(request_id, without_frames(error))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, if it is open, with the error ``cancelled``."""
+        if request_id in self._open:
+            self.served.engine.cancel(request_id)
+            self._end_with(request_id, _cancelled())
+
+    def cancel_waiting(self) -> None:
+        """Likewise those of which nothing has run."""
+        for request_id in self.served.engine.cancel_waiting():
+            self._end_with(request_id, _cancelled())
+
+    def forget(self, reader: DeltaQueue) -> None:
+        """End all requests of a reader, who isn't told."""
+        for request_id in [request_id for request_id, asked in self._open.items() if asked.reader is reader]:
+            del self._open[request_id]
+            self.served.engine.cancel(request_id)
+        self._fresh.pop(reader, None)
+
+    def step(self) -> None:
+        """Make a step, if it would do anything."""
+        stepped = self.has_work
+        try:
+            if stepped:
+                self.served.engine.step()
+        except BaseException as error:
+            self.break_down(error)
+        self._look(stepped=stepped)
+
+    def hand_out(self) -> None:
+        """Give readers what they haven't been given."""
+        fresh, self._fresh = self._fresh, {}
+        for reader, deltas in fresh.items():
+            reader.put(deltas)
+
+    def break_down(self, error: BaseException) -> None:
+        """No step can be made any more. Every open request ends with the reason."""
+        if self.broken is None:
+            self.broken = without_frames(_typed(error))
+        try:
+            self.served.engine.abandon(self.broken)
+        except Exception:
+            logger.exception("what the engine held could not be given up")
+        for request_id in list(self._open):
+            self._end_with(request_id, self.broken)
+
+    def close(self) -> None:
+        """End what is open, leave nothing in flight, and close the engine. Raises WorkerError, as that does."""
+        error = ConfigError("the LLM was closed before this request was over", code="closed")
+        for request_id in list(self._open):
+            self.served.engine.cancel(request_id)
+            self._end_with(request_id, error)
+        self.hand_out()
+        while self.has_work:
+            self.step()
+        self.served.close()
+        self._look(stepped=False)
+
+    def _tell(self, delta: Delta) -> None:
+        """Keep a delta for its reader until the step is over."""
+        asked = self._open.get(delta.request_id)
+        if asked is None:
+            return
+        self._fresh.setdefault(asked.reader, []).append(delta)
+        asked.num_left -= delta.finish_reason is not None
+        if delta.error is not None or not asked.num_left:
+            del self._open[delta.request_id]
+
+    def _end_with(self, request_id: str, error: FastDecodeError) -> None:
+        self._tell(Delta(request_id, 0, error=error))
+
+    def _look(self, *, stepped: bool) -> None:
+        served, before = self.served, self.numbers
+        self.numbers = Numbers(
+            before.num_steps + stepped,
+            time.monotonic() if stepped else before.stepped_s,
+            served.engine.num_unfinished_sequences,
+            served.engine.num_running,
+            served.num_r_workers,
+            served.num_live_r_workers,
+            served.has_hung_r_workers,
+        )
+
+
+def _cancelled() -> RequestError:
+    return RequestError("the request was cancelled", code=CANCELLED)
+
+
+def _typed(error: BaseException) -> FastDecodeError:
+    """What readers are told of a step that broke down. A mistake of ours stands behind it as its cause."""
+    if isinstance(error, FastDecodeError):
+        return error
+    if is_failure(error):
+        return WorkerError(f"the S-worker failed: {error}", code="s_worker_failed")
+    logger.error("a step broke down", exc_info=error)
+    told = FastDecodeError(f"a step broke down before: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told

@@ -1,0 +1,306 @@
+"""One way into an engine: requests in from any thread, deltas out, and one thread that owns the engine.
+
+That thread makes the engine, steps it while there is work, and sleeps while there is none. What others want is put into
+its inbox, and looked at between two steps. So an interrupt (Ctrl-C) of whoever waits for an answer never comes in the
+middle of a step: the engine stays usable.
+
+The engine is made by the thread that steps it, since OpenMP's threads and CUDA's current device belong to the thread
+that calls. Where only one certain thread may do what a step does (an MPI library that doesn't let threads take turns),
+the service has no thread of its own: whoever waits for deltas runs the steps meanwhile, and an interrupt is kept until
+the step is over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Generic, Literal
+
+from fastdecode.core.delta import Delta, DeltaQueue
+from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.sequence import Request
+from fastdecode.engine.owner import Numbers, Owner, T
+
+LEAVING_S = 10.0
+"""How long a process that ends waits for the thread of an engine that nobody closed."""
+_LOOK_EVERY_S = 0.2
+"""How long an interrupt may wait where the waiting thread also runs the steps, and there are none to run."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """How a service is, and how its engine was after the last step."""
+
+    state: Literal["starting", "ready", "draining", "broken", "closed"]
+    engine: Numbers
+    error: FastDecodeError | None = None
+    """Why it is broken."""
+
+
+class EngineService(Generic[T]):
+    """Runs requests on one engine. All methods may be called from any thread, but not from a fork of the process.
+
+    Args:
+        make: makes the engine, in the thread that will own it.
+        own_thread: whether the service has a thread of its own; without one, whoever calls ``open`` must also be who
+            calls ``take``, ``call``, ``drain`` and ``close``.
+    """
+
+    def __init__(self, make: Callable[[], T], *, own_thread: bool = True) -> None:
+        self._make = make
+        self._pid = os.getpid()
+        # Waits are single calls in C: an interrupt leaves nothing half done, and may come in a signal's handler.
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._opened: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True) if own_thread else None
+        self._owner: Owner[T] | None = None
+        self._drained: list[SimpleQueue[None]] = []
+        self._is_draining = self._is_closing = self._is_over = False
+        self._closing_failed: BaseException | None = None
+
+    def open(self) -> T:
+        """Make the engine. Returns it: what is known of it from its start on may be read by any thread.
+
+        Raises:
+            BaseException: what making it raised.
+        """
+        if self._thread is None:
+            self._owner = Owner(self._make())
+        else:
+            self._start(self._thread)
+        atexit.register(self._leave)
+        return self._owned.served
+
+    def submit(self, requests: Iterable[Request], reader: DeltaQueue) -> None:
+        """Queue requests, whose ids are unique among the open ones; work on them begins at once.
+
+        Every request comes to one last delta for each of its sequences, or to one error: a CapacityError if it could
+        never fit, a RequestError if its id is in use.
+
+        Raises:
+            FastDecodeError: the engine is broken (why), closed, draining or another process's; nothing was queued.
+        """
+        self._check_usable()
+        self._inbox.put(partial(self._owned.submit, list(requests), reader))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request with the error ``cancelled``; what it holds is free when the step in flight is over. Ids of
+        requests that are over, or of none, are no error."""
+        self._inbox.put(partial(self._owned.cancel, request_id))
+
+    def cancel_waiting(self) -> None:
+        """End those requests with the error ``cancelled`` of which nothing has run."""
+        self._inbox.put(self._owned.cancel_waiting)
+
+    def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
+        """A call that ends all requests of a reader, without a word. It is one call in C, so an interrupt comes
+        before or after it; it may be made twice."""
+        return partial(self._inbox.put, partial(self._owned.forget, reader))
+
+    def take(self, reader: DeltaQueue, timeout_s: float | None = None) -> list[Delta]:
+        """``reader.take``, whichever thread runs the steps."""
+        if self._thread is not None:
+            return reader.take(timeout_s)
+        end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        with kept_interrupts() as is_interrupted:
+            while not is_interrupted():
+                deltas = reader.take(0)
+                left_s = end_s - time.monotonic()
+                if deltas or left_s <= 0:
+                    return deltas
+                self._turn(min(left_s, _LOOK_EVERY_S))
+        return []
+
+    def call(self, act: Callable[[T], None]) -> None:
+        """Do something with the engine between two steps, and wait for it. Raises what that raises."""
+        self._check_usable()
+        done: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._inbox.put(partial(_do, partial(act, self._owned.served), done))
+        if self._thread is None:
+            self._turn(0)
+        _raise(done.get())
+
+    def snapshot(self) -> Snapshot:
+        """How it is; never waits for a step."""
+        owner = self._owner
+        if owner is None:
+            return Snapshot("closed" if self._is_over else "starting", Numbers())
+        if self._is_over:
+            return Snapshot("closed", owner.numbers, owner.broken)
+        if owner.broken is not None:
+            return Snapshot("broken", owner.numbers, owner.broken)
+        return Snapshot("draining" if self._is_draining else "ready", owner.numbers)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no more requests, and wait until those that are open are over; False if they aren't in time."""
+        self._is_draining = True
+        drained: SimpleQueue[None] = SimpleQueue()
+        self._inbox.put(partial(self._drained.append, drained))
+        end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while self._thread is None and drained.empty() and time.monotonic() < end_s:
+            self._turn(0)
+        try:
+            drained.get(timeout=None if timeout_s is None else max(0.0, end_s - time.monotonic()))
+        except Empty:
+            return False
+        return True
+
+    def ask_to_close(self) -> None:
+        """Have the engine closed as soon as the step in flight is over; doesn't wait."""
+        if not self._is_over:  # or nobody would take it out, and it keeps this object
+            self._inbox.put(self._ask_to_close)
+
+    def close(self) -> None:
+        """Close the engine; requests that are open end with an error. Safe to call twice.
+
+        Raises:
+            WorkerError: an R-worker that wasn't lost did not stop in time.
+        """
+        if os.getpid() != self._pid:
+            return  # a fork has neither the thread nor the R-workers
+        self.ask_to_close()
+        if self._thread is None:
+            self._live_on()
+        elif self._thread.ident is not None:
+            self._thread.join()
+        failed, self._closing_failed = self._closing_failed, None
+        _raise(failed)
+
+    @property
+    def _owned(self) -> Owner[T]:
+        assert self._owner is not None, "not open yet"
+        return self._owner
+
+    def _check_usable(self) -> None:
+        here = os.getpid()
+        if here != self._pid:
+            raise ConfigError(
+                f"this LLM was made by process {self._pid}, and its fork {here} can't use it: make one after forking",
+                code="forked",
+            )
+        if self._owned.broken is not None:
+            raise copy(self._owned.broken)
+        if self._is_over:
+            raise ConfigError("this LLM was closed: make another one", code="closed")
+        if self._is_draining:
+            raise ConfigError("no more requests are taken: this LLM is about to end", code="draining")
+
+    def _start(self, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+            failed = self._opened.get()
+        except BaseException:
+            # Interrupted. What would have stopped this thread, had it made the engine, stops the one that makes it.
+            self.ask_to_close()
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+            )
+            raise
+        _raise(failed)
+
+    def _leave(self) -> None:
+        """The process ends, and nobody has closed the engine."""
+        if os.getpid() == self._pid and self._thread is not None:
+            self.ask_to_close()
+            self._thread.join(LEAVING_S)
+
+    def _ask_to_close(self) -> None:
+        self._is_closing = True
+
+    # From here on: in the thread that owns the engine.
+
+    def _live(self) -> None:
+        try:
+            self._owner = Owner(self._make())
+        except BaseException as error:
+            self._is_over = True
+            self._opened.put(error)
+            return
+        self._opened.put(None)
+        self._live_on()
+
+    def _live_on(self) -> None:
+        if self._owner is None or self._is_over:
+            return
+        try:
+            while not self._is_closing:
+                self._turn(None)
+        finally:
+            self._is_over = True
+            atexit.unregister(self._leave)
+            try:
+                self._owner.close()
+            except BaseException as error:
+                self._closing_failed = error
+
+    def _turn(self, timeout_s: float | None) -> None:
+        """Do what others want, and a step if there is work; if there is none, wait so long for some."""
+        owner = self._owned
+        try:
+            self._obey(0 if owner.has_work else timeout_s)
+            if not self._is_closing:
+                owner.step()
+        except BaseException as error:
+            owner.break_down(error)
+        owner.hand_out()
+        if not owner.has_open:
+            while self._drained:
+                self._drained.pop().put(None)
+
+    def _obey(self, timeout_s: float | None) -> None:
+        with contextlib.suppress(Empty):
+            self._inbox.get(timeout_s != 0, timeout_s)()
+            while True:
+                self._inbox.get_nowait()()
+
+
+def _do(act: Callable[[], None], done: SimpleQueue[BaseException | None]) -> None:
+    try:
+        act()
+    except BaseException as error:
+        done.put(error)
+    else:
+        done.put(None)
+
+
+def _raise(failed: BaseException | None) -> None:
+    try:
+        if failed is not None:
+            raise failed
+    finally:
+        del failed  # its traceback has this frame, which would keep it
+
+
+@contextlib.contextmanager
+def kept_interrupts() -> Iterator[Callable[[], bool]]:
+    """Inside, Ctrl-C is kept until the end; a second one isn't. Gives whether one is kept. Where the signal has
+    another handler than Python's own, or in another thread than the main one, nothing is changed."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    kept: list[int] = []
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        if kept:
+            signal.default_int_handler(number, frame)
+        kept.append(number)
+
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield lambda: bool(kept)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if kept:
+        raise KeyboardInterrupt

@@ -1,0 +1,186 @@
+"""Opening a batch job: everything is checked that can be without a model, before anything is changed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from fastdecode.core.config import EngineConfig
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.files import check_paths
+from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.core.model.identity import identify
+from fastdecode.core.sequence import SamplingParams
+from fastdecode.jobs.job import BatchJob, Rules
+from fastdecode.jobs.journal import Held, Journal, Recovered, hold
+from fastdecode.jobs.line_format import LineFormat
+from fastdecode.jobs.manifest import Manifest, identify_model, new_manifest, seed_of
+from fastdecode.jobs.openai_lines import OpenAILines
+from fastdecode.jobs.ordered import OrderedOutput
+from fastdecode.jobs.simple_lines import SimpleLines
+from fastdecode.jobs.survey import Survey, is_openai, survey
+from fastdecode.openai.requests import RequestReader
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.codec import lacks_tokenizer
+
+MAX_SYNC_LINES = 1 << 30
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What a user may choose about a job.
+
+    Raises:
+        ConfigError: names the option, its value, and what it may be.
+    """
+
+    input: Path
+    output: Path
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters for lines that don't say it themselves."""
+    begin: Literal["new", "resume", "overwrite"] = "new"
+    """What to do with an output that is there: refuse to start, go on with it, throw it away."""
+    retry_errors: bool = False
+    """When resuming: run those lines again that were answered with an error."""
+    skip_bad_lines: bool = False
+    """Answer bad lines with an error each, instead of refusing to start."""
+    served_model_names: tuple[str, ...] = ()
+    """What a line's ``model`` may be; empty: the model directory as given, and its last part."""
+    chat_template: Path | None = None
+    """In place of the model's own."""
+    run_seed: int | None = None
+    """None: drawn, or that of the run that is resumed."""
+    sync_lines: int = 100
+    sync_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.retry_errors and self.begin != "resume":
+            raise ConfigError("--retry-errors goes with --resume: it is about answers that are already there")
+        if not 1 <= self.sync_lines <= MAX_SYNC_LINES:
+            raise ConfigError(f"--sync-lines {self.sync_lines} is not a whole number from 1 to {MAX_SYNC_LINES}")
+        if not 0 <= self.sync_s <= 1e9:
+            raise ConfigError(f"--sync-s {self.sync_s} is not a number of seconds from 0 to 1e9")
+
+
+def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], None]) -> BatchJob:
+    """Check everything that can be checked without a model, find out what is left to do, and hold the output.
+
+    Raises:
+        ConfigError, ModelError: something is wrong with options, files or the model directory; nothing was changed.
+    """
+    options = replace(options, output=options.output.resolve())
+    if options.output.exists() and not options.output.is_file():
+        raise ConfigError(f"the output {options.output} is not a file: a job reads in it what is done, to go on with")
+    check_paths(options.input, output=options.output, manifest=Manifest.path_for(options.output))
+    template: ChatTemplate | None = None
+    reader: RequestReader | None = None
+    lines: LineFormat = SimpleLines(SamplingParams(**options.sampling))
+    if is_openai(options.input):
+        template = ChatTemplate.load(Path(config.model), options.chat_template)
+        reader = _reader(options, config, has_template=template is not None)
+        lines = OpenAILines(reader, run_id="")
+    found = _survey(options, Path(config.model), lines, tell)
+    held = hold(options.output)
+    try:
+        manifest = _manifest(options, config, lines.name, found, is_empty=held.is_empty)
+        if reader is not None:
+            lines = OpenAILines(reader, manifest.run_id)
+        recovered = _go_on(held, options, manifest, lines, found)
+    except BaseException:
+        held.let_go()
+        raise
+    if recovered.num_torn_bytes:
+        tell(f"the run before ended in the middle of a line: {recovered.num_torn_bytes} bytes were cut off")
+    journal = Journal(options.output, held.fd, sync_lines=options.sync_lines, sync_s=options.sync_s)
+    rules = Rules(manifest.seed_of, template, manifest.date)
+    return BatchJob(options.input, lines, rules, found, journal, recovered)
+
+
+def open_ordered_job(
+    options: JobOptions,
+    model: Path,
+    tell: Callable[[str], None],
+    on_line: Callable[[str | None, dict[str, Any]], None] | None = None,
+) -> BatchJob:
+    """A job of simple lines whose answers stand in the order of the lines, and that can't be gone on with.
+
+    Args:
+        model: the model directory.
+        on_line: told each answer as it is written, with its prompt if that is text.
+
+    Raises:
+        ConfigError: something is wrong with the files; nothing was changed.
+    """
+    check_paths(options.input, output=options.output)
+    lines = SimpleLines(SamplingParams(**options.sampling), numbers=False)
+    found = _survey(options, model, lines, tell)
+    rules = Rules(partial(seed_of, secrets.randbits(63)), None, datetime.now(), answers_lost=True)
+    return BatchJob(options.input, lines, rules, found, OrderedOutput(options.output, on_line), Recovered())
+
+
+def _survey(options: JobOptions, model: Path, lines: LineFormat, tell: Callable[[str], None]) -> Survey:
+    """Raises ConfigError: bad lines are to keep a job from starting; or the model can answer none of them."""
+    tell(f"checking {options.input}")
+    found = survey(options.input, lines, takes_text=not lacks_tokenizer(model))
+    if found.is_hopeless or (len(found.bad) and not options.skip_bad_lines):
+        raise found.refusal(options.input)
+    return found
+
+
+def _reader(options: JobOptions, config: EngineConfig, *, has_template: bool) -> RequestReader:
+    names = options.served_model_names or (config.model, Path(os.path.abspath(config.model)).name)
+    return RequestReader(options.sampling, names, has_template)
+
+
+def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Survey, *, is_empty: bool) -> Manifest:
+    """That of the run that is resumed, or a new one; ``is_empty``: nothing is in the output.
+
+    Raises:
+        ConfigError: there is an output, and this job may not go on with it.
+    """
+    path = Manifest.path_for(options.output)
+    if options.begin == "new" and not is_empty:
+        raise ConfigError(
+            f"the output {options.output} exists: go on with its run by --resume, or throw it away by --overwrite"
+        )
+    before = Manifest.read(path) if options.begin == "resume" and (not is_empty or path.exists()) else None
+    spec = open_checkpoint(config.model).spec(max_model_len=config.s_part.max_model_len)
+    identity = identify(config, spec)
+    now = new_manifest(
+        lines=lines,
+        input_sha256=found.sha256,
+        sampling=options.sampling,
+        model=identify_model(Path(config.model), options.chat_template),
+        dtype=identity.dtype.value,
+        kv_dtype=identity.kv_dtype.value,
+        max_model_len=identity.max_model_len,
+        run_seed=before.run_seed if before is not None and options.run_seed is None else options.run_seed,
+    )
+    if before is None:
+        return now
+    differences = before.differences(now)
+    if not differences:
+        return before
+    if is_empty:
+        return now
+    told = "\n".join(f"  {difference}" for difference in differences)
+    raise ConfigError(
+        f"the run that began {options.output} was another one:\n{told}\n"
+        f"resume it with what it began with, or start anew with another --output or --overwrite",
+        code="manifest_mismatch",
+    )
+
+
+def _go_on(held: Held, options: JobOptions, manifest: Manifest, lines: LineFormat, found: Survey) -> Recovered:
+    """Begin or resume the output. At no moment stands an old output beside a new manifest."""
+    if options.begin == "resume" and not held.is_empty:
+        return held.recover(lines.identify, last_line=found.last_line, retry_errors=options.retry_errors)
+    held.empty()
+    manifest.write(Manifest.path_for(options.output))
+    return Recovered()

@@ -1,0 +1,126 @@
+"""From outputs to the bodies that OpenAI's API answers with: choices, logprobs, usage, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastdecode.core.errors import CapacityError, FastDecodeError
+from fastdecode.core.sequence import Completion, RequestOutput, TokenLogprob
+from fastdecode.openai.requests import BodyRequest
+from fastdecode.text.codec import TextCodec
+from fastdecode.text.token_text import TokenText
+
+
+def answer_body(
+    request: BodyRequest,
+    outputs: Sequence[RequestOutput],
+    codec: TextCodec,
+    *,
+    answer_id: str,
+    created_s: int,
+    model: str,
+) -> dict[str, Any]:
+    """A ``text_completion`` or ``chat.completion`` object.
+
+    Args:
+        outputs: one for each of the request's prompts, all of them without an error.
+        answer_id: comes after ``chatcmpl-`` or ``cmpl-``.
+        created_s: Unix time.
+        model: the name that the answer tells.
+    """
+    with_token_ids = request.want_token_ids or not codec.has_tokenizer
+    writer = ChoiceWriter(TokenText(codec.vocabulary), request.is_chat, with_token_ids, request.params.n)
+    return {
+        "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{answer_id}",
+        "object": "chat.completion" if request.is_chat else "text_completion",
+        "created": created_s,
+        "model": model,
+        "choices": [
+            writer.choice(place, output, completion)
+            for place, output in enumerate(outputs)
+            for completion in output.completions
+        ],
+        "usage": usage(outputs),
+    }
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+    """The tokens that all outputs together took."""
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+
+
+def error_body(error: FastDecodeError) -> dict[str, Any]:
+    """``{"error": {"message", "type", "param", "code"}}``; the field to blame is the error's ``param``."""
+    _, kind = status(error)
+    param = getattr(error, "param", None)
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}
+
+
+def status(error: FastDecodeError) -> tuple[int, str]:
+    """The HTTP status and OpenAI's type of an error."""
+    if isinstance(error, CapacityError):
+        return 503, "server_error"
+    if error.code == "non_finite_logits":
+        return 500, "server_error"
+    return 400, "invalid_request_error"
+
+
+@dataclass(frozen=True)
+class ChoiceWriter:
+    """Writes completions as choices.
+
+    Args:
+        tokens: names tokens.
+        is_chat: choices of chats have another shape.
+        with_token_ids: give the tokens' ids, too.
+        n: completions of each prompt.
+    """
+
+    tokens: TokenText
+    is_chat: bool
+    with_token_ids: bool
+    n: int
+
+    def choice(self, place: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
+        """One continuation of the prompt at ``place`` in the request."""
+        choice: dict[str, Any] = {"index": place * self.n + completion.index}
+        if self.is_chat:
+            choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+        else:
+            choice["text"] = completion.text
+        choice["logprobs"] = self._logprobs(output, completion)
+        choice["finish_reason"] = completion.finish_reason
+        if self.with_token_ids:
+            choice["token_ids"] = list(completion.token_ids)
+        return choice
+
+    def _logprobs(self, output: RequestOutput, completion: Completion) -> Mapping[str, Any] | None:
+        if completion.logprobs is None:
+            return None
+        if self.is_chat:
+            return {"content": [self._chat_step(step) for step in completion.logprobs], "refusal": None}
+        return {
+            "tokens": [self.tokens.text_of(step.token_id) for step in completion.logprobs],
+            "token_logprobs": [step.logprob for step in completion.logprobs],
+            "top_logprobs": [self._top(step) for step in completion.logprobs],
+            "text_offset": self.tokens.offsets(completion.token_ids, output.prompt_token_ids, len(completion.text)),
+        }
+
+    def _top(self, step: TokenLogprob) -> dict[str, float]:
+        """OpenAI's shape: by text. The drawn token is there even if it isn't among the likeliest."""
+        top: dict[str, float] = {}
+        for token_id, logprob in (*step.top, (step.token_id, step.logprob)):
+            top.setdefault(self.tokens.text_of(token_id), logprob)
+        return top
+
+    def _chat_step(self, step: TokenLogprob) -> dict[str, Any]:
+        top = [self._chat_token(token_id, logprob) for token_id, logprob in step.top]
+        return {**self._chat_token(step.token_id, step.logprob), "top_logprobs": top}
+
+    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self.tokens.bytes_of(token_id)
+        return {"token": self.tokens.text_of(token_id), "logprob": logprob, "bytes": list(raw)}

@@ -1,0 +1,43 @@
+"""How much of the end of a growing text may turn out to be the beginning of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class BegunStop:
+    """Knuth, Morris and Pratt's automaton for each stop string, so a character's cost doesn't grow with the text.
+
+    Args:
+        stop: the strings; none is empty.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = [(string, _fallbacks(string)) for string in stop]
+        self._matched = [0] * len(self._stop)
+
+    def feed(self, text: str) -> int:
+        """The text goes on like this. Returns the length of its longest end that a stop string begins with, and that
+        is shorter than that string: one that is complete has been judged already."""
+        for i, (string, fallbacks) in enumerate(self._stop):
+            matched = self._matched[i]
+            for char in text:
+                while matched and string[matched] != char:
+                    matched = fallbacks[matched - 1]
+                matched += string[matched] == char
+                if matched == len(string):
+                    matched = fallbacks[matched - 1]
+            self._matched[i] = matched
+        return max(self._matched, default=0)
+
+
+def _fallbacks(string: str) -> list[int]:
+    """For each beginning of the string: the longest shorter one that it ends with."""
+    fallbacks = [0] * len(string)
+    length = 0
+    for i in range(1, len(string)):
+        while length and string[i] != string[length]:
+            length = fallbacks[length - 1]
+        length += string[i] == string[length]
+        fallbacks[i] = length
+    return fallbacks

@@ -1,0 +1,351 @@
+"""The one way into an engine, around one that only counts: who is told what, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue
+from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, WorkerError
+from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
+from fastdecode.engine.requests import Listener
+from fastdecode.engine.service import EngineService
+
+PATIENCE_S = 60.0
+
+
+def request(request_id: str, max_tokens: int = 3, n: int = 1) -> Request:
+    return Request(request_id, (1,), SamplingParams(n=n), max_tokens, seed=0)
+
+
+@dataclass
+class Counting:
+    """An engine whose every request says 0, 1, 2, …; ``max_tokens`` of them."""
+
+    before_step: Callable[[], None] = lambda: None
+    before_close: Callable[[], None] = lambda: None
+    num_steps: int = 0
+    is_closed: bool = False
+    threads: set[int] = field(default_factory=set)
+    num_r_workers: int = 2
+    num_live_r_workers: int = 2
+    has_hung_r_workers: bool = False
+    said: dict[str, tuple[Request, Listener | None, int]] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> Counting:
+        return self
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.said)
+
+    @property
+    def num_running(self) -> int:
+        return sum(1 for _, _, num_said in self.said.values() if num_said)
+
+    @property
+    def num_unfinished_sequences(self) -> int:
+        return len(self.said)
+
+    def submit(self, request: Request, prompt: str | None = None, listener: Listener | None = None) -> None:
+        if request.max_tokens > 1000:
+            raise CapacityError("too long")
+        self.said[request.request_id] = (request, listener, 0)
+
+    def step(self) -> list[RequestOutput]:
+        self.threads.add(threading.get_ident())
+        self.before_step()
+        self.num_steps += 1
+        for request_id, (asked, listener, num_said) in list(self.said.items()):
+            is_over = num_said + 1 == asked.max_tokens
+            assert listener is not None
+            for index in range(asked.params.n):
+                reason = "length" if is_over else None
+                delta = Delta(request_id, index, "", (num_said,), None, reason)  # type: ignore[arg-type]
+                if is_over or listener.every_step:
+                    listener.tell(delta)
+            self.said[request_id] = (asked, listener, num_said + 1)
+            if is_over:
+                del self.said[request_id]
+        return []
+
+    def cancel(self, request_id: str) -> bool:
+        return self.said.pop(request_id, None) is not None
+
+    def cancel_waiting(self) -> list[str]:
+        waiting = [request_id for request_id, (_, _, num_said) in self.said.items() if not num_said]
+        return [request_id for request_id in waiting if self.cancel(request_id)]
+
+    def abandon(self, error: FastDecodeError) -> list[RequestOutput]:
+        self.said.clear()
+        return []
+
+    def close(self) -> None:
+        self.before_close()
+        self.is_closed = True
+
+
+@pytest.fixture(params=[True, False], ids=["own thread", "waiting thread"])
+def serve(request: pytest.FixtureRequest) -> Iterator[Callable[[Counting], EngineService[Counting]]]:
+    opened: list[EngineService[Counting]] = []
+
+    def make(engine: Counting) -> EngineService[Counting]:
+        opened.append(EngineService(lambda: engine, own_thread=request.param))
+        opened[-1].open()
+        return opened[-1]
+
+    yield make
+    for service in opened:
+        service.close()
+
+
+def read(service: EngineService[Counting], reader: DeltaQueue, num_ends: int) -> list[Delta]:
+    """Deltas until so many sequences, or requests with an error, are over."""
+    found: list[Delta] = []
+    while sum(d.finish_reason is not None or d.error is not None for d in found) < num_ends:
+        taken = service.take(reader, PATIENCE_S)
+        assert taken, f"nothing came any more after {found}"
+        found += taken
+    return found
+
+
+def tokens_of(deltas: list[Delta], request_id: str, index: int = 0) -> list[int]:
+    return [t for d in deltas if (d.request_id, d.index) == (request_id, index) for t in d.token_ids]
+
+
+Serve = Callable[[Counting], EngineService[Counting]]
+
+
+def test_every_reader_is_told_of_its_own_requests(serve: Serve) -> None:
+    service = serve(engine := Counting())
+    first, second = DeltaQueue(), DeltaQueue(every_step=False)
+    service.submit([request("a", 5, n=2), request("b", 2)], first)
+    service.submit([request("c", 4)], second)
+    of_first = read(service, first, 3)
+    assert tokens_of(of_first, "a", 0) == tokens_of(of_first, "a", 1) == [0, 1, 2, 3, 4]
+    assert tokens_of(of_first, "b") == [0, 1]
+    of_second = read(service, second, 1)
+    assert {d.request_id for d in of_first} == {"a", "b"} and {d.request_id for d in of_second} == {"c"}
+    assert len(engine.threads) == 1
+
+
+def test_refusals_end_one_request_alone(serve: Serve) -> None:
+    service, reader = serve(Counting()), DeltaQueue()
+    service.submit([request("big", 2000), request("a", 3), request("a", 3), request("b")], reader)
+    errors = {d.request_id: d.error for d in read(service, reader, 4) if d.error is not None}
+    assert isinstance(errors["big"], CapacityError)
+    assert errors["a"] is not None and errors["a"].code == "duplicate_id"
+    assert set(errors) == {"big", "a"}
+
+
+def test_a_cancelled_request_ends_with_an_error_once(serve: Serve) -> None:
+    engine, reader = Counting(), DeltaQueue()
+    service = serve(engine)
+    service.submit([request("a", 1000), request("b", 3)], reader)
+    service.cancel("a")
+    service.cancel("a")
+    service.cancel("nobody")
+    ends = {d.request_id: d for d in read(service, reader, 2) if d.error or d.finish_reason}
+    assert ends["a"].error is not None and ends["a"].error.code == CANCELLED
+    assert ends["b"].finish_reason == "length"
+    assert not engine.said
+
+
+def test_a_forgotten_reader_is_told_nothing_more(serve: Serve) -> None:
+    engine, gone, reader = Counting(), DeltaQueue(), DeltaQueue()
+    service = serve(engine)
+    service.submit([request("a", 1000)], gone)
+    forget = service.forgetting(gone)
+    forget()
+    forget()
+    service.submit([request("a", 2)], reader)  # its id is free again
+    assert tokens_of(read(service, reader, 1), "a") == [0, 1]
+
+
+def test_a_step_that_breaks_ends_all_and_whoever_comes_later(serve: Serve) -> None:
+    def fail() -> None:
+        raise WorkerError("the last one is lost")
+
+    service, reader = serve(Counting(before_step=fail)), DeltaQueue()
+    service.submit([request("a"), request("b")], reader)
+    assert {str(d.error) for d in read(service, reader, 2)} == {"the last one is lost"}
+    assert service.snapshot().state == "broken"
+    with pytest.raises(WorkerError, match="the last one is lost"):
+        service.submit([request("c")], reader)
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "code"),
+    [
+        (RuntimeError("CUDA error"), "the S-worker failed: CUDA error", "s_worker_failed"),
+        (KeyError("x"), "a step broke down before: KeyError: 'x'", "internal_error"),
+        (RuntimeError("shapes differ"), "a step broke down before: RuntimeError: shapes differ", "internal_error"),
+    ],
+)
+def test_what_broke_is_told_by_its_kind(serve: Serve, error: Exception, told: str, code: str) -> None:
+    def fail() -> None:
+        raise error
+
+    service, reader = serve(Counting(before_step=fail)), DeltaQueue()
+    service.submit([request("a")], reader)
+    (delta,) = read(service, reader, 1)
+    assert delta.error is not None and (str(delta.error), delta.error.code) == (told, code)
+
+
+def test_draining_ends_what_is_open_and_takes_nothing_new(serve: Serve) -> None:
+    service, reader = serve(Counting()), DeltaQueue()
+    service.submit([request("a", 50)], reader)
+    assert service.drain(PATIENCE_S)
+    assert service.snapshot().state == "draining"
+    assert tokens_of(read(service, reader, 1), "a") == list(range(50))
+    with pytest.raises(ConfigError) as refused:
+        service.submit([request("b")], reader)
+    assert refused.value.code == "draining"
+
+
+def test_closing_ends_what_is_open_with_an_error(serve: Serve) -> None:
+    engine, reader = Counting(), DeltaQueue()
+    service = serve(engine)
+    service.submit([request("a", 1000)], reader)
+    service.take(reader, PATIENCE_S)
+    service.close()
+    service.close()
+    assert engine.is_closed and service.snapshot().state == "closed"
+    (last,) = [d for d in reader.take(0) if d.error is not None]
+    assert last.error is not None and last.error.code == "closed"
+    with pytest.raises(ConfigError, match="closed"):
+        service.submit([request("b")], reader)
+
+
+def test_what_closing_raises_reaches_whoever_closes(serve: Serve) -> None:
+    def fail() -> None:
+        raise WorkerError("r0 did not stop")
+
+    service = serve(Counting(before_close=fail))
+    with pytest.raises(WorkerError, match="did not stop"):
+        service.close()
+    service.close()
+
+
+@pytest.mark.parametrize("own_thread", [True, False])
+def test_what_making_raises_reaches_whoever_opens(own_thread: bool) -> None:
+    def make() -> Counting:
+        raise ConfigError("no such device")
+
+    service = EngineService(make, own_thread=own_thread)
+    with pytest.raises(ConfigError, match="no such device"):
+        service.open()
+    service.close()
+
+
+def test_a_call_is_made_between_steps_and_its_error_comes_back(serve: Serve) -> None:
+    service = serve(engine := Counting())
+    seen: list[Counting] = []
+    service.call(seen.append)
+    assert seen == [engine]
+
+    def fail(engine: Counting) -> None:
+        raise ValueError("not like this")
+
+    with pytest.raises(ValueError, match="not like this"):
+        service.call(fail)
+    assert service.snapshot().state == "ready"
+
+
+def test_a_snapshot_waits_for_no_step_and_a_slow_reader_keeps_none_waiting() -> None:
+    in_step, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def wait() -> None:
+        in_step.release()
+        assert go_on.acquire(timeout=PATIENCE_S)
+
+    engine, reader = Counting(before_step=wait), DeltaQueue()
+    service = EngineService(lambda: engine)
+    service.open()
+    assert service.snapshot().engine.step_age_s() is None
+    service.submit([request("a", 100)], reader)
+    assert in_step.acquire(timeout=PATIENCE_S)
+    now = service.snapshot()  # in the middle of the first step
+    assert (now.state, now.engine.num_steps, now.engine.workers) == ("ready", 0, (2, 2))
+    for _ in range(99):
+        go_on.release()
+        assert in_step.acquire(timeout=PATIENCE_S)
+    now = service.snapshot()
+    assert (now.engine.num_steps, now.engine.num_running, now.engine.num_waiting) == (99, 1, 0)
+    assert now.engine.step_age_s() is not None
+    (unread,) = reader.take(0)
+    assert unread.token_ids == tuple(range(99))
+    go_on.release()
+    assert read(service, reader, 1)[-1].token_ids == (99,)
+    service.close()
+
+
+def test_requests_come_from_any_thread() -> None:
+    engine = Counting()
+    service = EngineService(lambda: engine)
+    service.open()
+    found: dict[int, list[int]] = {}
+
+    def use(number: int) -> None:
+        reader = DeltaQueue()
+        for turn in range(20):
+            service.submit([request(f"{number}.{turn}", 1 + turn)], reader)
+            found.setdefault(number, []).append(len(tokens_of(read(service, reader, 1), f"{number}.{turn}")))
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    service.close()
+    assert found == {number: list(range(1, 21)) for number in range(8)}
+    assert len(engine.threads) == 1 and threading.get_ident() not in engine.threads
+
+
+def test_without_work_no_step_is_made_and_the_thread_sleeps() -> None:
+    engine, reader = Counting(), DeltaQueue()
+    service = EngineService(lambda: engine)
+    service.open()
+    service.submit([request("a", 3)], reader)
+    read(service, reader, 1)
+    looks: list[int] = []
+
+    class Watched(dict[str, tuple[Request, Listener | None, int]]):
+        def __bool__(self) -> bool:
+            looks.append(1)
+            return len(self) > 0
+
+    service.call(lambda engine: setattr(engine, "said", Watched()))
+    service.call(lambda engine: None)
+    num_looks = len(looks)
+    threading.Event().wait(0.2)  # the time in which a thread that polls would have looked
+    assert engine.num_steps == 3 and len(looks) - num_looks <= 2
+    service.close()
+
+
+def test_a_fork_is_told_that_the_engine_isnt_its_own() -> None:
+    service = EngineService(Counting)
+    service.open()
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            service.submit([request("a")], DeltaQueue())
+        except ConfigError as error:
+            os.write(tell, error.code.encode())
+        service.close()  # returns
+        os.write(tell, b" closed")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(tell)
+    with os.fdopen(told) as end:
+        assert end.read() == "forked closed"
+    reader = DeltaQueue()
+    service.submit([request("a", 2)], reader)  # of the parent it still is
+    assert tokens_of(read(service, reader, 1), "a") == [0, 1]
+    service.close()
