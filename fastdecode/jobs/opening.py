@@ -128,7 +128,7 @@ def _survey(options: JobOptions, model: Path, lines: LineFormat, tell: Callable[
     """Raises ConfigError: bad lines are to keep a job from starting; or the model can answer none of them."""
     tell(f"checking {options.input}")
     found = survey(options.input, lines, takes_text=not lacks_tokenizer(model))
-    if found.is_hopeless or (len(found.bad) and not options.skip_bad_lines):
+    if found.is_refused or (len(found.bad) and not options.skip_bad_lines):
         raise found.refusal(options.input)
     return found
 

@@ -39,13 +39,13 @@ class Survey:
     """(line number, what is wrong) of the first bad lines."""
 
     @property
-    def is_hopeless(self) -> bool:
+    def is_refused(self) -> bool:
         """No line can be answered for want of a tokenizer."""
         return self.num_untokenizable > 0 and len(self.bad) == self.num_lines
 
     def refusal(self, path: Path) -> ConfigError:
         """Why a job with such an input doesn't start."""
-        if self.is_hopeless:
+        if self.is_refused:
             return no_tokenizer(path, self.num_untokenizable)
         shown = "\n".join(f"  {text}" for _, text in sorted(self.complaints)[:MAX_COMPLAINTS])
         num_bad = len(self.bad)
