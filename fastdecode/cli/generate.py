@@ -13,8 +13,8 @@ from fastdecode.cli.options import (
     add_engine_options,
     add_exit_code_option,
     add_sampling_options,
+    check_options,
     engine_options,
-    sampling_defaults,
     tell,
 )
 from fastdecode.cli.r_worker import serve_if_r_rank
@@ -50,8 +50,8 @@ def add_generate(commands: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    defaults = check_options(args)
     serve_if_r_rank(args, engine_options(args))
-    defaults = sampling_defaults(args)
     with imports_for("fastdecode generate (an S-worker)"):
         from fastdecode.engine.llm import LLM
         from fastdecode.engine.progress import Progress

@@ -294,6 +294,13 @@ class Cluster:
         metavar="S",
     )
 
+    min_r_workers: int = option(
+        1,
+        "start when so many R-workers (mpi, zmq) are there; over zmq the others are taken in when they come",
+        low=1,
+        high=MAX_R_WORKERS,
+    )
+
     def __post_init__(self) -> None:
         check_options(self)
         addresses = tuple(self.r_worker_addresses)

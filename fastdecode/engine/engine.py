@@ -298,7 +298,7 @@ class Engine:
             return []
         outputs: list[RequestOutput] = []
         if len(lost) == len(self._fleet):
-            if self._replacements is None or not self._replacements.look(lost):
+            if self._replacements is None or not self._replacements.await_any(lost):
                 raise copy(next(iter(lost.values())))
             while self._pipeline.in_flight:  # nothing comes of these steps; but whoever was in them starts again
                 outputs += self._finish_step()

@@ -53,6 +53,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         tag: this and the next one are used; two hubs of a rank need tags of their own.
         pump_interval_s: how often the pump looks while the caller computes; 0: there is no pump.
         pulse_s: how often to give the peers a sign of life; 0: never.
+        peers_give_signs: whether the peers give this side signs of life.
         stuck_after_s: end the process when a call of MPI's takes longer. Calls that move large messages take a second.
     """
 
@@ -65,11 +66,16 @@ class MpiHub(Generic[SendT, ReceiveT]):
         tag: int = DEFAULT_TAG,
         pump_interval_s: float = PUMP_INTERVAL_S,
         pulse_s: float = 0.0,
+        peers_give_signs: bool = False,
         stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
         self.job = job
         self.tag = tag
+<<<<<<< HEAD
         named = tuple(peers)
+=======
+        self.peers_give_signs = peers_give_signs and job.threads_may_take_turns
+>>>>>>> d55e1a8 (Losses while a job starts: whoever is there starts; ranks that never meet are noticed and named)
         with job.lock:
             job.peers.update(rank for rank, _ in named)
             self._connections = tuple(MpiConnection(self, rank, peer, receives) for rank, peer in named)
@@ -248,8 +254,14 @@ def connect_workers(
             "R-workers",
             code="too_few_ranks",
         )
+<<<<<<< HEAD
     peers = [(rank, f"R-worker rank {rank}") for rank in ranks]
     return MpiHub(job, peers, frozenset(get_args(FromRWorker)), tag=tag, stuck_after_s=stuck_after_s)
+=======
+    peers = [(rank, f"R-worker rank {rank}") for rank in job.r_ranks[num_s_ranks - 1 :]]
+    receives = frozenset(get_args(FromRWorker))
+    return MpiHub(job, peers, receives, tag=tag, peers_give_signs=True, stuck_after_s=stuck_after_s)
+>>>>>>> d55e1a8 (Losses while a job starts: whoever is there starts; ranks that never meet are noticed and named)
 
 
 def connect_to_s_workers(
