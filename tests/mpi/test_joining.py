@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ def meet(trouble: str) -> list[str]:
 def test_a_rank_that_has_ended_is_noticed() -> None:
     outcome = run(meet("ends"), timeout_s=60, **PATHS)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
-    assert "the MPI job can't begin: 1 of 3 ranks on this host have ended before they joined" in outcome.output
+    assert "the MPI job can't begin: rank 1 has ended before it joined" in outcome.output
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,8 @@ def test_a_rank_that_is_lost_before_it_joins_is_named(trouble: signal.Signals, t
         victim.send_signal(trouble)
         outcome = job.wait(60)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
-    assert f"the MPI job can't begin: rank 1 (process {victim.pid}) {told}" in outcome.output
+    named = f"the MPI job can't begin: rank 1( \\(process {victim.pid}\\))? {told}"
+    assert re.search(named, outcome.output), outcome.output
 
 
 def pid_of(job: Running, rank: int) -> int:

