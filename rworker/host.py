@@ -28,13 +28,14 @@ def make_worker(
     num_sharing: int = 1,
     model_hash: str | None = None,
     keeps_serving: bool = False,
+    awaits_return: bool = False,
 ) -> tuple[RWorkerState, AttentionExecutor]:
     """An R-worker's two halves, with its share of a host that ``num_sharing`` processes use.
 
     Args:
         kv_memory_gb: KV cache in GB; None: its share of half the free memory.
         num_threads: CPU threads; None: its CPUs, or its share of the host's.
-        model_hash, keeps_serving: see ``RWorkerState``.
+        model_hash, keeps_serving, awaits_return: see ``RWorkerState``.
 
     Raises:
         ConfigError: an option is out of range.
@@ -54,6 +55,7 @@ def make_worker(
         num_threads=threads,
         model_hash=model_hash,
         keeps_serving=keeps_serving,
+        awaits_return=awaits_return,
     )
     return state, AttentionExecutor(num_threads=threads)
 

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from fastdecode.cli.errors import as_typed
 from fastdecode.cli.options import check_options, tell
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
@@ -77,7 +78,10 @@ def _check(args: argparse.Namespace, *, files: bool) -> None:
         files: whether it runs on this host.
     """
     if args.command in ("generate", "run-batch"):
-        check_options(args)
+        try:
+            check_options(args)
+        except ConfigError as error:
+            raise ConfigError(as_typed(error, vars(args)), code=error.code) from None
         if files and not args.input.is_file():
             raise ConfigError(f"the input {args.input} is not a file that can be read")
         if files and not Path(args.model).is_dir():
