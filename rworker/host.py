@@ -111,26 +111,18 @@ def serve_rank(
     Raises:
         ConfigError: an option is out of range, or this is the S-worker's rank.
     """
-<<<<<<< HEAD
-    from fastdecode.wire.mpi.hub import connect_to_s_workers
-=======
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a whole job is told: the S-worker still needs us
         signal.signal(number, signal.SIG_IGN)
-    from fastdecode.wire.mpi.hub import connect_to_s_worker
->>>>>>> d55e1a8 (Losses while a job starts: whoever is there starts; ranks that never meet are noticed and named)
+    from fastdecode.wire.mpi.hub import connect_to_s_workers
     from rworker.worker import serve
 
     name = f"rank {job.rank} on {job.host}"
     if num_threads is None and num_sharing_cpus is not None:
         num_threads = max(1, usable_cpus() // num_sharing_cpus)
-    hub = connect_to_s_worker(job)  # it gives signs of life from now on
+    hub = connect_to_s_workers(job)  # it gives signs of life from now on
     state, executor = make_worker(
         name, kv_memory_gb=kv_memory_gb, num_threads=num_threads, num_sharing=mpi_job.local_size()
     )
-<<<<<<< HEAD
-    hub = connect_to_s_workers(job)
-=======
->>>>>>> d55e1a8 (Losses while a job starts: whoever is there starts; ranks that never meet are noticed and named)
     serve(hub, state, executor)
     hub.close()
     if mpi_job.S_RANK in job.dead:  # it can't say itself that the job has failed, and mpirun doesn't

@@ -71,11 +71,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
     ) -> None:
         self.job = job
         self.tag = tag
-<<<<<<< HEAD
-        named = tuple(peers)
-=======
         self.peers_give_signs = peers_give_signs and job.threads_may_take_turns
->>>>>>> d55e1a8 (Losses while a job starts: whoever is there starts; ranks that never meet are noticed and named)
+        named = tuple(peers)
         with job.lock:
             job.peers.update(rank for rank, _ in named)
             self._connections = tuple(MpiConnection(self, rank, peer, receives) for rank, peer in named)
@@ -254,14 +251,9 @@ def connect_workers(
             "R-workers",
             code="too_few_ranks",
         )
-<<<<<<< HEAD
     peers = [(rank, f"R-worker rank {rank}") for rank in ranks]
-    return MpiHub(job, peers, frozenset(get_args(FromRWorker)), tag=tag, stuck_after_s=stuck_after_s)
-=======
-    peers = [(rank, f"R-worker rank {rank}") for rank in job.r_ranks[num_s_ranks - 1 :]]
     receives = frozenset(get_args(FromRWorker))
     return MpiHub(job, peers, receives, tag=tag, peers_give_signs=True, stuck_after_s=stuck_after_s)
->>>>>>> d55e1a8 (Losses while a job starts: whoever is there starts; ranks that never meet are noticed and named)
 
 
 def connect_to_s_workers(

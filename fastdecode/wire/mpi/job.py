@@ -62,13 +62,10 @@ class MpiJob:
     """Ranks that were given up though nobody says that they are dead."""
     over: threading.Event = field(default_factory=threading.Event)
     """Set, under the lock, when this process is about to leave: nobody may call MPI from then on."""
-<<<<<<< HEAD
     peers: set[int] = field(default_factory=set)
     """Ranks that this one has, or had, a connection to."""
-=======
     dead: set[int] = field(default_factory=set)
     """Ranks that MPI says have died."""
->>>>>>> d55e1a8 (Losses while a job starts: whoever is there starts; ranks that never meet are noticed and named)
     abandoned: list[object] = field(default_factory=list)
     """Requests that never ended, and their memory, which MPI may still touch."""
     threads_may_take_turns: bool = True
