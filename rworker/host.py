@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 from typing import TYPE_CHECKING, NoReturn
 
 from fastdecode.core.errors import ConfigError, Given, WorkerError
@@ -111,8 +110,7 @@ def serve_rank(
     Raises:
         ConfigError: an option is out of range, or this is the S-worker's rank.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a whole job is told: the S-worker still needs us
-        signal.signal(number, signal.SIG_IGN)
+    mpi_job.let_rank_0_stop()
     from fastdecode.wire.mpi.hub import connect_to_s_workers
     from rworker.worker import serve
 

@@ -94,6 +94,7 @@ def _mirror_rank_0(model: str, engine_options: dict[str, Any]) -> NoReturn:
     from fastdecode.core.config import EngineConfig
     from fastdecode.engine.setup.ranks import mirror_rank_0
 
+    mpi_job.let_rank_0_stop()
     mirror_rank_0(EngineConfig.of(model, **engine_options))
     mpi_job.leave(0)
 

@@ -24,7 +24,8 @@ CUDA_GRAPHS = ("auto", "on", "off")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
 COLD_STARTS = ("headroom", "ramp", "fixed-f", "none")
 _OF_R_WORKERS = (
-    "tp", "r_workers", "r_partition", "r_worker_addresses", "transport", "prompt_attention", "split_tokens"
+    "tp", "r_workers", "min_r_workers", "r_partition", "r_worker_addresses", "transport", "prompt_attention",
+    "split_tokens",
 )  # fmt: skip
 
 

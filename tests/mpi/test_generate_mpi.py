@@ -177,6 +177,7 @@ def test_two_that_are_stopped_one_after_the_other_are_both_given_up(
     assert output.read_text() == expected, outcome.output
     assert outcome.exit_code == 4 and not outcome.orphans, outcome
 
+
 def lose_an_r_worker(started: Running, trouble: signal.Signals) -> None:
     workers = [p for p in started.processes() if "r-worker" in p.cmdline() and "python" in p.name()]
     assert len(workers) == 3, workers

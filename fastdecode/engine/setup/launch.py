@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from fastdecode.core.config import EngineConfig
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import KVSpec
@@ -125,11 +126,11 @@ class RunningEngine:
                 newcomers.admit(holder)
                 self._fleet.revive(holder)
                 welcomes[holder] = welcome
+        live, at_least = self.num_live_r_workers, self.resolved.config.cluster.min_r_workers
+        if live < at_least:
+            too_few = ConfigError(Given("min_r_workers", at_least), f": there are only {live} R-workers")
+            raise next(iter(self._lost.values()), too_few)
         if self._lost:
-            reason = next(iter(self._lost.values()))
-            live, at_least = self.num_live_r_workers, self.resolved.config.cluster.min_r_workers
-            if live < at_least:
-                raise reason
             missing = "; ".join(error.message for error in self._lost.values())
             logger.warning("the job starts with %d of %d R-workers: %s", live, self.num_r_workers, missing)
         return welcomes

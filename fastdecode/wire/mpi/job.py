@@ -228,6 +228,13 @@ def stop_on_request(environ: Mapping[str, str] = os.environ) -> None:
         signal.signal(signal.SIGUSR1, signal.default_int_handler)
 
 
+def let_rank_0_stop() -> None:
+    """A whole job is told to stop, by signals to all its ranks. Rank 0 then decides when, and needs this one until it
+    does."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def leave(exit_code: int, *, end_job: bool = False, timeout_s: float = LEAVING_TIMEOUT_S) -> NoReturn:
     """End this process, and its part in the MPI job if it has joined one. Close hubs first.
 
