@@ -64,7 +64,7 @@ class Report:
     num_missing: int
     num_changed: int
     num_orphans: int
-    last_line: str
+    last_words: str
 
     @property
     def verdict(self) -> str:
@@ -112,7 +112,7 @@ class Campaign:
             outcome = job.wait(LIMIT_S)
         answers = self._answers()
         changed = sum(answers[key] != self._expected[key] for key in answers)
-        last = (outcome.output.strip().splitlines() or [""])[-1][:300]
+        last = outcome.output.strip()[-2000:]
         missing = len(self._expected) - len(answers)
         return Report(loss, outcome.exit_code, outcome.seconds, missing, changed, len(outcome.orphans), last)
 

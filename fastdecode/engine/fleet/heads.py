@@ -256,6 +256,8 @@ class HeadsHub:
                 self._lose(worker, error)
 
     def _lose(self, worker: int, error: WorkerError) -> None:
+        if isinstance(error, PeerLostError):
+            error = WorkerError(error.message, code=error.code)  # its index means something to the parts' hub only
         if worker not in self.dead:
             self.dead[worker] = error
             logger.error("%s: its heads of every sequence with it", loss(self.parts.connections[worker].peer, error))
