@@ -57,6 +57,7 @@ def test_who_is_lost_before_the_greeting_is_done_without(
     options, output = asked("generate", 40)
     assert main([*options, "--kv-memory-gb", "0.01"]) == 0
     expected = output.read_text()
+    output.unlink()
     options += ["--r-partition", partition, "--worker-silence-s", "1"]
     with running([mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", *R_WORKERS], **PATHS) as job:
         job.wait_until(lambda: len(events(job, "serves")) == 2)

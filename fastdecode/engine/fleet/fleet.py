@@ -20,7 +20,6 @@ from fastdecode.core.errors import (
     FastDecodeError,
     ProtocolError,
     WorkerError,
-    without_frames,
 )
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId
@@ -270,7 +269,8 @@ class Fleet:
             return
         self._peers[index].is_lost = True
         self._peers[index].due.clear()
-        told = without_frames(error if isinstance(error, WorkerError) else WorkerError(str(error), code=error.code))
+        # Another error: one that was raised keeps all that its frames hold alive.
+        told = WorkerError(error.message, code=error.code)
         for holder in self._holders(index):
             self._lost[holder] = told
             self._untold.append((holder, told))
