@@ -12,6 +12,7 @@ LOWEST := $(VENV)-lowest
 help:
 	@echo "make demo    set up, then complete examples/prompts.jsonl with the shipped demo model"
 	@echo "make test    set up, then run the tests"
+	@echo "make campaign  set up, then lose R-workers in many jobs, at random moments (an hour)"
 	@echo "make check   set up, then ruff, mypy and import-linter"
 	@echo "make check-lowest  the lowest versions that setup.cfg allows, in a virtual environment of their own: tests and a job"
 	@echo "make format  rewrite the code in the project's format"
@@ -38,6 +39,10 @@ demo: $(VENV)/.base
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+campaign: $(VENV)/.dev
+	@mkdir -p out
+	$(BIN)/python tests/campaign/campaign.py --out out/campaign.json
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, NoReturn
 
-from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.core.machine import default_kv_bytes
 from fastdecode.wire.messages import MAX_THREADS
 from fastdecode.wire.mpi import job as mpi_job
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState
 
+logger = logging.getLogger(__name__)
+
 
 def make_worker(
     name: str,
@@ -24,13 +27,14 @@ def make_worker(
     num_sharing: int = 1,
     model_hash: str | None = None,
     keeps_serving: bool = False,
+    awaits_return: bool = False,
 ) -> tuple[RWorkerState, AttentionExecutor]:
     """An R-worker's two halves, with its share of a host that ``num_sharing`` processes use.
 
     Args:
         kv_memory_gb: KV cache in GB; None: its share of half the free memory.
         num_threads: CPU threads; None: its CPUs, or its share of the host's.
-        model_hash, keeps_serving: see ``RWorkerState``.
+        model_hash, keeps_serving, awaits_return: see ``RWorkerState``.
 
     Raises:
         ConfigError: an option is out of range.
@@ -50,6 +54,7 @@ def make_worker(
         num_threads=threads,
         model_hash=model_hash,
         keeps_serving=keeps_serving,
+        awaits_return=awaits_return,
     )
     return state, AttentionExecutor(num_threads=threads)
 
@@ -105,16 +110,20 @@ def serve_rank(
     Raises:
         ConfigError: an option is out of range, or this is the S-worker's rank.
     """
+    mpi_job.let_rank_0_stop()
     from fastdecode.wire.mpi.hub import connect_to_s_workers
     from rworker.worker import serve
 
     name = f"rank {job.rank} on {job.host}"
     if num_threads is None and num_sharing_cpus is not None:
         num_threads = max(1, usable_cpus() // num_sharing_cpus)
+    hub = connect_to_s_workers(job)  # it gives signs of life from now on
     state, executor = make_worker(
         name, kv_memory_gb=kv_memory_gb, num_threads=num_threads, num_sharing=mpi_job.local_size()
     )
-    hub = connect_to_s_workers(job)
     serve(hub, state, executor)
     hub.close()
+    if mpi_job.S_RANK in job.dead:  # it can't say itself that the job has failed, and mpirun doesn't
+        logger.critical("the S-worker has died: the job ends, with exit code %d", WorkerError.exit_code)
+        mpi_job.leave(WorkerError.exit_code, end_job=True)
     mpi_job.leave(0)

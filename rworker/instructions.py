@@ -111,6 +111,8 @@ class HangUp:
     """Close the connection to a peer; the state is told that it is lost."""
 
     peer: int
+    may_return: bool = False
+    """It didn't take its leave: it may have been stopped, or out of reach."""
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ class RWorkerState:
         max_sequences: most sequences open at once in each cache.
         model_hash: serve S-workers that run this model only; None: any.
         keeps_serving: whether to stay when the last S-worker has left.
+        awaits_return: whether to stay for a while when the last S-worker is lost, and hasn't taken its leave.
 
     Raises:
         ConfigError: an option is out of range.
@@ -84,6 +85,7 @@ class RWorkerState:
         max_sequences: int = DEFAULT_MAX_SEQUENCES,
         model_hash: str | None = None,
         keeps_serving: bool = False,
+        awaits_return: bool = False,
     ) -> None:
         for option, value in (
             ("kv_bytes", kv_bytes),
@@ -97,6 +99,9 @@ class RWorkerState:
         self._num_threads = num_threads
         self._model_hash = model_hash
         self._keeps_serving = keeps_serving
+        self._awaits_return = awaits_return
+        self.is_deserted = False
+        """Whether the last S-worker is lost, and may return."""
         self._caches = Caches(kv_bytes, max_sequences)
         self._peers: dict[int, _Peer] = {}
 
@@ -108,11 +113,15 @@ class RWorkerState:
             text = f"{type(message).__name__}: {error.message}"
             return Send(peer, Failed(self.name, error.code, text)), HangUp(peer)
 
-    def lost(self, peer: int) -> tuple[Instruction, ...]:
+    def lost(self, peer: int, *, may_return: bool = False) -> tuple[Instruction, ...]:
         """A peer is gone, or was hung up on: its caches go with it."""
         gone = self._peers.pop(peer, _Peer())
         drops = tuple(Drop(holder) for holder in self._caches.drop(peer))
-        return (*drops, Stop()) if gone.has_job and self._is_done else drops
+        is_over = gone.has_job and self._is_done
+        if is_over and may_return and self._awaits_return:
+            self.is_deserted = True
+            return drops
+        return (*drops, Stop()) if is_over else drops
 
     def check_invariants(self) -> None:
         """For tests and debugging."""
@@ -182,6 +191,7 @@ class RWorkerState:
             raise ConfigError(f"the KV cache asked for can't be laid out: {error}") from None
         cache = self._caches.open(number, hello, layout)
         peer.role = hello.role
+        self.is_deserted = self.is_deserted and not peer.has_job
         num_blocks = cache.books.store.num_blocks
         return (
             Prepare(cache.holder, layout, num_blocks, hello.attention, hello.activation_dtype),

@@ -55,15 +55,19 @@ class Peer(Protocol):
     def close(self) -> None: ...
 
 
-def serve(hub: Hub[FromRWorker, ToRWorker], state: RWorkerState, executor: Executor) -> None:
+def serve(
+    hub: Hub[FromRWorker, ToRWorker], state: RWorkerState, executor: Executor, return_s: float | None = None
+) -> None:
     """Serve the peers of a hub until the state says that all is done, or none is left; then close all connections.
+
+    A state that awaits the return of an S-worker is given ``return_s`` seconds for it.
 
     Whatever goes wrong with one peer is logged, and told to that peer as ``Failed`` before its connection closes. The
     others go on.
     """
     logger.info("R-worker %s serves", state.name)
     try:
-        while _serve_next(hub, state, executor):
+        while _serve_next(hub, state, executor, return_s):
             pass
         logger.info("R-worker %s has stopped", state.name)
     finally:
@@ -71,16 +75,18 @@ def serve(hub: Hub[FromRWorker, ToRWorker], state: RWorkerState, executor: Execu
             connection.close()
 
 
-def _serve_next(hub: Hub[FromRWorker, ToRWorker], state: RWorkerState, executor: Executor) -> bool:
+def _serve_next(
+    hub: Hub[FromRWorker, ToRWorker], state: RWorkerState, executor: Executor, return_s: float | None
+) -> bool:
     """Deal with what comes next. False: leave the loop."""
     try:
-        peer, message = hub.receive_any()
+        peer, message = hub.receive_any(return_s if state.is_deserted else None)
     except PeerLostError as error:
         if error.code == CLOSED:
             logger.info("R-worker %s goes on without a peer: %s", state.name, error)
         else:
             _tell(hub.connections[error.index], last_words(state.name, error))
-        return obey((HangUp(error.index),), hub.connections, state, executor)
+        return obey((HangUp(error.index, may_return=error.code == CLOSED),), hub.connections, state, executor)
     except WorkerError as error:
         logger.info("R-worker %s stops: %s", state.name, error)
         return False
@@ -112,9 +118,9 @@ def obey(instructions: tuple[Instruction, ...], peers: Sequence[Peer], state: RW
                 executor.prepare(instruction)
             case Drop():
                 executor.drop(instruction)
-            case HangUp(peer):
+            case HangUp(peer, may_return):
                 peers[peer].close()
-                if not obey(state.lost(peer), peers, state, executor):
+                if not obey(state.lost(peer, may_return=may_return), peers, state, executor):
                     return False
             case Stop():
                 return False

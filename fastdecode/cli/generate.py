@@ -14,8 +14,8 @@ from fastdecode.cli.options import (
     add_engine_options,
     add_exit_code_option,
     add_sampling_options,
+    check_options,
     engine_options,
-    sampling_defaults,
     sampling_given,
     tell,
 )
@@ -54,8 +54,8 @@ def add_generate(commands: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    check_options(args)
     serve_if_r_rank(args, engine_options(args))
-    sampling_defaults(args)
     with imports_for("fastdecode generate (an S-worker)"):
         from fastdecode.engine.llm import LLM
         from fastdecode.jobs.opening import JobOptions, open_ordered_job

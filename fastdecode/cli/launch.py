@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fastdecode.cli.options import tell
+from fastdecode.cli.errors import as_typed
+from fastdecode.cli.options import check_options, tell
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
 from fastdecode.wire.mpirun_line import JobLine, parse_hosts, vendor_of
@@ -60,38 +61,61 @@ def run_launch(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="fd") as directory:
         report = Path(directory, "exit-code")
         line = _line(args, command, report)
+        _check(args.parse(command), files="--exit-code-file" in line.s_command)
         if args.dry_run:
             print(line.shown())
             return 0
         tell(line.shown())
-        code = _run(line.words())
+        # Open MPI kills the ranks when it gets SIGINT or SIGTERM; this it passes on to them.
+        code = _run(line.words(), signal.SIGUSR1 if line.vendor == "Open MPI" else signal.SIGTERM)
         return _truthful(code, report if "--exit-code-file" in line.s_command else None)
 
 
-def _run(words: list[str]) -> int:
-    """Run mpirun to its end. Who stops us stops it, and it isn't killed: to see the ranks off takes it a while."""
+def _check(args: argparse.Namespace, *, files: bool) -> None:
+    """Refuse a command that would end before its ranks have met.
+
+    Args:
+        files: whether it runs on this host.
+    """
+    if args.command in ("generate", "run-batch"):
+        try:
+            check_options(args)
+        except ConfigError as error:
+            raise ConfigError(as_typed(error, vars(args)), code=error.code) from None
+        if files and not args.input.is_file():
+            raise ConfigError(f"the input {args.input} is not a file that can be read")
+        if files and not Path(args.model).is_dir():
+            raise ConfigError(f"the model {args.model} is not a directory")
+
+
+def _run(words: list[str], stop_signal: signal.Signals) -> int:
+    """Run mpirun to its end.
+
+    Args:
+        words: its command line.
+        stop_signal: what it gets when this process gets SIGINT or SIGTERM. It isn't killed: to see the ranks off takes
+            a while.
+    """
     started: list[subprocess.Popen[bytes]] = []
     stops: list[int] = []
 
     def stop(number: int, _: object) -> None:
         stops.append(number)
         for mpirun in started:
-            mpirun.terminate()
+            mpirun.send_signal(stop_signal)
 
-    before = signal.signal(signal.SIGTERM, stop)  # before there is anything that it would leave behind
+    # Before there is anything that it would leave behind.
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with subprocess.Popen(words) as mpirun:
+        # In a session of its own: a terminal's Ctrl-C is for us, and would have mpirun kill the ranks.
+        with subprocess.Popen(words, start_new_session=True) as mpirun:
             started.append(mpirun)
             if stops:
-                mpirun.terminate()
-            while True:
-                try:
-                    return mpirun.wait()
-                except KeyboardInterrupt:
-                    if not os.isatty(0):  # a terminal has told it already
-                        mpirun.send_signal(signal.SIGINT)
+                mpirun.send_signal(stop_signal)
+            return mpirun.wait()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _truthful(mpirun_code: int, report: Path | None) -> int:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fastdecode.core.config import GROUPS
+from fastdecode.core.config import GROUPS, EngineConfig
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.options import Declared, declared
 from fastdecode.core.sequence import SamplingParams
@@ -127,6 +127,19 @@ def sampling_defaults(args: argparse.Namespace) -> SamplingParams:
         return SamplingParams(**sampling_given(args))
     except RequestError as error:
         raise ConfigError(*error.words) from None
+
+
+def check_options(args: argparse.Namespace) -> SamplingParams:
+    """Refuse what no job can be run with, before anything is begun: ranks of an MPI job wait for each other.
+
+    Returns:
+        What lines that don't say it themselves are sampled with.
+
+    Raises:
+        ConfigError: names the bad option.
+    """
+    EngineConfig.of(args.model, **engine_options(args))
+    return sampling_defaults(args)
 
 
 def tell(text: str) -> None:

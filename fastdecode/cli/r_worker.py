@@ -57,6 +57,14 @@ def add_r_worker(commands: Any) -> None:
     address.add_argument(
         "--silence-s", type=float, default=5.0, metavar="S", help="give up a silent S-worker after this (default: 5)"
     )
+    address.add_argument(
+        "--return-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="when the S-worker is lost, which may be the network's doing, listen for it so long, without its cache "
+        "(default: 60)",
+    )
     address.add_argument("--model-hash", metavar="HASH", help="serve S-workers that run this model only")
     address.add_argument("--keep-serving", action="store_true", help="when an S-worker leaves, wait for the next")
     address.add_argument(
@@ -86,6 +94,7 @@ def _mirror_rank_0(model: str, engine_options: dict[str, Any]) -> NoReturn:
     from fastdecode.core.config import EngineConfig
     from fastdecode.engine.setup.ranks import mirror_rank_0
 
+    mpi_job.let_rank_0_stop()
     mirror_rank_0(EngineConfig.of(model, **engine_options))
     mpi_job.leave(0)
 
@@ -107,6 +116,8 @@ def _r_worker(args: argparse.Namespace) -> int:
         )
     if not (math.isfinite(args.silence_s) and 0.1 <= args.silence_s <= 3600):
         raise ConfigError(f"--silence-s={args.silence_s} is not a number of seconds from 0.1 to 3600")
+    if not (math.isfinite(args.return_s) and 0 <= args.return_s <= 1e6):
+        raise ConfigError(f"--return-s={args.return_s} is not a number of seconds from 0 to 1e6")
     return _serve_at(args)
 
 
@@ -125,11 +136,12 @@ def _serve_at(args: argparse.Namespace) -> int:
         num_threads=args.threads,
         model_hash=args.model_hash,
         keeps_serving=args.keep_serving,
+        awaits_return=args.return_s > 0,
     )
     listener = ZmqListener(args.bind, name, key=key, silence_s=args.silence_s)
     try:
         print(f"R-worker {name} listens at {listener.address}", flush=True)
-        serve(listener, state, executor)
+        serve(listener, state, executor, args.return_s)
     finally:
         listener.close()
     return 0

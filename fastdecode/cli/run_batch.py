@@ -25,8 +25,8 @@ from fastdecode.cli.options import (
     add_engine_options,
     add_exit_code_option,
     add_sampling_options,
+    check_options,
     engine_options,
-    sampling_defaults,
     sampling_given,
     tell,
 )
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fastdecode.jobs.stopping import Stopping
 
 COMMAND = "fastdecode run-batch"
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def add_run_batch(commands: Any) -> None:
@@ -107,8 +108,8 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 def run_run_batch(args: argparse.Namespace) -> int:
     """Run or resume one job. Returns the exit code."""
+    check_options(args)
     serve_if_r_rank(args, engine_options(args))
-    sampling_defaults(args)
     with imports_for(f"{COMMAND} (an S-worker)"):
         from fastdecode.jobs.opening import open_job
         from fastdecode.measure.summary import render
@@ -165,13 +166,13 @@ def _job_options(args: argparse.Namespace) -> JobOptions:
 
 @contextlib.contextmanager
 def _interrupts(stopping: Stopping) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM ask the job to stop instead of ending the process."""
+    """Inside, SIGINT and SIGTERM (in an MPI job SIGUSR1, too) ask the job to stop instead of ending the process."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         # Not print: the signal may have come in the middle of one.
         os.write(2, f"\n{COMMAND}: {stopping.ask()}\n".encode())
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in _STOPS}
     try:
         yield
     finally:

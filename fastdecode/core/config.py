@@ -24,7 +24,8 @@ CUDA_GRAPHS = ("auto", "on", "off")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
 COLD_STARTS = ("headroom", "none")
 _OF_R_WORKERS = (
-    "tp", "r_workers", "r_partition", "r_worker_addresses", "transport", "prompt_attention", "split_tokens"
+    "tp", "r_workers", "min_r_workers", "r_partition", "r_worker_addresses", "transport", "prompt_attention",
+    "split_tokens",
 )  # fmt: skip
 
 
@@ -292,6 +293,13 @@ class Cluster:
         high=1e6,
         unit="s",
         metavar="S",
+    )
+
+    min_r_workers: int = option(
+        1,
+        "start when so many R-workers (mpi, zmq) are there; over zmq the others are taken in when they come",
+        low=1,
+        high=MAX_R_WORKERS,
     )
 
     def __post_init__(self) -> None:

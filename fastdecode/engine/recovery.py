@@ -44,7 +44,7 @@ class Recovery:
         """
         if len(self._lost) < len(self._fleet):
             return False
-        if self._replacements is None or not self._replacements.look(self._lost):
+        if self._replacements is None or not self._replacements.await_any(self._lost):
             raise copy(next(iter(self._lost.values())))
         return True
 

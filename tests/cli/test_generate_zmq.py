@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,12 +145,64 @@ def test_a_replacement_at_the_same_address_joins(
 
 def test_when_all_are_lost_the_exit_code_says_so(asked: Callable[[int], tuple[list[str], Path, str]]) -> None:
     options, output, _ = asked(300)
+    options += ["--worker-timeout-s", "2"]
     with r_workers("*") as ((job,), (address,)), running([*FASTDECODE, *options, *at([address])], **PATHS) as s_worker:
         s_worker.wait_for_text(output)
         job.kill()
         outcome = s_worker.wait()
     assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
     assert "workers were lost" in outcome.output and "Traceback" not in outcome.output
+
+
+def test_an_s_worker_that_was_stopped_finds_its_r_workers_again(
+    asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
+) -> None:
+    """They have given it up meanwhile, and let go of their caches; they listen on."""
+    options, output, expected = asked(300)
+    summary = tmp_path / "summary.json"
+    quick = ("--silence-s", "1", "--log-level", "info")
+    with r_workers("*", "*", options=quick) as (jobs, addresses):
+        command = [*FASTDECODE, *options, *at(addresses), "--summary", str(summary), "--worker-silence-s", "1"]
+        with running(command, **PATHS) as s_worker:
+            s_worker.wait_for_text(output)
+            s_worker.processes()[0].suspend()
+            for job in jobs:
+                job.wait_until(lambda job=job: "goes on without a peer" in job.output())
+            s_worker.processes()[0].resume()
+            outcome = s_worker.wait()
+        ends = [job.wait() for job in jobs]
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+    assert output.read_text() == expected, outcome.output
+    assert json.loads(summary.read_text())["r_workers_rejoined"] >= 1
+    assert [end.exit_code for end in ends] == [0, 0], ends
+
+
+def test_whoever_is_there_starts_and_the_others_join_later(
+    asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
+) -> None:
+    options, output, expected = asked(480)
+    summary = tmp_path / "summary.json"
+    with r_workers("*") as (_, addresses):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            later = free.getsockname()[1]
+        command = [*FASTDECODE, *options, *at([*addresses, f"tcp://127.0.0.1:{later}"]), "--summary", str(summary)]
+        with running([*command, "--max-num-sequences", "1"], **PATHS) as s_worker:
+            s_worker.wait_for_text(output)
+            s_worker.processes()[0].suspend()  # or all might be done before it is there
+            with r_workers(str(later)):
+                s_worker.processes()[0].resume()
+                outcome = s_worker.wait()
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+    assert output.read_text() == expected, outcome.output
+    assert f"the job starts with 1 of 2 R-workers: can't reach R-worker tcp://127.0.0.1:{later}" in outcome.output
+    assert json.loads(summary.read_text())["r_workers_rejoined"] >= 1
+
+
+def test_too_few_that_are_there_are_refused(asked: Callable[[int], tuple[list[str], Path, str]]) -> None:
+    options, _, _ = asked(1)
+    with r_workers("*", options=("--keep-serving",)) as (_, addresses):
+        assert main([*options, *at([*addresses, "tcp://127.0.0.1:9"]), "--min-r-workers", "2"]) == 4
 
 
 @pytest.mark.parametrize(

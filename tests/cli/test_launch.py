@@ -126,7 +126,7 @@ def test_mpirun_has_time_to_see_the_ranks_off(stop: signal.Signals, tmp_path: Pa
     mpirun.write_text(
         "#!/bin/sh\n"
         'if [ "$1" = --version ]; then echo Open MPI; exit; fi\n'
-        "trap 'sleep 1; exit 7' INT TERM\n"
+        "trap 'sleep 1; exit 7' INT TERM USR1\n"
         "echo begins\n"
         "while true; do sleep 0.1; done\n"
     )

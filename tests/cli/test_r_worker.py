@@ -112,7 +112,7 @@ def test_it_serves_one_after_another_under_a_key(expected: list[np.ndarray], tmp
 
 
 def test_it_ends_when_its_s_worker_is_killed() -> None:
-    with r_worker("--silence-s", "1") as (job, address):
+    with r_worker("--silence-s", "1", "--return-s", "1") as (job, address):
         script = (
             "import signal, sys; from fastdecode.wire.zmq.hub import ZmqHub; from test_r_worker import HELLO; "
             "hub = ZmqHub(); c = hub.add(sys.argv[1]); c.send(HELLO); print(c.receive(100)); signal.pause()"

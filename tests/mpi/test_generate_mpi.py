@@ -160,6 +160,24 @@ def test_a_lost_r_worker_changes_no_token(
     assert outcome.exit_code is not None and not outcome.orphans, outcome
 
 
+def test_two_that_are_stopped_one_after_the_other_are_both_given_up(
+    job: Callable[..., tuple[list[str], Path, str]],
+) -> None:
+    """The second, while heads are shared among those that are left of the first's loss."""
+    options, output, expected = job(300, num_key_value_heads=3)
+    options += [*HEADS, "--worker-silence-s", "1"]
+    command = [mpirun(), *open_mpi_options("self,tcp"), "-n", "1", *FASTDECODE, *options, ":"]
+    with running([*command, "-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]) as started:
+        started.wait_for_text(output)
+        workers = [p for p in started.processes() if "r-worker" in p.cmdline() and "python" in p.name()]
+        workers[0].suspend()
+        started.wait_until(lambda: "is lost" in started.output())
+        workers[1].suspend()
+        outcome = started.wait(timeout_s=90)
+    assert output.read_text() == expected, outcome.output
+    assert outcome.exit_code == 4 and not outcome.orphans, outcome
+
+
 def lose_an_r_worker(started: Running, trouble: signal.Signals) -> None:
     workers = [p for p in started.processes() if "r-worker" in p.cmdline() and "python" in p.name()]
     assert len(workers) == 3, workers

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -20,10 +20,10 @@ from fastdecode.core.errors import (
     FastDecodeError,
     ProtocolError,
     WorkerError,
-    without_frames,
 )
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.wire.messages import (
     Answer,
     Failed,
@@ -38,14 +38,6 @@ from fastdecode.wire.transport import TIMEOUT, Hub, PeerLostError, loss
 logger = logging.getLogger(__name__)
 
 RHub: TypeAlias = Hub[ToRWorker, FromRWorker]
-
-GREETING_TIMEOUT_S = 600.0
-"""How long an R-worker may take to answer ``Hello``."""
-
-GREETING_SILENCE_S = 60.0
-"""And be silent before it does: compilers don't let other threads run all the time."""
-_LOOK_AWAY_S = 1.0
-"""When nobody has looked for so long, signs of life may have come and not been taken in."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +70,7 @@ class Fleet:
         silence_s: how long a peer that owes an answer may give no sign of life, where connections tell of those. Only
             time counts in which somebody looked.
         clock: seconds, as ``Connection.heard_s`` has them.
+        absent: the holders that aren't there to begin with, and why: lost, and told by whoever made the hub.
     """
 
     def __init__(
@@ -86,17 +79,15 @@ class Fleet:
         timeout_s: float,
         silence_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
+        absent: Mapping[int, WorkerError] | None = None,
     ) -> None:
         self._hub = hub
-        self._timeout_s = timeout_s
-        self._silence_s = silence_s
-        self._clock = clock
-        self._looked_s = self._looking_since_s = -math.inf
-        self._peers = [_Peer() for _ in hub.connections]
+        self._deadlines = Deadlines(timeout_s, silence_s, clock)
+        self._lost: dict[int, WorkerError] = dict(absent or {})
+        self._peers = [_Peer(is_lost=index in self._lost) for index in range(len(hub.connections))]
         self._peer_of: dict[int, int] = {index: index for index in range(len(self._peers))}
         self._has_moved = False  # a peer may keep several holders
         self._early: deque[tuple[int, FromRWorker]] = deque()
-        self._lost: dict[int, WorkerError] = {}
         self._untold: list[tuple[HolderId, WorkerError]] = []
 
     def __len__(self) -> int:
@@ -122,7 +113,7 @@ class Fleet:
             return
         index = self._peer_of[holder]
         if message.answers:
-            self._peers[index].due.append(_Due(self._clock(), HolderId(holder), message.answers))
+            self._peers[index].due.append(_Due(self._deadlines.clock(), HolderId(holder), message.answers))
         if self._has_moved or isinstance(message, Hello):
             message = message.for_holder(holder)
         try:
@@ -137,13 +128,10 @@ class Fleet:
         """
         if self._early:
             return self._taken(*self._early.popleft())
-        now = self._clock()
-        if now - self._looked_s > _LOOK_AWAY_S:
-            self._looking_since_s = now
-        until_s = min(self._patience_ends(index)[0] for index, peer in enumerate(self._peers) if peer.due)
+        now = self._deadlines.begin_look()
+        until_s = min(self._end(index)[0] for index, peer in enumerate(self._peers) if peer.due)
         try:
-            # Not longer than that: a peer may give its first sign of life, and fall silent, while we wait.
-            return self._taken(*self._hub.receive_any(max(0.0, min(until_s - now, self._silence_s))))
+            return self._taken(*self._hub.receive_any(self._deadlines.wait_s(now, until_s)))
         except PeerLostError as error:
             self._lose_peer(error.index, error)
         except WorkerError as error:
@@ -152,25 +140,23 @@ class Fleet:
             else:
                 self._find_closed()
         finally:
-            self._looked_s = self._clock()
+            self._deadlines.end_look()
         return None
 
-    def greet(self, hello: Hello) -> list[Welcome]:
-        """Say Hello to every holder's R-worker and collect their answers, in the order of holders.
+    def greet(self, hello: Hello) -> dict[int, Welcome]:
+        """Say Hello to every holder's R-worker and collect the answers of those that are there.
 
         An R-worker compiles its kernels before it answers, so this may take longer than anything that follows.
 
         Raises:
             ConfigError: an R-worker hasn't the memory for one KV block, or can't hold such a cache.
-            WorkerError: an R-worker was lost, or didn't answer in time.
         """
-        patience = self._timeout_s, self._silence_s
-        self._timeout_s = max(self._timeout_s, GREETING_TIMEOUT_S)
-        self._silence_s = max(self._silence_s, GREETING_SILENCE_S)
+        usual = self._deadlines
+        self._deadlines = usual.while_greeting()
         try:
             return self._greet(hello)
         finally:
-            self._timeout_s, self._silence_s = patience
+            self._deadlines = usual
 
     def lose(self, holder: int, error: FastDecodeError) -> None:
         """Give up the R-worker that keeps a holder."""
@@ -180,8 +166,10 @@ class Fleet:
         """The hub has another connection in the place of a lost peer's: whoever is there has said ``Welcome``."""
         index = self._peer_of[holder]
         self._peers[index] = _Peer()
-        for kept in self._holders(index):
-            self._lost.pop(kept, None)
+        kept = self._holders(index)
+        for holder_there in kept:
+            self._lost.pop(holder_there, None)
+        self._untold = [loss_ for loss_ in self._untold if loss_[0] not in kept]
         self._early = deque(early for early in self._early if early[0] != index)
 
     def move(self, holder: int, to: int) -> None:
@@ -197,23 +185,16 @@ class Fleet:
     def _name(self, index: int) -> str:
         return self._hub.connections[index].peer
 
-    def _patience_ends(self, index: int) -> tuple[float, str]:
+    def _end(self, index: int) -> tuple[float, str]:
         """When a peer that owes an answer has to be given up, and why."""
-        since_s = self._peers[index].due[0].since_s
-        overdue_s = since_s + self._timeout_s
-        heard_s = self._hub.connections[index].heard_s
-        if heard_s is not None:
-            silent_s = max(heard_s, self._looking_since_s, since_s) + self._silence_s
-            if silent_s < overdue_s:
-                return silent_s, f"has given no sign of life for {self._silence_s:g} s (--worker-silence-s)"
-        return overdue_s, f"hasn't answered for {self._timeout_s:g} s (--worker-timeout-s)"
+        return self._deadlines.end(self._peers[index].due[0].since_s, self._hub.connections[index].heard_s)
 
     def _give_up_overdue(self) -> None:
         """Nobody answered; but they may have given signs of life meanwhile."""
-        now = self._clock()
+        now = self._deadlines.clock()
         for index, peer in enumerate(self._peers):
             if peer.due:
-                end_s, reason = self._patience_ends(index)
+                end_s, reason = self._end(index)
                 if end_s <= now:
                     self._lose_peer(index, WorkerError(f"{self._name(index)} {reason}", code=TIMEOUT))
 
@@ -264,16 +245,15 @@ class Fleet:
                 if answer is not None:
                     self._early.append((index, answer))
 
-    def _greet(self, hello: Hello) -> list[Welcome]:
+    def _greet(self, hello: Hello) -> dict[int, Welcome]:
         for holder in self._peer_of:
             self.send(holder, hello)
         welcomes: dict[int, Welcome] = {}
-        while len(welcomes) < len(self):
-            received = self.receive() if not self._lost else None
-            if self._lost:
-                error = next(iter(self._lost.values()))
-                is_usage = error.code in (CapacityError.default_code, ConfigError.default_code)
-                raise ConfigError(error.message, code=error.code) if is_usage else error
+        while any(peer.due for peer in self._peers):
+            received = self.receive()
+            for error in self._lost.values():
+                if error.code in (CapacityError.default_code, ConfigError.default_code):
+                    raise ConfigError(error.message, code=error.code)
             if received is not None:
                 holder, welcome = received
                 assert isinstance(welcome, Welcome), "nothing else was asked"
@@ -283,7 +263,7 @@ class Fleet:
                     self.lose(holder, lie)
                 else:
                     welcomes[holder] = welcome
-        return [welcomes[holder] for holder in self._peer_of]
+        return {holder: welcome for holder, welcome in welcomes.items() if holder not in self._lost}
 
     def _lose_peer(self, index: int, error: FastDecodeError) -> None:
         """Give a peer up, and all that it keeps."""
@@ -291,7 +271,8 @@ class Fleet:
             return
         self._peers[index].is_lost = True
         self._peers[index].due.clear()
-        told = without_frames(error if isinstance(error, WorkerError) else WorkerError(str(error), code=error.code))
+        # Another error: one that was raised keeps all that its frames hold alive.
+        told = WorkerError(error.message, code=error.code)
         for holder in self._holders(index):
             self._lost[holder] = told
             self._untold.append((holder, told))

@@ -4,7 +4,7 @@ However long or short the sequences are, every R-worker then has the same share 
 The engine sees one R-worker. ``HeadsHub`` is that one: it cuts q, k and v by heads on the way out, and puts o together
 on the way back; all else is said to everybody, and answered once all have. Its capacity is that of the smallest.
 
-Who loses one of them loses a part of every sequence. Those that are left then share the heads anew (``Reunion``), and
+Who loses one of them loses a part of every sequence. Those that are left then share the heads anew (``Resharing``), and
 the engine recomputes everything, as it does after any loss.
 """
 
@@ -14,12 +14,13 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.spec import HeadShare
-from fastdecode.engine.fleet.fleet import GREETING_TIMEOUT_S, RHub
+from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.fleet import RHub
 from fastdecode.engine.fleet.workers import Newcomers, Workers
 from fastdecode.wire.messages import (
     Accepted,
@@ -87,11 +88,12 @@ class HeadsHub:
 
     Args:
         parts: the real R-workers.
+        absent: those that aren't there to begin with, and why.
     """
 
-    def __init__(self, parts: RHub) -> None:
+    def __init__(self, parts: RHub, absent: Mapping[int, WorkerError] | None = None) -> None:
         self.parts = parts
-        self.dead: dict[int, WorkerError] = {}
+        self.dead: dict[int, WorkerError] = dict(absent or {})
         """The R-workers that are lost, and why."""
         self.connections = (HeadsConnection(self),)
         self._shares: dict[int, HeadShare] = {}
@@ -113,6 +115,11 @@ class HeadsHub:
 
     def _heard_s(self, worker: int) -> float | None:
         return self.parts.connections[worker].heard_s
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether one is lost that the others don't do without yet."""
+        return self._broken is not None
 
     def send(self, message: ToRWorker) -> None:
         if isinstance(message, Hello):
@@ -165,6 +172,19 @@ class HeadsHub:
                 behind = [min(behind, key=lambda worker: self._heard_s(worker) or 0.0)]
             for worker in behind:
                 self._lose(worker, WorkerError("it keeps the others waiting", code=TIMEOUT))
+
+    def end(self, deadlines: Deadlines, since_s: float) -> float:
+        """When the first of those that haven't answered what they were asked then has to be given up."""
+        silent = [worker for worker, answers in self._answers.items() if not answers]
+        return min(deadlines.end(since_s, self._heard_s(worker))[0] for worker in silent)
+
+    def give_up_overdue(self, deadlines: Deadlines, since_s: float) -> None:
+        """Whoever should have answered by now, or given a sign of life, is lost."""
+        now = deadlines.clock()
+        for worker in [worker for worker, answers in self._answers.items() if not answers]:
+            end_s, reason = deadlines.end(since_s, self._heard_s(worker))
+            if end_s <= now:
+                self._lose(worker, WorkerError(f"{self.parts.connections[worker].peer} {reason}", code=TIMEOUT))
 
     def _set_live(self) -> None:
         self._answers = {i: deque() for i in range(len(self.parts.connections)) if i not in self.dead}
@@ -236,6 +256,8 @@ class HeadsHub:
                 self._lose(worker, error)
 
     def _lose(self, worker: int, error: WorkerError) -> None:
+        if isinstance(error, PeerLostError):
+            error = WorkerError(error.message, code=error.code)  # its index means something to the parts' hub only
         if worker not in self.dead:
             self.dead[worker] = error
             logger.error("%s: its heads of every sequence with it", loss(self.parts.connections[worker].peer, error))
@@ -245,13 +267,16 @@ class HeadsHub:
 class HeadsWorkers:
     """R-workers that share the heads, in the place of those that each have their own sequences."""
 
+    absent: Mapping[int, WorkerError] = {}
+    """The group is there; who of it isn't, its hub knows."""
+
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self.hub = HeadsHub(workers.hub)
+        self.hub = HeadsHub(workers.hub, workers.absent)
         self.num_r_workers = len(workers.hub.connections)
 
-    def replacements(self, hello: Hello) -> Newcomers:
-        return Reunion(self.hub, hello)
+    def replacements(self, hello: Hello, deadlines: Deadlines) -> Newcomers:
+        return Resharing(self.hub, hello, deadlines)
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
         if lost:  # the engine may have given up waiting before anybody asked for whom
@@ -259,12 +284,19 @@ class HeadsWorkers:
         self._workers.close(self.hub.dead, timeout_s)
 
 
-class Reunion:
-    """In the place of the R-workers of whom one is lost come those that are left."""
+class Resharing:
+    """In the place of the R-workers of whom one is lost come those that are left.
 
-    def __init__(self, hub: HeadsHub, hello: Hello) -> None:
+    Args:
+        hub: theirs.
+        hello: what they are greeted with again.
+        deadlines: how long an answer may take, and a silence last.
+    """
+
+    def __init__(self, hub: HeadsHub, hello: Hello, deadlines: Deadlines) -> None:
         self._hub = hub
         self._hello = hello
+        self._deadlines = deadlines
         self._welcome: Welcome | None = None
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
@@ -275,13 +307,33 @@ class Reunion:
                 break
             try:
                 self._hub.send(self._hello)
-                answer = self._hub.receive_any(GREETING_TIMEOUT_S)[1]
+                self._welcome = self._await_welcome()
             except WorkerError:
                 continue  # one less
-            assert isinstance(answer, Welcome)
-            self._welcome = answer
         return {} if self._welcome is None else {0: self._welcome}
+
+    def await_any(self, lost: Collection[int]) -> bool:
+        """See ``Newcomers``."""
+        return bool(self.look(lost))
 
     def admit(self, worker: int) -> None:
         """See ``Newcomers``."""
         self._welcome = None
+
+    def _await_welcome(self) -> Welcome:
+        """Everybody's answer. Raises WorkerError: another one is lost."""
+        deadlines = self._deadlines.while_greeting()
+        asked_s = deadlines.clock()
+        while True:
+            now = deadlines.begin_look()
+            try:
+                answer = self._hub.receive_any(deadlines.wait_s(now, self._hub.end(deadlines, asked_s)))[1]
+            except WorkerError as error:
+                if error.code != TIMEOUT or self._hub.is_broken:
+                    raise
+                self._hub.give_up_overdue(deadlines, asked_s)
+            else:
+                assert isinstance(answer, Welcome)
+                return answer
+            finally:
+                deadlines.end_look()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from fastdecode.core.errors import ProtocolError, WorkerError
@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Between two attempts at an address where somebody answers, but doesn't serve us."""
+_FIRST_WAIT_S = 0.01
+_LONGEST_WAIT_S = 0.5
+"""Between two looks while nobody is there; the longer, the longer it has been so."""
 
 
 @dataclass(eq=False)
@@ -30,13 +33,25 @@ class Replacements:
     Args:
         hub: whose connections are to be replaced.
         hello: what a new R-worker is greeted with.
+        timeout_s: how long to go on when all are lost.
         clock: seconds.
+        sleep: for so many seconds.
     """
 
-    def __init__(self, hub: ZmqHub, hello: Hello, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        hub: ZmqHub,
+        hello: Hello,
+        *,
+        timeout_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
         self._hub = hub
         self._hello = hello
+        self._timeout_s = timeout_s
         self._clock = clock
+        self._sleep = sleep
         self._candidates: dict[int, _Candidate] = {}
         self._not_before: dict[int, float] = {}
         self._welcomes: dict[int, Welcome] = {}
@@ -47,6 +62,18 @@ class Replacements:
             if worker not in self._welcomes and self._clock() >= self._not_before.get(worker, 0.0):
                 self._knock(worker)
         return dict(self._welcomes)
+
+    def await_any(self, lost: Collection[int]) -> bool:
+        """See ``Newcomers``. The network may be down, or this process have been stopped: they may live, and listen."""
+        end_s = self._clock() + self._timeout_s
+        wait_s = _FIRST_WAIT_S
+        logger.warning("every R-worker is lost: trying to reach one, for %g s (--worker-timeout-s)", self._timeout_s)
+        while not self.look(lost):
+            if self._clock() >= end_s:
+                return False
+            self._sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        return True
 
     def admit(self, worker: int) -> None:
         """From now on the hub's connection of that number is the new R-worker's."""

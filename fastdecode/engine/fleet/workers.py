@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fastdecode.core.errors import WorkerError, imports_for
+from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import RHub
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
@@ -29,6 +30,9 @@ class Newcomers(Protocol):
     def look(self, lost: Collection[int]) -> Mapping[int, Welcome]:
         """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
 
+    def await_any(self, lost: Collection[int]) -> bool:
+        """All are lost: wait until one comes, for as long as that makes sense. Returns whether ``look`` has any."""
+
     def admit(self, worker: int) -> None:
         """From now on the hub's connection of that number is the new R-worker's."""
 
@@ -40,7 +44,11 @@ class Workers(Protocol):
     def hub(self) -> RHub:
         """One connection a worker."""
 
-    def replacements(self, hello: Hello) -> Newcomers | None:
+    @property
+    def absent(self) -> Mapping[int, WorkerError]:
+        """Those that couldn't be reached, by their connection's index, and why."""
+
+    def replacements(self, hello: Hello, deadlines: Deadlines) -> Newcomers | None:
         """Who may take the place of those that are lost; None: nobody."""
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
@@ -60,6 +68,8 @@ class ThreadWorkers:
         num_threads: CPU threads of each.
     """
 
+    absent: Mapping[int, WorkerError] = {}
+
     def __init__(self, num_workers: int, *, kv_bytes: int, num_threads: int) -> None:
         self.hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
         self._threads: list[WorkerThread] = []
@@ -67,7 +77,7 @@ class ThreadWorkers:
             thread = start_worker_thread(f"r{index}", kv_bytes=kv_bytes, num_threads=num_threads, hub=self.hub)
             self._threads.append(thread)
 
-    def replacements(self, hello: Hello) -> None:
+    def replacements(self, hello: Hello, deadlines: Deadlines) -> None:
         return None
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
@@ -88,11 +98,13 @@ class InlineWorkers:
         kv_bytes, num_threads, openmp_library: see ``make_inline_worker``.
     """
 
+    absent: Mapping[int, WorkerError] = {}
+
     def __init__(self, *, kv_bytes: int, num_threads: int, openmp_library: str | None) -> None:
         worker = make_inline_worker("r0", kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=openmp_library)
         self.hub = SoleHub(worker)
 
-    def replacements(self, hello: Hello) -> None:
+    def replacements(self, hello: Hello, deadlines: Deadlines) -> None:
         return None
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
@@ -112,6 +124,8 @@ class MpiWorkers:
         MissingExtraError: mpi4py or an MPI library is missing.
     """
 
+    absent: Mapping[int, WorkerError] = {}
+
     def __init__(self, num_s_ranks: int = 1, *, silence_s: float) -> None:
         from fastdecode.wire.mpi import hub as mpi
         from fastdecode.wire.mpi import job as mpi_job
@@ -120,7 +134,7 @@ class MpiWorkers:
             mpi_job.join(), roles=mpi.RankRoles(num_s_ranks), stuck_after_s=max(LEAST_STUCK_S, silence_s)
         )
 
-    def replacements(self, hello: Hello) -> None:
+    def replacements(self, hello: Hello, deadlines: Deadlines) -> None:
         return None
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
@@ -133,18 +147,19 @@ class MpiWorkers:
 
 
 class ZmqWorkers:
-    """R-workers at addresses. Each decides its own memory and threads. Waits until all have been reached.
+    """R-workers at addresses. Each decides its own memory and threads. Waits for all of them for a while.
 
     Args:
         addresses: tcp://HOST:PORT, one a worker.
         key_file: with the cluster's key; None: R-workers of this host only.
         silence_s: one that gives no sign of life for so long is lost.
+        min_workers: so many have to be there.
         reach_timeout_s: how long to wait for all of them.
 
     Raises:
         ConfigError: an address or the key can't be used.
         MissingExtraError: pyzmq is missing.
-        WorkerError: some couldn't be reached in time, or refused the key.
+        WorkerError: fewer than that could be reached in time; the others aren't there, or refused the key.
     """
 
     def __init__(
@@ -153,6 +168,7 @@ class ZmqWorkers:
         *,
         key_file: str | None,
         silence_s: float,
+        min_workers: int = 1,
         reach_timeout_s: float = REACH_TIMEOUT_S,
     ) -> None:
         with imports_for("the ZeroMQ transport"):
@@ -162,15 +178,17 @@ class ZmqWorkers:
         try:
             for address in addresses:
                 self.hub.add(address)
-            self.hub.await_workers(reach_timeout_s)
+            self.absent = self.hub.reach(reach_timeout_s)
+            if len(addresses) - len(self.absent) < min_workers:
+                raise next(iter(self.absent.values()))
         except BaseException:
             self.hub.close()
             raise
 
-    def replacements(self, hello: Hello) -> Newcomers:
+    def replacements(self, hello: Hello, deadlines: Deadlines) -> Newcomers:
         from fastdecode.engine.fleet.replacements import Replacements
 
-        return Replacements(self.hub, hello)
+        return Replacements(self.hub, hello, timeout_s=deadlines.timeout_s)
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
         for index, connection in enumerate(self.hub.connections):

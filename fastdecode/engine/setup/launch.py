@@ -9,15 +9,17 @@ from collections.abc import Callable
 import torch
 
 from fastdecode.core.config import EngineConfig
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import KVSpec
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.engine import Engine, Watch
+from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet, RHub
 from fastdecode.engine.fleet.heads import HeadsWorkers
-from fastdecode.engine.fleet.workers import InlineWorkers, MpiWorkers, ThreadWorkers, Workers, ZmqWorkers
+from fastdecode.engine.fleet.workers import InlineWorkers, MpiWorkers, Newcomers, ThreadWorkers, Workers, ZmqWorkers
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.resolve import ResolvedConfig, describe_device, resolve_for_this_host
@@ -30,7 +32,7 @@ from fastdecode.schedule.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
-from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
+from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from fastdecode.wire.transport import TIMEOUT
 from sworker.dtypes import torch_dtype
 from sworker.kernels.threads import openmp_library
@@ -73,7 +75,8 @@ class RunningEngine:
         self._ranks: Ranks | None = None
         workers = _reach_workers(self.resolved)
         self._workers: Workers | None = workers
-        self._fleet = Fleet(workers.hub, config.cluster.worker_timeout_s, config.cluster.worker_silence_s)
+        cluster = config.cluster
+        self._fleet = Fleet(workers.hub, cluster.worker_timeout_s, cluster.worker_silence_s, absent=workers.absent)
         self.num_r_workers = workers.num_r_workers if isinstance(workers, HeadsWorkers) else len(self._fleet)
         # The R-workers that are lost, and why.
         self._lost = workers.hub.dead if isinstance(workers, HeadsWorkers) else self._fleet.lost
@@ -81,8 +84,14 @@ class RunningEngine:
             model = self._load_model(tell)
             tell(_greeting(workers))
             hello = _hello(self._checkpoint, self.spec, self.resolved)
-            self.welcomes = self._fleet.greet(hello)
-            self.engine = self._make_engine(model, workers, hello, trace, MeasuredTimes() if times is None else times)
+            deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
+            newcomers = workers.replacements(hello, deadlines)
+            welcomes = self._greet(hello, newcomers)
+            self.welcomes = tuple(welcomes.values())
+            blocks = tuple(welcomes[i].num_blocks if i in welcomes else 0 for i in range(len(self._fleet)))
+            self.engine = self._make_engine(
+                model, workers, blocks, newcomers, trace, MeasuredTimes() if times is None else times
+            )
         except BaseException:
             self.close()
             raise
@@ -106,12 +115,40 @@ class RunningEngine:
             shard=shard,
         )[1]
 
+    def _greet(self, hello: Hello, newcomers: Newcomers | None) -> dict[int, Welcome]:
+        """The answers of those that are there, by holder; of those that have come in a lost one's place meanwhile, too.
+
+        Raises:
+            ConfigError: one can't hold such a cache.
+            WorkerError: too few are there.
+        """
+        welcomes = self._fleet.greet(hello)
+        lost = dict(self._fleet.lost)
+        if newcomers is not None and lost:
+            for holder, welcome in newcomers.look(lost).items():
+                newcomers.admit(holder)
+                self._fleet.revive(holder)
+                welcomes[holder] = welcome
+        live, at_least = self.num_live_r_workers, self.resolved.config.cluster.min_r_workers
+        if live < at_least:
+            too_few = ConfigError(Given("min_r_workers", at_least), f": there are only {live} R-workers")
+            raise next(iter(self._lost.values()), too_few)
+        if self._lost:
+            missing = "; ".join(error.message for error in self._lost.values())
+            logger.warning("the job starts with %d of %d R-workers: %s", live, self.num_r_workers, missing)
+        return welcomes
+
     def _make_engine(
-        self, model: Model, workers: Workers, hello: Hello, trace: Trace | None, times: MeasuredTimes
+        self,
+        model: Model,
+        workers: Workers,
+        blocks: tuple[int, ...],
+        newcomers: Newcomers | None,
+        trace: Trace | None,
+        times: MeasuredTimes,
     ) -> Engine:
-        """The engine, once R-workers have said what room they have."""
+        """The engine, once R-workers have said what room they have: ``blocks`` of each."""
         resolved = self.resolved
-        blocks = tuple(welcome.num_blocks for welcome in self.welcomes)
         s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
         attention = _attention(workers, self._fleet, self.spec, resolved, s_worker)
         pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
@@ -119,7 +156,7 @@ class RunningEngine:
         scheduler = make_scheduler(
             resolved.schedule, blocks, resolved.config.r_part.block_size, times, opening_steps=0 if at_once else 1
         )
-        recovery = Recovery(self._fleet, workers.replacements(hello))
+        recovery = Recovery(self._fleet, newcomers)
         watch = Watch(trace or NoTrace(), times, _lane_control(resolved, times))
         eos = self._eos_token_ids()
         return Engine(s_worker, pipeline, self._fleet, Lifecycle(scheduler), self.codec, eos, recovery, watch)
@@ -188,7 +225,12 @@ def _reach_r_workers(resolved: ResolvedConfig) -> Workers:
         return MpiWorkers(config.s_part.tp, silence_s=config.cluster.worker_silence_s)
     if resolved.transport == "zmq":
         cluster = config.cluster
-        return ZmqWorkers(cluster.r_worker_addresses, key_file=cluster.key, silence_s=cluster.worker_silence_s)
+        return ZmqWorkers(
+            cluster.r_worker_addresses,
+            key_file=cluster.key,
+            silence_s=cluster.worker_silence_s,
+            min_workers=cluster.min_r_workers,
+        )
     if resolved.transport == "inline":
         # A runtime's threads serve both parts only where both want as many.
         library = openmp_library() if resolved.r_threads == torch.get_num_threads() else None

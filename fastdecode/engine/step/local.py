@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.errors import CapacityError, ProtocolError
+from fastdecode.core.errors import CapacityError, ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import Holder, HolderId
+from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.messages import (
@@ -55,11 +56,13 @@ class LocalWorkers:
         kv_bytes: memory for them; as many blocks as fit in it are offered.
     """
 
+    absent: Mapping[int, WorkerError] = {}
+
     def __init__(self, device: torch.device, kv_bytes: int) -> None:
         self.connection = LocalConnection(device, kv_bytes)
         self.hub: SoleHub[ToRWorker, FromRWorker] = SoleHub(self.connection)
 
-    def replacements(self, hello: Hello) -> None:
+    def replacements(self, hello: Hello, deadlines: Deadlines) -> None:
         return None
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:

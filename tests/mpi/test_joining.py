@@ -1,0 +1,86 @@
+"""Ranks that never meet: whoever is there ends, and says who isn't."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, run, running
+
+pytestmark = needs_mpi
+
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
+PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
+REQUIRED = ["generate", "--model", "/nonexistent", "--input", "/nonexistent", "--output", "/nonexistent/out"]
+
+
+@pytest.mark.parametrize(
+    ("s_worker", "r_worker", "code", "told"),
+    [
+        (["--typo"], [], 2, "unrecognized arguments: --typo"),
+        (["--help"], [], 0, "usage: fastdecode generate"),
+        (["--top-p", "7"], [], 2, "--top-p 7"),
+        ([], ["--typo"], 2, "unrecognized arguments: --typo"),
+    ],
+)
+def test_a_rank_with_a_bad_command_keeps_nobody_waiting(
+    s_worker: list[str], r_worker: list[str], code: int, told: str
+) -> None:
+    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *REQUIRED, *s_worker, ":"]
+    outcome = run([*command, "-n", "2", *FASTDECODE, "r-worker", *r_worker], timeout_s=60, **PATHS)
+    assert (outcome.exit_code, outcome.orphans) == (code, []), outcome
+    assert told in outcome.output and "Traceback" not in outcome.output
+
+
+# Every rank says who it is, and waits for a line before it joins.
+MEET = """
+import os, signal, sys
+from pathlib import Path
+from fastdecode.wire.mpi import job as mpi_job
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+trouble = sys.argv[1] if rank == "1" else ""
+if trouble == "ends":
+    sys.exit(3)
+Path(os.environ["TMPDIR"], rank).write_text(str(os.getpid()))
+if trouble:
+    signal.pause()
+mpi_job.join()
+"""
+
+
+def meet(trouble: str) -> list[str]:
+    return [mpirun(), *open_mpi_options(), "-n", "3", sys.executable, "-c", MEET, trouble]
+
+
+def test_a_rank_that_has_ended_is_noticed() -> None:
+    outcome = run(meet("ends"), timeout_s=60, **PATHS)
+    assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
+    assert "the MPI job can't begin: rank 1 has ended before it joined" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [(signal.SIGKILL, "has ended before it joined"), (signal.SIGSTOP, "has been stopped before it joined")],
+)
+def test_a_rank_that_is_lost_before_it_joins_is_named(trouble: signal.Signals, told: str) -> None:
+    with running(meet("waits"), **PATHS) as job:
+        job.wait_until(lambda: all((job.directory / rank).exists() for rank in "012"))
+        victim = next(p for p in job.processes() if p.pid == pid_of(job, 1))
+        job.wait_until(lambda: all(is_in_mpi(job, rank) for rank in (0, 2)))
+        victim.send_signal(trouble)
+        outcome = job.wait(60)
+    assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
+    named = f"the MPI job can't begin: rank 1( \\(process {victim.pid}\\))? {told}"
+    assert re.search(named, outcome.output), outcome.output
+
+
+def pid_of(job: Running, rank: int) -> int:
+    return int((job.directory / str(rank)).read_text() or 0)
+
+
+def is_in_mpi(job: Running, rank: int) -> bool:
+    """It has begun to join: the library is there."""
+    return "libmpi.so" in Path(f"/proc/{pid_of(job, rank)}/maps").read_text()

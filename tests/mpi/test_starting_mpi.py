@@ -1,0 +1,111 @@
+"""MPI jobs that lose ranks while they start, or are asked to stop: tokens, and exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, running
+
+from fastdecode.cli.main import main
+
+pytestmark = needs_mpi
+
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
+PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
+R_WORKERS = ["-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01", "--log-level", "info"]
+
+
+@pytest.fixture
+def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[str, int], tuple[list[str], Path]]:
+    """``asked(command, max_tokens)``: a command's options, and its output file. One line is done long before the
+    others."""
+
+    def make(command: str, max_tokens: int) -> tuple[list[str], Path]:
+        shared = {"temperature": 0, "ignore_eos": True}
+        lines = [
+            {"id": i, "prompt_token_ids": [5 + i] * 9, "max_tokens": max_tokens if i else 3, **shared} for i in range(6)
+        ]
+        source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        options = [command, "--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--input", str(source)]
+        return [*options, "--output", str(output)], output
+
+    return make
+
+
+def ranks(job: Running) -> dict[int, psutil.Process]:
+    variables = {p: p.environ().get("OMPI_COMM_WORLD_RANK", "") for p in job.processes()}
+    return {int(rank): p for p, rank in variables.items() if rank}
+
+
+def events(job: Running, event: str) -> list[str]:
+    return [line for line in job.output().splitlines() if event in line]
+
+
+@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("partition", ["sequences", "heads"])
+def test_who_is_lost_before_the_greeting_is_done_without(
+    trouble: signal.Signals, partition: str, asked: Callable[[str, int], tuple[list[str], Path]]
+) -> None:
+    """It has joined, and gives signs of life; the S-worker hasn't loaded the model yet."""
+    options, output = asked("generate", 40)
+    assert main([*options, "--kv-memory-gb", "0.01"]) == 0
+    expected = output.read_text()
+    output.unlink()
+    options += ["--r-partition", partition, "--worker-silence-s", "1"]
+    with running([mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", *R_WORKERS], **PATHS) as job:
+        job.wait_until(lambda: len(events(job, "serves")) == 2)
+        found = ranks(job)
+        found[0].suspend()
+        assert not events(job, "greeting")
+        found[2].send_signal(trouble)
+        found[0].resume()
+        outcome = job.wait(100)
+    assert output.read_text() == expected, outcome.output
+    assert "the job starts with 1 of 2 R-workers: R-worker rank 2" in outcome.output
+    assert outcome.exit_code is not None and outcome.orphans == [], outcome
+
+
+def test_when_the_s_worker_is_killed_the_job_has_failed(asked: Callable[[str, int], tuple[list[str], Path]]) -> None:
+    options, output = asked("generate", 400)
+    with running([mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", *R_WORKERS], **PATHS) as job:
+        job.wait_for_text(output)
+        ranks(job)[0].kill()
+        outcome = job.wait(60)
+    assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
+    assert "the S-worker has died" in outcome.output
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_batch_that_is_launched_may_finish_what_runs(
+    stop: signal.Signals, asked: Callable[[str, int], tuple[list[str], Path]]
+) -> None:
+    options, output = asked("run-batch", 300)
+    launch = [*FASTDECODE, "launch", "--hosts", "localhost:2", "--r-threads", "1", "--kv-memory-gb", "0.01", "--"]
+    with running([*launch, *options, "--max-num-sequences", "3"], **PATHS) as job:
+        job.wait_for_text(output)
+        next(p for p in job.processes() if "launch" in p.cmdline()).send_signal(stop)
+        outcome = job.wait(100)
+    assert (outcome.exit_code, outcome.orphans) == (130, []), outcome
+    assert "finishing what runs" in outcome.output and "to go on:" in outcome.output
+    assert len(output.read_text().splitlines()) >= 3, outcome.output
+
+
+def test_launch_refuses_what_would_end_before_its_ranks_have_met(
+    asked: Callable[[str, int], tuple[list[str], Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, _ = asked("generate", 1)
+    launch = ["launch", "--hosts", "localhost:2", "--"]
+    for bad, told in (("--input", "is not a file"), ("--model", "is not a directory")):
+        assert main([*launch, *options, bad, "/nonexistent"]) == 2
+        assert f"/nonexistent {told}" in capsys.readouterr().err
+    assert main([*launch, *options, "--block-size", "17"]) == 2
+    assert "--block-size 17" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*launch, *options, "--typo"])
