@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import dataclass, field
@@ -182,9 +183,10 @@ class Engine:
         self._carry_out(events.Cancelled(request_id))
         return True
 
-    def cancel_waiting(self) -> list[str]:
-        """Forget the requests of which nothing has run yet. Returns their ids."""
-        waiting = self._lifecycle.lives.untouched_requests()
+    def cancel_waiting(self, among: Container[str] | None = None) -> list[str]:
+        """Forget the requests, ``among`` these or all, of which nothing has run yet. Returns their ids."""
+        untouched = self._lifecycle.lives.untouched_requests()
+        waiting = [request_id for request_id in untouched if among is None or request_id in among]
         for request_id in waiting:
             self.cancel(request_id)
         return waiting
@@ -229,8 +231,10 @@ class Engine:
         started, waited = time.perf_counter(), self._pipeline.wait_s
         outputs = self._carry_out(events.LaneIdle(lane))
         while self._answer_at_once and self._lifecycle.grants:
-            self._pipeline.receive()
-            outputs += self._take_news()
+            outputs += self._take_news()  # whoever was lost just now answers nothing
+            if self._lifecycle.grants:
+                self._pipeline.receive()
+                outputs += self._take_news()
         for run in self._lifecycle.handle(events.LaneReady(lane)):
             assert isinstance(run, events.Run)
             step, holders = self._num_launched, self._pipeline.holders

@@ -43,6 +43,10 @@ class Feed:
         self.forget = service.forgetting(self._queue)
         """Takes what is still in the engine out of it."""
 
+    def cancel_waiting(self) -> None:
+        """End those of its requests of which nothing has run."""
+        self._service.cancel_waiting(self._queue)
+
     def read(
         self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None
     ) -> Iterator[tuple[Delta, RequestOutput | None]]:
@@ -61,7 +65,8 @@ class Feed:
                 yield self._refused.popleft()
             if self._num_open:
                 for delta in self._service.take(self._queue, None if on_tick is None else TICK_S):
-                    if delta.error is not None and delta.error.__cause__ is not None:
+                    # Typed errors may have causes, too; only a mistake of ours is known by nothing but its cause.
+                    if type(delta.error) is FastDecodeError and delta.error.__cause__ is not None:
                         raise delta.error.__cause__
                     output = self._fold(delta)
                     if delta.error is None or delta.error.code != CANCELLED:

@@ -180,7 +180,7 @@ class LLM:
                 code="no_chat_template",
             )
         now = datetime.now()
-        now, refused = datetime.now(), {}
+        refused: dict[int, RequestOutput] = {}
         prompts: dict[int, Prompt] = {}
         with contextlib.closing(template):
             for place, chat in enumerate(chats):
@@ -217,7 +217,8 @@ class LLM:
 
     def cancel_waiting(self) -> None:
         """Of the requests that ``stream`` has taken, forget those of which nothing has run: they come to nothing."""
-        self._service.cancel_waiting()
+        if self._reading is not None:
+            self._reading.cancel_waiting()
 
     def _read(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -30,7 +30,7 @@ class ServedEngine(Protocol):
     def submit(self, request: Request, prompt: str | None = None, listener: Listener | None = None) -> None: ...
     def step(self) -> list[RequestOutput]: ...
     def cancel(self, request_id: str) -> bool: ...
-    def cancel_waiting(self) -> list[str]: ...
+    def cancel_waiting(self, among: Container[str] | None = None) -> list[str]: ...
     def abandon(self, error: FastDecodeError) -> list[RequestOutput]: ...
 
 
@@ -100,6 +100,7 @@ class Owner(Generic[T]):
         self.served = served
         self.broken: FastDecodeError | None = None
         """Why no step can be made any more."""
+        self._ended: FastDecodeError | None = None  # why no request is taken any more
         self.numbers = Numbers()
         self._open: dict[str, _Open] = {}
         self._fresh: dict[DeltaQueue, list[Delta]] = {}
@@ -126,8 +127,9 @@ class Owner(Generic[T]):
                 continue
             self._open[request_id] = _Open(reader, request.params.n)
             try:
-                if self.broken is not None:
-                    raise copy(self.broken)
+                refusal = self.broken or self._ended
+                if refusal is not None:
+                    raise copy(refusal)
                 self.served.engine.submit(request, None, listener)
             except FastDecodeError as error:
                 self._end_with(request_id, without_frames(error))
@@ -138,9 +140,10 @@ class Owner(Generic[T]):
             self.served.engine.cancel(request_id)
             self._end_with(request_id, _cancelled())
 
-    def cancel_waiting(self) -> None:
-        """Likewise those of which nothing has run."""
-        for request_id in self.served.engine.cancel_waiting():
+    def cancel_waiting(self, reader: DeltaQueue) -> None:
+        """Likewise those of a reader of which nothing has run."""
+        its_own = {request_id for request_id, asked in self._open.items() if asked.reader is reader}
+        for request_id in self.served.engine.cancel_waiting(its_own):
             self._end_with(request_id, _cancelled())
 
     def forget(self, reader: DeltaQueue) -> None:
@@ -180,6 +183,7 @@ class Owner(Generic[T]):
     def close(self) -> None:
         """End what is open, leave nothing in flight, and close the engine. Raises WorkerError, as that does."""
         error = ConfigError("the LLM was closed before this request was over", code="closed")
+        self._ended = error
         for request_id in list(self._open):
             self.served.engine.cancel(request_id)
             self._end_with(request_id, error)

@@ -68,6 +68,8 @@ class EngineService(Generic[T]):
         self._drained: list[SimpleQueue[None]] = []
         self._is_draining = self._is_closing = self._is_over = False
         self._closing_failed: BaseException | None = None
+        self._is_finished = threading.Event()  # from then on nobody looks into the inbox by himself
+        self._seeing_off = threading.Lock()
 
     def open(self) -> T:
         """Make the engine. Returns it: what is known of it from its start on may be read by any thread.
@@ -92,16 +94,16 @@ class EngineService(Generic[T]):
             FastDecodeError: the engine is broken (why), closed, draining or another process's; nothing was queued.
         """
         self._check_usable()
-        self._inbox.put(partial(self._owned.submit, list(requests), reader))
+        self._put(partial(self._owned.submit, list(requests), reader))
 
     def cancel(self, request_id: str) -> None:
         """End a request with the error ``cancelled``; what it holds is free when the step in flight is over. Ids of
         requests that are over, or of none, are no error."""
-        self._inbox.put(partial(self._owned.cancel, request_id))
+        self._put(partial(self._owned.cancel, request_id))
 
-    def cancel_waiting(self) -> None:
-        """End those requests with the error ``cancelled`` of which nothing has run."""
-        self._inbox.put(self._owned.cancel_waiting)
+    def cancel_waiting(self, reader: DeltaQueue) -> None:
+        """End those requests of a reader with the error ``cancelled`` of which nothing has run."""
+        self._put(partial(self._owned.cancel_waiting, reader))
 
     def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
         """A call that ends all requests of a reader, without a word. It is one call in C, so an interrupt comes
@@ -120,13 +122,20 @@ class EngineService(Generic[T]):
                 if deltas or left_s <= 0:
                     return deltas
                 self._turn(min(left_s, _LOOK_EVERY_S))
+                if self._is_closing:
+                    self._live_on()
         return []
 
     def call(self, act: Callable[[T], None]) -> None:
         """Do something with the engine between two steps, and wait for it. Raises what that raises."""
         self._check_usable()
         done: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._inbox.put(partial(_do, partial(act, self._owned.served), done))
+
+        def act_if_open() -> None:
+            self._check_usable()
+            act(self._owned.served)
+
+        self._put(partial(_do, act_if_open, done))
         if self._thread is None:
             self._turn(0)
         _raise(done.get())
@@ -146,10 +155,12 @@ class EngineService(Generic[T]):
         """Take no more requests, and wait until those that are open are over; False if they aren't in time."""
         self._is_draining = True
         drained: SimpleQueue[None] = SimpleQueue()
-        self._inbox.put(partial(self._drained.append, drained))
+        self._put(partial(self._drained.append, drained))
         end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while self._thread is None and drained.empty() and time.monotonic() < end_s:
             self._turn(0)
+            if self._is_closing:
+                self._live_on()
         try:
             drained.get(timeout=None if timeout_s is None else max(0.0, end_s - time.monotonic()))
         except Empty:
@@ -243,6 +254,22 @@ class EngineService(Generic[T]):
                 self._owner.close()
             except BaseException as error:
                 self._closing_failed = error
+            self._is_finished.set()
+            self._see_off()
+
+    def _put(self, act: Callable[[], None]) -> None:
+        """Have the thread that owns the engine do something; any thread."""
+        self._inbox.put(act)
+        if self._is_finished.is_set():
+            self._see_off()
+
+    def _see_off(self) -> None:
+        """The engine is closed: answer those who came too late; any thread."""
+        with self._seeing_off:
+            self._obey(0)
+            self._owned.hand_out()
+            while self._drained:
+                self._drained.pop().put(None)
 
     def _turn(self, timeout_s: float | None) -> None:
         """Do what others want, and a step if there is work; if there is none, wait so long for some."""
@@ -261,7 +288,7 @@ class EngineService(Generic[T]):
     def _obey(self, timeout_s: float | None) -> None:
         with contextlib.suppress(Empty):
             self._inbox.get(timeout_s != 0, timeout_s)()
-            while True:
+            for _ in range(self._inbox.qsize()):  # and no more, or who asks much would starve the steps
                 self._inbox.get_nowait()()
 
 

@@ -17,6 +17,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -68,6 +69,7 @@ class LimitedChild:
         self._opening = {"limits": asdict(limits), **opening}
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
+        self._asking = threading.Lock()  # an answer is for whoever asked
         self._stop: weakref.finalize[..., Any] | None = None
 
     def open(self) -> Any:
@@ -97,8 +99,9 @@ class LimitedChild:
         Raises:
             ChildFailedError: there is none.
         """
-        self.open()
-        return self._ask(question, self._limits.cpu_s)
+        with self._asking:
+            self.open()
+            return self._ask(question, self._limits.cpu_s)
 
     def close(self) -> None:
         """End the child. Safe to call twice; a question after that starts another."""
@@ -127,6 +130,9 @@ class LimitedChild:
             status = process.wait()
             self.close()
             raise ChildFailedError(_cause(status, cpu_s)) from None
+        except BaseException:  # interrupted: its answer would be taken for the next question's
+            self.close()
+            raise
         if kind != "answer":
             raise ChildFailedError(str(said), refused=kind == "refusal")
         return said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -77,8 +77,9 @@ class Counting:
     def cancel(self, request_id: str) -> bool:
         return self.said.pop(request_id, None) is not None
 
-    def cancel_waiting(self) -> list[str]:
+    def cancel_waiting(self, among: Container[str] | None = None) -> list[str]:
         waiting = [request_id for request_id, (_, _, num_said) in self.said.items() if not num_said]
+        waiting = [request_id for request_id in waiting if among is None or request_id in among]
         return [request_id for request_id in waiting if self.cancel(request_id)]
 
     def abandon(self, error: FastDecodeError) -> list[RequestOutput]:
@@ -206,6 +207,26 @@ def test_draining_ends_what_is_open_and_takes_nothing_new(serve: Serve) -> None:
     with pytest.raises(ConfigError) as refused:
         service.submit([request("b")], reader)
     assert refused.value.code == "draining"
+
+
+def test_who_comes_too_late_is_answered_all_the_same(serve: Serve) -> None:
+    """A request that was on its way when the engine was closed, and who waits for the end of others'."""
+    service, reader = serve(Counting()), DeltaQueue()
+    submit = service._owned.submit
+    service.close()
+    service._put(lambda: submit([request("late")], reader))  # it had found the service open
+    (last,) = reader.take(0)
+    assert last.error is not None and last.error.code == "closed"
+    assert service.drain(PATIENCE_S)
+
+
+def test_only_the_waiting_requests_of_one_reader_are_cancelled(serve: Serve) -> None:
+    service = serve(Counting())
+    mine, others = DeltaQueue(), DeltaQueue()
+    service.submit([request("mine", 900)], mine)
+    service.submit([request("others", 3)], others)
+    service.cancel_waiting(mine)
+    assert tokens_of(read(service, others, 1), "others") == [0, 1, 2]
 
 
 def test_closing_ends_what_is_open_with_an_error(serve: Serve) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from datetime import datetime
+from unittest import mock
 
 import psutil
 import pytest
 
 from fastdecode.core.errors import RequestError
+from fastdecode.text import child as child_module
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.child import Limits
 
@@ -64,6 +67,7 @@ def test_an_interrupt_at_the_keyboard_is_not_for_it() -> None:
 def test_it_ends_with_the_process_that_asks() -> None:
     script = """
 import os, psutil
+from fastdecode.text import child as child_module
 from fastdecode.text.chat_template import ChatTemplate
 template = ChatTemplate("fine", "x", {})
 print(psutil.Process().children()[0].pid, flush=True)
@@ -80,6 +84,7 @@ def test_it_finds_no_module_in_the_working_directory(tmp_path: os.PathLike[str])
     script = """
 import os, pathlib
 pathlib.Path("jinja2.py").write_text("raise SystemExit('a stranger')")
+from fastdecode.text import child as child_module
 from fastdecode.text.chat_template import ChatTemplate
 print(ChatTemplate("fine", "x", {}).render([], __import__("datetime").datetime(2026, 1, 1)))
 """
@@ -94,3 +99,27 @@ def test_it_loads_little(program: str) -> None:
     script = f"import sys, fastdecode.text.{program}; print({{'torch', 'numpy', 'numba'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_an_answer_is_for_whoever_asked() -> None:
+    """Whichever thread that is; and who was interrupted leaves no answer behind for the next."""
+    template = ChatTemplate("<{{ messages[0].content }}>", "x", {}, LIMITS)
+    wrong: list[str] = []
+
+    def ask(name: str) -> None:
+        wrong.extend(name for i in range(100) if said(template, f"{name}{i}") != f"<{name}{i}>")
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+    def interrupted(process: object, deadline: float) -> bytes:
+        raise KeyboardInterrupt
+
+    with mock.patch.object(child_module, "_receive", interrupted), pytest.raises(KeyboardInterrupt):
+        said(template, "first")
+    assert said(template, "second") == "<second>"
+    template.close()

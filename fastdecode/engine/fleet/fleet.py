@@ -88,7 +88,7 @@ class Fleet:
         self._peer_of: dict[int, int] = {index: index for index in range(len(self._peers))}
         self._has_moved = False  # a peer may keep several holders
         self._early: deque[tuple[int, FromRWorker]] = deque()
-        self._untold: list[tuple[HolderId, WorkerError]] = []
+        self._untold = [(HolderId(holder), error) for holder, error in self._lost.items()]
 
     def __len__(self) -> int:
         return len(self._peer_of)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
-from fastdecode.core.errors import ProtocolError, WorkerError
+from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker, Welcome
 from fastdecode.wire.zmq.hub import ZmqConnection, ZmqHub
 
@@ -85,7 +85,13 @@ class Replacements:
         if candidate is None:
             # One that was given up though it lives would go on serving the old connection, and be busy for ever.
             self._hub.connections[worker].close()
-            candidate = self._candidates[worker] = _Candidate(self._hub.knock(worker))
+            try:
+                candidate = _Candidate(self._hub.knock(worker))
+            except FastDecodeError as error:  # no socket left, or a name that isn't known any more: others may live
+                logger.info("no replacement yet: %s", error)
+                self._not_before[worker] = self._clock() + RETRY_S
+                return
+            self._candidates[worker] = candidate
         connection = candidate.connection
         try:
             connection.check()

@@ -99,6 +99,11 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
         return not (self._closed or self.told)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether this side has closed it: nobody will use it any more."""
+        return self._closed
+
+    @property
     def is_reached(self) -> bool:
         """Whether the peer's side of the line is known to be there."""
         return self._line.is_reached

@@ -220,7 +220,7 @@ class ZmqListener:
 
     def _place(self, identity: bytes, line: RouterLine, role: Role, connection: _Connection) -> int:
         """The connection's index: that of one that is over, if there is any."""
-        over = [index for index, other in enumerate(self._connections) if not other.is_open]
+        over = [index for index, other in enumerate(self._connections) if other.is_closed]
         index = over[0] if over else len(self._connections)
         if over:
             self._index_of.pop(self._peers[index][0], None)
