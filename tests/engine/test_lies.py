@@ -136,7 +136,7 @@ def test_o_of_another_dtype_is_not_believed(
     def tokens() -> tuple[list[tuple[int, ...]], int]:
         with LLM(str(tiny_checkpoint("llama")), **options) as llm:
             outputs = llm.generate(prompts([3, 9, 4, 5], seed=2), greedy)
-            return [output.completions[0].token_ids for output in outputs], llm.num_live_r_workers
+            return [output.completions[0].token_ids for output in outputs], llm.snapshot().engine.num_live_r_workers
 
     expected, num_live = tokens()
     assert num_live == 2

@@ -71,7 +71,7 @@ def test_a_closed_engine_leaves_no_weights(
             llm = LLM(path, r_workers=2, r_threads=1, kv_memory_gb=0.01, dtype="float32")
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         outputs = llm.generate([*prompts((5, 9, 3), seed=1), []], params)
-        assert llm.num_live_r_workers == 2 - len(crashes)
+        assert llm.snapshot().engine.num_live_r_workers == 2 - len(crashes)
         assert sum(output.ok for output in outputs) == (0 if len(crashes) == 2 else 3)
         llm.close()
         assert layers[0]() is not None
