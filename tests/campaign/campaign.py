@@ -271,6 +271,9 @@ def main() -> None:
     print(f"{len(reports)} losses: " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items())))
     if options.out is not None:
         rows = [{**asdict(report), "verdict": report.verdict} for report in reports]
+        for row in rows:
+            if row["verdict"] == "right":
+                del row["last_words"]
         result = {**provenance(), "counts": counts, "losses": rows, "stops": stops}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     if set(counts) - {"right"} or any(stop["exit_code"] is None or stop["orphans"] for stop in stops):

@@ -70,7 +70,7 @@ class Fleet:
         silence_s: how long a peer that owes an answer may give no sign of life, where connections tell of those. Only
             time counts in which somebody looked.
         clock: seconds, as ``Connection.heard_s`` has them.
-        absent: the holders that aren't there to begin with, and why: lost, and told by whoever made the hub.
+        absent: the holders that aren't there to begin with, and why: they are lost.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Fleet:
         self._peer_of: dict[int, int] = {index: index for index in range(len(self._peers))}
         self._has_moved = False  # a peer may keep several holders
         self._early: deque[tuple[int, FromRWorker]] = deque()
-        self._untold: list[tuple[HolderId, WorkerError]] = []
+        self._untold = [(HolderId(holder), error) for holder, error in self._lost.items()]
 
     def __len__(self) -> int:
         return len(self._peer_of)
