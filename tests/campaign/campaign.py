@@ -121,7 +121,7 @@ class Campaign:
         self._output.unlink(missing_ok=True)
         for rest in self._directory.glob("out.jsonl.*"):
             rest.unlink()
-        with self._job(transport, [], command) as (job, _):
+        with self._job(transport, ["--max-num-sequences", "3"], command) as (job, _):
             begin_phase(job, "decoding", self._output)
             names = ("launch",) if transport == "mpi" else (command,)
             next(p for p in job.processes() if any(name in p.cmdline() for name in names)).send_signal(trouble)
