@@ -121,7 +121,7 @@ class Campaign:
         self._output.unlink(missing_ok=True)
         for rest in self._directory.glob("out.jsonl.*"):
             rest.unlink()
-        with self._job(transport, [], command) as (job, _):
+        with self._job(transport, ["--max-num-sequences", "3"], command) as (job, _):
             begin_phase(job, "decoding", self._output)
             names = ("launch",) if transport == "mpi" else (command,)
             next(p for p in job.processes() if any(name in p.cmdline() for name in names)).send_signal(trouble)
@@ -271,6 +271,9 @@ def main() -> None:
     print(f"{len(reports)} losses: " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items())))
     if options.out is not None:
         rows = [{**asdict(report), "verdict": report.verdict} for report in reports]
+        for row in rows:
+            if row["verdict"] == "right":
+                del row["last_words"]
         result = {**provenance(), "counts": counts, "losses": rows, "stops": stops}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     if set(counts) - {"right"} or any(stop["exit_code"] is None or stop["orphans"] for stop in stops):

@@ -102,3 +102,12 @@ def test_time_in_which_nobody_looked_is_nobodys_silence() -> None:
     hub.now = 130.0
     assert everything(hub, made, 2) == [1, 0]
     assert not made.lost
+
+
+def test_whoever_is_absent_from_the_beginning_is_lost_and_told_once() -> None:
+    """So that others may come in its place."""
+    hub = Hub(2, [], [])
+    reason = WorkerError("R-worker 1 isn't there")
+    made = Fleet(hub, timeout_s=50.0, clock=lambda: hub.now, absent={1: reason})  # type: ignore[arg-type]
+    assert made.lost == {1: reason}
+    assert made.take_losses() == [(1, reason)] and made.take_losses() == []

@@ -70,7 +70,7 @@ class Fleet:
         silence_s: how long a peer that owes an answer may give no sign of life, where connections tell of those. Only
             time counts in which somebody looked.
         clock: seconds, as ``Connection.heard_s`` has them.
-        absent: the holders that aren't there to begin with, and why: lost, and told by whoever made the hub.
+        absent: the holders that aren't there to begin with, and why: they are lost.
     """
 
     def __init__(

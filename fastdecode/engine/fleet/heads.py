@@ -171,7 +171,8 @@ class HeadsHub:
             if len(behind) == len(self._answers):
                 behind = [min(behind, key=lambda worker: self._heard_s(worker) or 0.0)]
             for worker in behind:
-                self._lose(worker, WorkerError("it keeps the others waiting", code=TIMEOUT))
+                peer = self.parts.connections[worker].peer
+                self._lose(worker, WorkerError(f"{peer} keeps the others waiting", code=TIMEOUT))
 
     def end(self, deadlines: Deadlines, since_s: float) -> float:
         """When the first of those that haven't answered what they were asked then has to be given up."""

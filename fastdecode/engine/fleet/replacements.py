@@ -65,6 +65,8 @@ class Replacements:
 
     def await_any(self, lost: Collection[int]) -> bool:
         """See ``Newcomers``. The network may be down, or this process have been stopped: they may live, and listen."""
+        if self.look(lost):
+            return True
         end_s = self._clock() + self._timeout_s
         wait_s = _FIRST_WAIT_S
         logger.warning("every R-worker is lost: trying to reach one, for %g s (--worker-timeout-s)", self._timeout_s)
