@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 LOWEST := $(VENV)-lowest
 
-.PHONY: help demo test check check-lowest format venv clean
+.PHONY: help demo test campaign check check-lowest format venv clean
 .DEFAULT_GOAL := help
 
 help:
