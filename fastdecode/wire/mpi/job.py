@@ -172,8 +172,6 @@ def _initialize(mpi: Any) -> None:
         mpi.Init_thread(level)
     else:
         init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
-        # mpi4py ends at exit only what it began. Jobs leave by ``leave``, and don't come here.
-        atexit.register(lambda: mpi.Is_finalized() or mpi.Finalize())
 
 
 def _give_up_joining(reason: str) -> None:
