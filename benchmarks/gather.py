@@ -2,10 +2,12 @@
 
     python benchmarks/gather.py --out benchmarks/results/gather.json
 
-Tokens are gathered from randomly placed blocks of a cache much larger than any CPU cache, a chunk at a time, into the
-same room again and again, as streams do. The **ceiling** is the C library's ``memcpy`` of as many bytes out of the same
-cache, contiguous, into the same room, by the same threads. Both take turns; the ratio is the median over pairs.
-Appending what was gathered to another cache is timed beside them.
+Tokens are gathered from randomly placed blocks of a cache much larger than any
+CPU cache, a chunk at a time, into the same room again and again, as streams do.
+The **ceiling** is the C library's ``memcpy`` of as many bytes out of the same
+cache, contiguous, into the same room, by the same threads. Both take turns; the
+ratio is the median over pairs. Appending what was gathered to another cache is
+timed beside them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 from provenance import provenance
 
-from cpu_kernels import DTYPES, BlockLayout, StoredTokens, allocate_pool, allocate_tokens, append, gather
+from cpu_kernels import (
+    DTYPES,
+    BlockLayout,
+    StoredTokens,
+    allocate_pool,
+    allocate_tokens,
+    append,
+    gather,
+)
 from cpu_kernels.dispatch import copy_entry, team_of, thread_scratch
 from cpu_kernels.isa import default_level
 from cpu_kernels.read_kernel import run_copy
@@ -41,7 +51,9 @@ def make_pool(layout: BlockLayout, num_bytes: int, rng: np.random.Generator) -> 
 class Chunks:
     """A cache, room for a chunk of its tokens, and the chunks' slots in random order of blocks."""
 
-    def __init__(self, layout: BlockLayout, num_bytes: int, chunk_bytes: int, num_threads: int) -> None:
+    def __init__(
+        self, layout: BlockLayout, num_bytes: int, chunk_bytes: int, num_threads: int
+    ) -> None:
         rng = np.random.default_rng(0)
         self.layout, self.num_threads = layout, num_threads
         self.pool, self.other = make_pool(layout, num_bytes, rng), make_pool(layout, num_bytes, rng)
@@ -70,7 +82,12 @@ class Chunks:
         for index in range(len(self.slots)):
             first = index * self.chunk_bytes
             run_copy(
-                copy_entry(), team, thread_scratch(), memory[first : first + self.chunk_bytes], self.room, UNIT_BYTES
+                copy_entry(),
+                team,
+                thread_scratch(),
+                memory[first : first + self.chunk_bytes],
+                self.room,
+                UNIT_BYTES,
             )
 
     @property
@@ -128,7 +145,10 @@ def main() -> int:
                 flush=True,
             )
     if args.out:
-        shape = {name: getattr(args, name) for name in ("kv_heads", "head_dim", "block_size", "gb", "chunk_mb")}
+        shape = {
+            name: getattr(args, name)
+            for name in ("kv_heads", "head_dim", "block_size", "gb", "chunk_mb")
+        }
         facts = {**provenance(), "level": default_level().name, "shape": shape}
         args.out.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
     return 0

@@ -1,7 +1,9 @@
-"""A Llama-shaped model end to end, with its KV on R-workers, on the GPU, and in transformers: used by gpu_suite.py.
+"""A Llama-shaped model end to end, with its KV on R-workers, on the GPU, and in
+transformers: used by gpu_suite.py.
 
-Twice: with all of the GPU's memory, and with so little of it that a tenth of the KV cache fits beside the weights: the
-case that R-workers are for. Every engine runs in a process of its own.
+Twice: with all of the GPU's memory, and with so little of it that a tenth of
+the KV cache fits beside the weights: the case that R-workers are for. Every
+engine runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from typing import Any
 import torch
 
 CONFIG = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 32000,
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    "rope_theta": 500000.0, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16",
+    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 200}  # fmt: skip
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 200}  # fmt: skip
 WORKLOADS = ((256, 512, 64), (64, 2048, 48))  # requests, prompt tokens, new tokens
 ENGINES = ("R-workers", "KV on the GPU", "transformers")
 WITHOUT_GRAPHS = "KV on the GPU, no graphs"
@@ -82,7 +85,8 @@ print(json.dumps({"total_s": total, "prefill_s": first, "tokens_per_s": count * 
 
 
 def end_to_end(device: torch.device, *, smoke: bool, deadline_s: float) -> Iterator[dict[str, Any]]:
-    """One row for each engine, workload and memory; those that there is no time for are left out, and named.
+    """One row for each engine, workload and memory; those that there is no time
+    for are left out, and named.
 
     Args:
         deadline_s: when to end, on ``time.monotonic``.
@@ -92,7 +96,13 @@ def end_to_end(device: torch.device, *, smoke: bool, deadline_s: float) -> Itera
         path = Path(scratch)
         num_bytes = make_checkpoint(path, config, device)
         for (count, prompt, new), is_short, engine in _runs(smoke, device):
-            kv_bytes = count * (prompt + new) * 4 * config["num_hidden_layers"] * config["num_key_value_heads"]
+            kv_bytes = (
+                count
+                * (prompt + new)
+                * 4
+                * config["num_hidden_layers"]
+                * config["num_key_value_heads"]
+            )
             kv_bytes *= config["hidden_size"] // config["num_attention_heads"]
             row = {"engine": engine, "requests": count, "prompt": prompt, "new": new}
             script, options = _engines(device, kv_bytes)[engine]
@@ -114,7 +124,9 @@ def _runs(smoke: bool, device: torch.device) -> Iterator[tuple[tuple[int, int, i
         yield from (((6, 20, 6), False, engine) for engine in (*ENGINES, WITHOUT_GRAPHS))
         return
     for workload in WORKLOADS:
-        for is_short in (False, True) if workload == WORKLOADS[0] and device.type == "cuda" else (False,):
+        for is_short in (
+            (False, True) if workload == WORKLOADS[0] and device.type == "cuda" else (False,)
+        ):
             yield from ((workload, is_short, engine) for engine in ENGINES)
     yield WORKLOADS[0], False, WITHOUT_GRAPHS
 
@@ -123,21 +135,31 @@ def _engines(device: torch.device, kv_bytes: int) -> dict[str, tuple[str, dict[s
     """Name → script and options."""
     ours = {"device": device.type, "dtype": "bfloat16"}
     remote = {**ours, "kv_memory_gb": max(0.01, 1.5 * kv_bytes / 1e9)}
-    local = {**ours, "kv_placement": "gpu", **({} if device.type == "cuda" else {"kv_memory_gb": 0.01})}
+    local = {
+        **ours,
+        "kv_placement": "gpu",
+        **({} if device.type == "cuda" else {"kv_memory_gb": 0.01}),
+    }
     options = (remote, local, {"device": device.type})
     scripts = (FASTDECODE, FASTDECODE, TRANSFORMERS)
     engines = dict(zip(ENGINES, zip(scripts, options, strict=True), strict=True))
     return {**engines, WITHOUT_GRAPHS: (FASTDECODE, {**local, "cuda_graphs": "off"})}
 
 
-def _run(script: str, path: Path, options: dict[str, Any], workload: tuple[int, ...], limit_s: float) -> dict[str, Any]:
+def _run(
+    script: str, path: Path, options: dict[str, Any], workload: tuple[int, ...], limit_s: float
+) -> dict[str, Any]:
     command = [sys.executable, "-c", script, str(path), json.dumps(options), *map(str, workload)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
     except subprocess.TimeoutExpired:
         return {"error": f"took more than {limit_s:.0f} s"}
     except subprocess.CalledProcessError as error:
-        return {"error": error.stderr.strip().splitlines()[-1][:300] if error.stderr else f"exit {error.returncode}"}
+        return {
+            "error": error.stderr.strip().splitlines()[-1][:300]
+            if error.stderr
+            else f"exit {error.returncode}"
+        }
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -149,11 +171,15 @@ def make_checkpoint(path: Path, config: dict[str, Any], device: torch.device) ->
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     layer = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden,
+            inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
     }  # fmt: skip
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocab, hidden), "model.norm": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (vocab, hidden),
+        "model.norm": (hidden,),
+    }
     shapes["lm_head"] = (vocab, hidden)
     for index in range(config["num_hidden_layers"]):
         shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})

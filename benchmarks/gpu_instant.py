@@ -1,4 +1,5 @@
-"""Decode steps through the real pipeline with R-workers that answer at once: used by gpu_suite.py."""
+"""Decode steps through the real pipeline with R-workers that answer at once:
+used by gpu_suite.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdecode.core.holders import Holder, HolderId, HolderKind, Part, PartId, Residence, SequenceId
+from fastdecode.core.holders import (
+    Holder,
+    HolderId,
+    HolderKind,
+    Part,
+    PartId,
+    Residence,
+    SequenceId,
+)
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
@@ -25,7 +34,8 @@ PAST = 100
 
 
 class InstantFleet:
-    """One R-worker whose answers are there as soon as they are asked for, and are always the same."""
+    """One R-worker whose answers are there as soon as they are asked for, and
+    are always the same."""
 
     def __init__(self) -> None:
         self.lost: dict[int, Any] = {}
@@ -43,7 +53,9 @@ class InstantFleet:
             shape = message.q.shape
             if shape not in self._o:
                 self._o[shape] = message.q.copy()
-            result = AttendResult(message.step, message.lane, message.layer, self._o[shape], None, 0.0)
+            result = AttendResult(
+                message.step, message.lane, message.layer, self._o[shape], None, 0.0
+            )
             self._answers.append((worker, result))
 
     def receive(self) -> tuple[int, AttendResult]:
@@ -53,14 +65,19 @@ class InstantFleet:
 def instant_steps(
     model: Model, device: torch.device, num_lanes: int, rows: int, num_steps: int, capture: bool
 ) -> tuple[float, float]:
-    """Medians over steps of all lanes: (seconds of the host's clock, seconds of the S-part's compute)."""
+    """Medians over steps of all lanes: (seconds of the host's clock, seconds of
+    the S-part's compute)."""
     spec = model.spec
     s_worker = SWorker(spec, model, device, StepGraphs(model, device, capture=capture))
-    holders = (Holder(HolderKind.R_WORKER, attends_prompts=False, answers_at_once=False, token_bytes=1),)
+    holders = (
+        Holder(HolderKind.R_WORKER, attends_prompts=False, answers_at_once=False, token_bytes=1),
+    )
     fleet = InstantFleet()
     plan = AttentionPlan(spec.attention, model.embed_tokens.weight.dtype, fleet, device, holders)  # type: ignore[arg-type]
     pipeline = Pipeline(s_worker, plan, num_lanes)
-    request = Request("instant", tuple(range(3, 3 + PAST + 1)), SamplingParams(temperature=0), 1, seed=0)
+    request = Request(
+        "instant", tuple(range(3, 3 + PAST + 1)), SamplingParams(temperature=0), 1, seed=0
+    )
     times: list[tuple[float, float]] = []
     number = 0
     for _ in range(num_steps + 4):
@@ -70,7 +87,9 @@ def instant_steps(
             for sequence in sequences:
                 part = Part(PartId(sequence.sequence_id), HolderId(0), 0, PAST + 1)
                 sequence.num_cached, sequence.residence = PAST, Residence((part,))
-            batch = StepBatch.build([Chunk(sequence, 1) for sequence in sequences], holders, step=number, lane=lane)
+            batch = StepBatch.build(
+                [Chunk(sequence, 1) for sequence in sequences], holders, step=number, lane=lane
+            )
             number += 1
             if lane == 0:
                 started = time.perf_counter()
@@ -82,6 +101,8 @@ def instant_steps(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         elapsed_s = time.perf_counter() - started
-        times.append((elapsed_s, sum(step.forward.device_s() or step.s_compute_s for step in finished)))
+        times.append(
+            (elapsed_s, sum(step.forward.device_s() or step.s_compute_s for step in finished))
+        )
     steps, s_parts = zip(*times[4:], strict=True)
     return statistics.median(steps), statistics.median(s_parts)

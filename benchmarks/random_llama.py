@@ -1,4 +1,5 @@
-"""Random Llama-shaped checkpoints, for benchmarks: what a layer costs doesn't depend on its weights."""
+"""Random Llama-shaped checkpoints, for benchmarks: what a layer costs doesn't
+depend on its weights."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from fastdecode.core.model.spec import ModelSpec
 def llama_config(**shape: Any) -> dict[str, Any]:
     """A config.json: ``shape`` beside what all of these models have."""
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16", **shape,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", **shape,
     }  # fmt: skip
 
 
@@ -32,15 +34,24 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], name: str) -> M
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         shapes |= {
-            f"{layer}.self_attn.{name}_proj.weight": (out, hidden) for name, out in {"q": q, "k": kv, "v": kv}.items()
+            f"{layer}.self_attn.{name}_proj.weight": (out, hidden)
+            for name, out in {"q": q, "k": kv, "v": kv}.items()
         }
-        shapes |= {f"{layer}.self_attn.o_proj.weight": (hidden, q), f"{layer}.mlp.down_proj.weight": (hidden, mlp)}
+        shapes |= {
+            f"{layer}.self_attn.o_proj.weight": (hidden, q),
+            f"{layer}.mlp.down_proj.weight": (hidden, mlp),
+        }
         shapes |= {f"{layer}.mlp.{name}_proj.weight": (mlp, hidden) for name in ("gate", "up")}
         norms += [f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"]
     dtype: torch.dtype = getattr(torch, config["torch_dtype"])
     generator = torch.Generator().manual_seed(0)
-    weights = {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    weights = {
+        name: 0.02 * torch.randn(shape, generator=generator) for name, shape in shapes.items()
+    }
     weights |= {name: torch.ones(hidden) for name in norms}
-    save_file({name: weight.to(dtype) for name, weight in weights.items()}, directory / "model.safetensors")
+    save_file(
+        {name: weight.to(dtype) for name, weight in weights.items()},
+        directory / "model.safetensors",
+    )
     (directory / "config.json").write_text(json.dumps(config))
     return read_model_spec(dict(config), name=name)

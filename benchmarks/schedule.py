@@ -1,21 +1,29 @@
-"""What the sequence-level load-stabilizing schedule gains on the real engine, beside what the simulator foretells.
+"""What the sequence-level load-stabilizing schedule gains on the real engine,
+beside what the simulator foretells.
 
     python benchmarks/schedule.py --out benchmarks/results/schedule.json
 
-One S-worker on one core, one R-worker on another, three lanes between them, as an MPI job; sequences of equal length S,
-all there from the start. A first short job measures T(B) and R, and S is chosen so that the R-part takes as long as the
-S-part at the mean load B·S/2: the balance that the paper sizes its CPUs for (FastDecode, arXiv 2403.11421). Then every
-mode runs a job of its own, round after round in a changing order, and medians over the rounds count. Of each run,
-throughput is taken in the middle, where neither the first B sequences fill the engine nor the last B drain it.
+One S-worker on one core, one R-worker on another, three lanes between them, as
+an MPI job; sequences of equal length S, all there from the start. A first short
+job measures T(B) and R, and S is chosen so that the R-part takes as long as the
+S-part at the mean load B·S/2: the balance that the paper sizes its CPUs for
+(FastDecode, arXiv 2403.11421). Then every mode runs a job of its own, round
+after round in a changing order, and medians over the rounds count. Of each run,
+throughput is taken in the middle, where neither the first B sequences fill the
+engine nor the last B drain it.
 
-Of steps at about the same load the median counts, since other processes come and go on a shared machine.
+Of steps at about the same load the median counts, since other processes come
+and go on a shared machine.
 
-The simulator runs the same scheduler over the same requests. Each job is foretold from the T(B), the R and the time on
-the link that were measured in it, so that a machine that slows down between two jobs doesn't count as an error.
+The simulator runs the same scheduler over the same requests. Each job is
+foretold from the T(B), the R and the time on the link that were measured in it,
+so that a machine that slows down between two jobs doesn't count as an error.
 
-A run may take some minutes; --add goes on with the rounds and the S of an earlier one.
+A run may take some minutes; --add goes on with the rounds and the S of an
+earlier one.
 
-Exit code 1 if the load's peak misses its limit by more than 5%, or a gain its prediction by more than 10%.
+Exit code 1 if the load's peak misses its limit by more than 5%, or a gain its
+prediction by more than 10%.
 """
 
 from __future__ import annotations
@@ -56,7 +64,17 @@ from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.times import balanced_loads
 
 MODES = ("stabilized", "greedy", "synchronized")
-MPI_OPTIONS = ("--oversubscribe", "--bind-to", "none", "--mca", "pml", "ob1", "--mca", "btl", "self,sm")
+MPI_OPTIONS = (
+    "--oversubscribe",
+    "--bind-to",
+    "none",
+    "--mca",
+    "pml",
+    "ob1",
+    "--mca",
+    "btl",
+    "self,sm",
+)
 JOB_LIMIT_S = 240
 PILOT_LENGTH = 384
 MAX_PEAK_ERROR, MAX_GAIN_ERROR = 0.05, 0.10
@@ -84,17 +102,25 @@ def main() -> int:
             if args.out is not None:
                 seconds = before["seconds"] + time.time() - started
                 args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps({**provenance(), "seconds": seconds, **result}, indent=1) + "\n")
+                args.out.write_text(
+                    json.dumps({**provenance(), "seconds": seconds, **result}, indent=1) + "\n"
+                )
     print(table(result))
     return 0 if result["passed"] else 1
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write all numbers there, JSON")
-    parser.add_argument("--add", action="store_true", help="add rounds to those in --out, with the same B and S")
+    parser.add_argument(
+        "--add", action="store_true", help="add rounds to those in --out, with the same B and S"
+    )
     parser.add_argument("--batch", type=int, default=96, help="sequences at once, B (default: 96)")
-    parser.add_argument("--generations", type=int, default=4, help="requests, in multiples of B (default: 4)")
+    parser.add_argument(
+        "--generations", type=int, default=4, help="requests, in multiples of B (default: 4)"
+    )
     parser.add_argument("--rounds", type=int, default=4, help="jobs of every mode (default: 4)")
     parser.add_argument("--job", help=argparse.SUPPRESS)  # one rank of an MPI job: see `launch`
     return parser.parse_args()
@@ -107,13 +133,24 @@ def launch(job: Job, r_core: int) -> dict[str, Any]:
     """Run a job to its end, the S-worker on its core and the R-worker on ``r_core``."""
     mpirun = str(Path(sys.executable).with_name("mpirun"))
     s_rank = [sys.executable, __file__, "--job", json.dumps(asdict(job))]
-    r_rank = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--cpus", str(r_core), "--kv-memory-gb", "1"]
+    r_rank = [
+        sys.executable,
+        "-m",
+        "fastdecode.cli.main",
+        "r-worker",
+        "--cpus",
+        str(r_core),
+        "--kv-memory-gb",
+        "1",
+    ]
     environ = {
         **os.environ, "OMP_NUM_THREADS": "1", "MPI4PY_RC_THREAD_LEVEL": "serialized",
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }  # fmt: skip
     command = [mpirun, *MPI_OPTIONS, "-n", "1", *s_rank, ":", "-n", "1", *r_rank]
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             output, _ = process.communicate(timeout=JOB_LIMIT_S)
         finally:
@@ -122,7 +159,9 @@ def launch(job: Job, r_core: int) -> dict[str, Any]:
     if process.returncode != 0:
         sys.exit(f"a job failed: {' '.join(command)}")
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
-    say(f"{job.mode}: {result['tokens_per_s']:.0f} tokens/s, peak load {result['load_peak_tokens']}")
+    say(
+        f"{job.mode}: {result['tokens_per_s']:.0f} tokens/s, peak load {result['load_peak_tokens']}"
+    )
     return result
 
 
@@ -130,31 +169,39 @@ def launch(job: Job, r_core: int) -> dict[str, Any]:
 
 
 def tabled(observed: Iterable[Observation]) -> TabledTimes:
-    """T(B) and R of some jobs' steps. Tables, not lines: R bends where the load outgrows the caches."""
+    """T(B) and R of some jobs' steps. Tables, not lines: R bends where the load
+    outgrows the caches."""
     rows = list(observed)
     return TabledTimes(
-        s_part=binned((row[0], row[2]) for row in rows), r_parts=(binned((row[3], row[4]) for row in rows),)
+        s_part=binned((row[0], row[2]) for row in rows),
+        r_parts=(binned((row[3], row[4]) for row in rows),),
     )
 
 
 def binned(points: Iterable[tuple[float, float]]) -> Table:
-    """Median seconds over size in bins of equally many points, those of one size together; neighbours that fall are
-    pooled, so that it never does."""
+    """Median seconds over size in bins of equally many points, those of one
+    size together; neighbours that fall are pooled, so that it never does."""
     ascending = sorted(points)
     width = -(-len(ascending) // NUM_BINS)
     pools: list[tuple[list[float], list[float]]] = []  # sizes, seconds
     for first in range(0, len(ascending), width):
         part = ascending[first : first + width]
         sizes, seconds = [size for size, _ in part], [value for _, value in part]
-        while pools and (pools[-1][0][0] == sizes[-1] or statistics.median(pools[-1][1]) >= statistics.median(seconds)):
+        while pools and (
+            pools[-1][0][0] == sizes[-1]
+            or statistics.median(pools[-1][1]) >= statistics.median(seconds)
+        ):
             before = pools.pop()
             sizes, seconds = before[0] + sizes, before[1] + seconds
         pools.append((sizes, seconds))
-    return Table(tuple((statistics.fmean(sizes), statistics.median(seconds)) for sizes, seconds in pools))
+    return Table(
+        tuple((statistics.fmean(sizes), statistics.median(seconds)) for sizes, seconds in pools)
+    )
 
 
 def balanced_length(pilot: Job, ran: Mapping[str, Any]) -> int:
-    """S with which a lane's R-part, at its mean load, takes as long as its S-part; a multiple of F steps."""
+    """S with which a lane's R-part, at its mean load, takes as long as its
+    S-part; a multiple of F steps."""
     lane_size = pilot.batch // NUM_LANES
     loads = balanced_loads(tabled(ran["observed"]), lane_size, (1 << 24,))
     assert loads is not None
@@ -216,7 +263,9 @@ def summarise(job: Job, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return statistics.median(each[kind][mode][name] for each in rounds)
 
     def gain(kind: str, over: str, name: str) -> float:
-        return statistics.median(each[kind]["stabilized"][name] / each[kind][over][name] for each in rounds)
+        return statistics.median(
+            each[kind]["stabilized"][name] / each[kind][over][name] for each in rounds
+        )
 
     modes = {
         mode: {
@@ -231,7 +280,10 @@ def summarise(job: Job, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for mode in MODES
     }
     gains = {
-        over: {"measured": gain("ran", over, "tokens_per_s"), "predicted": gain("predicted", over, "tokens_per_s")}
+        over: {
+            "measured": gain("ran", over, "tokens_per_s"),
+            "predicted": gain("predicted", over, "tokens_per_s"),
+        }
         for over in ("greedy", "synchronized")
     }
     peak = modes["stabilized"]["load_peak_tokens"]
@@ -248,7 +300,9 @@ def summarise(job: Job, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "limit_over_synchronized_peak": job.limit / modes["synchronized"]["load_peak_tokens"],
         "closed_form": (job.length + job.interval) / (2 * job.length),
         "r_part_over_s_part": statistics.median(
-            ran["r_part_at_mean_load_s"] / ran["s_part_s"] for each in rounds for ran in each["ran"].values()
+            ran["r_part_at_mean_load_s"] / ran["s_part_s"]
+            for each in rounds
+            for ran in each["ran"].values()
         ),
         "gains": gains,
         "passed": passed,
@@ -258,18 +312,23 @@ def summarise(job: Job, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    lines = ["mode           tokens/s   predicted   off by   S busy   R busy   mean load   peak load"]
+    lines = [
+        "mode           tokens/s   predicted   off by   S busy   R busy   mean load   peak load"
+    ]
     for mode, row in result["modes"].items():
         off = row["predicted_tokens_per_s"] / row["tokens_per_s"] - 1
         lines.append(
-            f"{mode:<13} {row['tokens_per_s']:>9.0f} {row['predicted_tokens_per_s']:>11.0f} {off:>+8.1%} "
+            f"{mode:<13} {row['tokens_per_s']:>9.0f} {row['predicted_tokens_per_s']:>11.0f} "
+            f"{off:>+8.1%} "
             f"{row['s_busy']:>8.0%} {row['r_busy']:>8.0%} "
             f"{row['load_mean_tokens']:>11.0f} {row['load_peak_tokens']:>11.0f}"
         )
     lines.append(f"R-part over S-part at the mean load: {result['r_part_over_s_part']:.2f}")
     lines.append(
-        f"stabilized: the peak is {result['peak_over_limit']:.1%} of the limit of {result['limit_tokens']} tokens; "
-        f"that is {result['limit_over_synchronized_peak']:.3f} of the synchronized peak, (S + F)/2S = "
+        f"stabilized: the peak is {result['peak_over_limit']:.1%} of the limit of "
+        f"{result['limit_tokens']} tokens; "
+        f"that is {result['limit_over_synchronized_peak']:.3f} of the synchronized peak, (S + "
+        "F)/2S = "
         f"{result['closed_form']:.3f}"
     )
     lines += [

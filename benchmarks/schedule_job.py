@@ -14,13 +14,15 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.trace import NoTrace
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 
-# With two lanes and S ≈ R a lane has no time to spare for the link: neither part would be busy all the time.
+# With two lanes and S ≈ R a lane has no time to spare for the link: neither
+# part would be busy all the time.
 NUM_LANES = 3
 BLOCK_SIZE = 32
-# Much KV cache for little S-part, so that they are in balance at short lengths even on one core each.
+# Much KV cache for little S-part, so that they are in balance at short lengths
+# even on one core each.
 SHAPE = {
-    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 64,
-    "num_key_value_heads": 8, "vocab_size": 512, "torch_dtype": "float32",
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "head_dim": 64, "num_key_value_heads": 8, "vocab_size": 512, "torch_dtype": "float32",
 }  # fmt: skip
 NUM_BINS = 24
 
@@ -54,7 +56,8 @@ class Job:
         return self.batch * self.length, (self.num_requests - self.batch) * self.length
 
 
-# What a step's parts took: decoding sequences, prompt tokens, S-part in s, cached tokens attended, R-part in s.
+# What a step's parts took: decoding sequences, prompt tokens, S-part in s,
+# cached tokens attended, R-part in s.
 Observation = tuple[int, int, float, int, float]
 # A lane's step: lane, time of its end, tokens drawn, load over all lanes.
 LaneStep = tuple[int, float, int, int]
@@ -77,7 +80,14 @@ class Records(NoTrace):
         self.steps.append((lane, end_s, num_tokens, self.loads[-1]))
 
     def attended(
-        self, worker: int, lane: int, step: int, layer: int, sent_s: float, arrived_s: float, compute_s: float
+        self,
+        worker: int,
+        lane: int,
+        step: int,
+        layer: int,
+        sent_s: float,
+        arrived_s: float,
+        compute_s: float,
     ) -> None:
         self.on_link.append(arrived_s - sent_s - compute_s)
 
@@ -93,7 +103,11 @@ class Times(MeasuredTimes):
         self._records = records
 
     def observe(
-        self, num_decoding: int, num_prompt_tokens: int, s_part_s: float, r_parts: Mapping[int, RPartTime]
+        self,
+        num_decoding: int,
+        num_prompt_tokens: int,
+        s_part_s: float,
+        r_parts: Mapping[int, RPartTime],
     ) -> None:
         super().observe(num_decoding, num_prompt_tokens, s_part_s, r_parts)
         for part in r_parts.values():
@@ -107,11 +121,13 @@ def run_job(job: Job) -> dict[str, Any]:
     records = Records()
     options: dict[str, Any] = {
         "dtype": "float32", "transport": "mpi", "lanes": NUM_LANES, "max_num_sequences": job.batch,
-        "schedule": job.mode, "load_limit": job.limit, "target_length": job.length, "interval": job.interval,
-        "block_size": BLOCK_SIZE,
+        "schedule": job.mode, "load_limit": job.limit, "target_length": job.length,
+        "interval": job.interval, "block_size": BLOCK_SIZE,
     }  # fmt: skip
     with LLM(job.model, trace=records, times=Times(records), **options) as llm:
-        llm.generate([[1]] * 2, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))  # compiles
+        llm.generate(
+            [[1]] * 2, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        )  # compiles
         records.clear()
         params = SamplingParams(temperature=0, max_tokens=job.length, ignore_eos=True)
         began = time.perf_counter()
@@ -132,20 +148,23 @@ def run_job(job: Job) -> dict[str, Any]:
 
 
 def num_first(job: Job, observed: Sequence[Observation]) -> int:
-    """Steps that the first B·S tokens take. In them the R-worker writes to memory for the first time, which costs."""
+    """Steps that the first B·S tokens take. In them the R-worker writes to
+    memory for the first time, which costs."""
     tokens = itertools.accumulate(each[0] for each in observed)
     return sum(1 for count in tokens if count < job.batch * job.length)
 
 
 def in_the_middle(job: Job, counts: Iterable[int]) -> list[bool]:
-    """Which steps, of so many tokens each, lie between the first B·S tokens and the last; all, if there are no more."""
+    """Which steps, of so many tokens each, lie between the first B·S tokens and
+    the last; all, if there are no more."""
     low, high = job.middle
     return [low >= high or low < count <= high for count in itertools.accumulate(counts)]
 
 
 def calm_tokens_per_s(job: Job, steps: Sequence[LaneStep]) -> float:
-    """Throughput in the middle of a run. Each step counts with the median time of the steps at about its load, so that
-    what other processes take away now and then is left out."""
+    """Throughput in the middle of a run. Each step counts with the median time
+    of the steps at about its load, so that what other processes take away now
+    and then is left out."""
     last: dict[int, float] = {}
     taken: list[tuple[int, float, int]] = []  # load, seconds, tokens
     for (lane, end_s, num_tokens, load), inside in zip(

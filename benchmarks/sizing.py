@@ -1,16 +1,21 @@
-"""Is the cost model right? Predicted against measured decode steps on this machine.
+"""Is the cost model right? Predicted against measured decode steps on this
+machine.
 
     python benchmarks/sizing.py --out benchmarks/results/sizing.json
 
-Writes a random Llama-shaped checkpoint, calibrates the S-part and the R-part as ``fastdecode calibrate`` does, predicts
-a decode step for each configuration of batch, context, KV dtype and R-workers, runs it in the engine, and compares.
-All of it is done in several rounds. Times are those that a tenth of the repeats undercut, in the calmest round,
-measured and predicted alike: what other processes take away is left out on both sides. The file holds every round, and
+Writes a random Llama-shaped checkpoint, calibrates the S-part and the R-part as
+``fastdecode calibrate`` does, predicts a decode step for each configuration of
+batch, context, KV dtype and R-workers, runs it in the engine, and compares. All
+of it is done in several rounds. Times are those that a tenth of the repeats
+undercut, in the calmest round, measured and predicted alike: what other
+processes take away is left out on both sides. The file holds every round, and
 medians too.
 
-R-workers are threads of the S-worker's process, with one lane: a step is S-part plus R-part. The S-part and each
-R-worker have one thread, as many R-workers as cores: with more, the S-part's threads would spin on cores that R-workers
-compute on, which neither part's calibration knows of, and which no deployment should do.
+R-workers are threads of the S-worker's process, with one lane: a step is S-part
+plus R-part. The S-part and each R-worker have one thread, as many R-workers as
+cores: with more, the S-part's threads would spin on cores that R-workers
+compute on, which neither part's calibration knows of, and which no deployment
+should do.
 
 Exit code 1 if a step is off by more than the tolerance.
 """
@@ -48,8 +53,8 @@ from fastdecode.measure.steady import time_steady_steps
 from rworker.measure import Effort, Host, measure_r_part
 
 MODEL = llama_config(
-    hidden_size=768, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=12, num_key_value_heads=4,
-    vocab_size=8192,
+    hidden_size=768, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=12,
+    num_key_value_heads=4, vocab_size=8192,
 )  # fmt: skip
 
 
@@ -64,7 +69,10 @@ class Configuration:
 
 
 CONFIGURATIONS = (
-    *(Configuration(b, c, "bfloat16", 1) for b, c in ((4, 256), (16, 256), (32, 256), (16, 768), (32, 768))),
+    *(
+        Configuration(b, c, "bfloat16", 1)
+        for b, c in ((4, 256), (16, 256), (32, 256), (16, 768), (32, 768))
+    ),
     *(Configuration(b, c, "bfloat16", 1) for b, c in ((4, 2048), (8, 2048))),
     *(Configuration(b, c, "float16", 1) for b, c in ((16, 768), (8, 1024))),
     Configuration(16, 1024, "float32", 1),
@@ -72,13 +80,19 @@ CONFIGURATIONS = (
 )
 KINDS = tuple(dict.fromkeys((c.kv_dtype, c.r_workers) for c in CONFIGURATIONS))
 S_EFFORT = SEffort(batches=(1, 4, 16, 32), prompts=(16, 64), repeats=31)
-R_EFFORT = Effort(sequences=(1, 4, 16, 32), contexts=(64, 512, 2048), repeats=9, max_kv_bytes=500 << 20)
+R_EFFORT = Effort(
+    sequences=(1, 4, 16, 32), contexts=(64, 512, 2048), repeats=9, max_kv_bytes=500 << 20
+)
 NUM_STEPS = 32
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the table there, JSON, and beside it for a page, Markdown")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, help="write the table there, JSON, and beside it for a page, Markdown"
+    )
     parser.add_argument("--tolerance", type=float, default=0.15)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -87,12 +101,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         spec = write_checkpoint(Path(name), MODEL, "llama-50m")
         rounds = [compare(spec, name) for _ in range(args.rounds)]
-    rows = [calmest(configuration, [each[configuration] for each in rounds]) for configuration in CONFIGURATIONS]
+    rows = [
+        calmest(configuration, [each[configuration] for each in rounds])
+        for configuration in CONFIGURATIONS
+    ]
     print(table(rows))
     errors = [abs(row["relative_error"]) for row in rows]
     print(f"off by {statistics.median(errors):.1%} in the middle, {max(errors):.1%} at worst")
     if args.out is not None:
-        result = {**provenance(), "load_average": [load_before, os.getloadavg()[0]], "seconds": time.time() - started}
+        result = {
+            **provenance(),
+            "load_average": [load_before, os.getloadavg()[0]],
+            "seconds": time.time() - started,
+        }
         result |= {"rounds": args.rounds, "tolerance": args.tolerance, "rows": rows}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -105,8 +126,12 @@ def compare(spec: ModelSpec, model: str) -> dict[Configuration, dict[str, float]
     result = {}
     s_profiles: dict[int, SProfile] = {}
     for kv_dtype, r_workers in KINDS:
-        if r_workers not in s_profiles:  # every R-worker is a message more for the S-worker's thread
-            s_profiles[r_workers] = calm_s(calibrate_s(config_of(model, kv_dtype, r_workers), S_EFFORT, say))
+        if (
+            r_workers not in s_profiles
+        ):  # every R-worker is a message more for the S-worker's thread
+            s_profiles[r_workers] = calm_s(
+                calibrate_s(config_of(model, kv_dtype, r_workers), S_EFFORT, say)
+            )
         r_profile = calm_r(calibrate_r(spec, kv_dtype, r_workers))
         costs = TokenCosts(spec, DType.BFLOAT16, kv_dtype)
         system = System(
@@ -143,7 +168,8 @@ def run(running: RunningEngine, system: System, c: Configuration) -> dict[str, f
 
 
 def calmest(configuration: Configuration, rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """A configuration's calmest round, quantity by quantity: what else runs on the machine only ever adds time."""
+    """A configuration's calmest round, quantity by quantity: what else runs on
+    the machine only ever adds time."""
     row = {name: min(each[name] for each in rounds) for name in rounds[0]}
     error = row["predicted_step_s"] / row["measured_step_s"] - 1
     return {**asdict(configuration), **row, "relative_error": error, "rounds": list(rounds)}
@@ -172,7 +198,9 @@ def calibrate_r(spec: ModelSpec, kv_dtype: str, r_workers: int) -> RProfile:
 
 def calm_s(profile: SProfile) -> SProfile:
     """The profile with each time as it is when little disturbs."""
-    parts = {name: calm_points(getattr(profile, name)) for name in ("layer", "head", "step", "prefill")}
+    parts = {
+        name: calm_points(getattr(profile, name)) for name in ("layer", "head", "step", "prefill")
+    }
     return replace(profile, **parts)
 
 
@@ -189,7 +217,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["batch  context  KV dtype  R-workers   predicted    measured   off by"]
     lines += [
         f"{r['batch']:>5}  {r['context_tokens']:>7}  {r['kv_dtype']:<8}  {r['r_workers']:>9}  "
-        f"{1e3 * r['predicted_step_s']:>7.2f} ms  {1e3 * r['measured_step_s']:>7.2f} ms   {r['relative_error']:+.1%}"
+        f"{1e3 * r['predicted_step_s']:>7.2f} ms  {1e3 * r['measured_step_s']:>7.2f} ms   "
+        f"{r['relative_error']:+.1%}"
         for r in rows
     ]
     return "\n".join(lines)
@@ -197,11 +226,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table for a page."""
-    head = "| batch | context | KV dtype | R-workers | predicted | measured | off by | its R-part | measured |"
+    head = (
+        "| batch | context | KV dtype | R-workers | predicted | measured | off by | its R-part | "
+        "measured |"
+    )
     lines = [head, re.sub(r"[^|]+", "---", head)]
     lines += [
         f"| {r['batch']} | {r['context_tokens']:,} | {r['kv_dtype']} | {r['r_workers']} "
-        f"| {1e3 * r['predicted_step_s']:.2f} ms | {1e3 * r['measured_step_s']:.2f} ms | {r['relative_error']:+.1%} "
+        f"| {1e3 * r['predicted_step_s']:.2f} ms | {1e3 * r['measured_step_s']:.2f} ms | "
+        f"{r['relative_error']:+.1%} "
         f"| {1e3 * r['predicted_r_part_s']:.2f} ms | {1e3 * r['measured_r_part_s']:.2f} ms |"
         for r in rows
     ]

@@ -1,10 +1,14 @@
-"""One long sequence, decoded from one R-worker of one thread, two that have a part each, or one of two threads.
+"""One long sequence, decoded from one R-worker of one thread, two that have a
+part each, or one of two threads.
 
-    OMP_NUM_THREADS=1 python benchmarks/split.py --out benchmarks/results/split.json
+    OMP_NUM_THREADS=1 python benchmarks/split.py --out
+    benchmarks/results/split.json
 
-A random model with little S-part, so that steps are attention. The three take turns; ratios are of medians of decode
-steps. One of two threads is what two R-workers of one thread could come to at best where they share a machine. torch is
-given one thread, since its others would spin for a while after every S-step, on the R-workers' cores.
+A random model with little S-part, so that steps are attention. The three take
+turns; ratios are of medians of decode steps. One of two threads is what two
+R-workers of one thread could come to at best where they share a machine. torch
+is given one thread, since its others would spin for a while after every S-step,
+on the R-workers' cores.
 """
 
 from __future__ import annotations
@@ -35,13 +39,20 @@ def step_times(llm: LLM, prompt: list[int], num_tokens: int) -> list[float]:
         assert delta.error is None, delta.error
         ends.append(time.perf_counter())
     assert len(ends) == num_tokens, "the reader was slower than the steps"
-    return [after - before for before, after in zip(ends[-num_tokens:], ends[1 - num_tokens :], strict=False)]
+    return [
+        after - before
+        for before, after in zip(ends[-num_tokens:], ends[1 - num_tokens :], strict=False)
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--context", type=int, default=10000, help="prompt tokens (default: 10000)")
-    parser.add_argument("--tokens", type=int, default=100, help="decode steps in a turn (default: 100)")
+    parser.add_argument(
+        "--tokens", type=int, default=100, help="decode steps in a turn (default: 100)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -54,7 +65,9 @@ def main() -> None:
     }
     times: dict[str, list[float]] = {name: [] for name in setups}
     with tempfile.TemporaryDirectory() as directory:
-        write_checkpoint(Path(directory), llama_config(**SHAPE, max_position_embeddings=1 << 17), "random")
+        write_checkpoint(
+            Path(directory), llama_config(**SHAPE, max_position_embeddings=1 << 17), "random"
+        )
         shared = {"r_threads": 1, "kv_memory_gb": 1.0, "prefill_chunk": 2048, "lanes": 1}
         llms = {name: LLM(directory, **{**shared, **how}) for name, how in setups.items()}
         for _ in range(options.rounds):
@@ -64,9 +77,18 @@ def main() -> None:
             llm.close()
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     base = medians["one R-worker"]
-    rows = [{"setup": name, "ms": s * 1e3, "tokens_per_s_ratio": base / s} for name, s in medians.items()]
+    rows = [
+        {"setup": name, "ms": s * 1e3, "tokens_per_s_ratio": base / s}
+        for name, s in medians.items()
+    ]
     for row in rows:
-        print(*(f"{key} {value:.3g}" if isinstance(value, float) else value for key, value in row.items()), sep="  ")
+        print(
+            *(
+                f"{key} {value:.3g}" if isinstance(value, float) else value
+                for key, value in row.items()
+            ),
+            sep="  ",
+        )
     if options.out is not None:
         result = {**provenance(), "context": options.context, "rows": rows}
         options.out.write_text(json.dumps(result, indent=1) + "\n")

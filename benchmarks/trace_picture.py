@@ -1,8 +1,10 @@
 """Draw a part of a Chrome trace as SVG: who was busy when.
 
-    python benchmarks/trace_picture.py one.json two.json --names "one lane" "two lanes" --out docs/lanes.svg
+    python benchmarks/trace_picture.py one.json two.json --names "one lane" "two
+    lanes" --out docs/lanes.svg
 
-Traces are those of ``--trace``. Each is drawn from its first S-step that begins a step of every lane, all to one scale.
+Traces are those of ``--trace``. Each is drawn from its first S-step that begins
+a step of every lane, all to one scale.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def draw(traces: list[tuple[str, list[Span]]], length: float) -> str:
             y += ROW + GAP
         y += GAP
     parts.append(axis(length, scale, y))
-    style = "text{font:12px sans-serif;fill:#444}.title{font-weight:bold}.in{fill:#fff;font-size:10px}"
+    style = (
+        "text{font:12px sans-serif;fill:#444}.title{font-weight:bold}.in{fill:#fff;font-size:10px}"
+    )
     height = y + 24
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">'
     ground = f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>'
@@ -77,17 +81,24 @@ def box(span: Span, x: float, width: float, y: int) -> str:
     colour = COLOURS[span.lane % len(COLOURS)]
     rect = f'<rect x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.4):.1f}" height="{ROW}" fill="{colour}"/>'
     shown = width > 7 * len(span.name)
-    return rect + (f'<text x="{x + 3:.1f}" y="{y + 15}" class="in">{escape(span.name)}</text>' if shown else "")
+    return rect + (
+        f'<text x="{x + 3:.1f}" y="{y + 15}" class="in">{escape(span.name)}</text>' if shown else ""
+    )
 
 
 def axis(length: float, scale: float, y: int) -> str:
     step = next(s for s in (1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6, 1e7) if length / s <= 12)
     ticks = [i * step for i in range(int(length / step) + 1)]
-    return "\n".join(f'<text x="{LABEL_WIDTH + t * scale:.1f}" y="{y + 12}">{t / 1e3:g} ms</text>' for t in ticks[:-1])
+    return "\n".join(
+        f'<text x="{LABEL_WIDTH + t * scale:.1f}" y="{y + 12}">{t / 1e3:g} ms</text>'
+        for t in ticks[:-1]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--names", nargs="+", required=True)
     parser.add_argument("--ms", type=float, default=100.0, help="to be drawn of each")

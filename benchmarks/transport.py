@@ -1,13 +1,16 @@
-"""What do codec and loop add to the wire? A layer's round trip against the raw ping-pong of the same bytes.
+"""What do codec and loop add to the wire? A layer's round trip against the raw
+ping-pong of the same bytes.
 
     python benchmarks/transport.py --out benchmarks/results/transport.json
 
-An S-worker sends q, k and v (equal thirds of the size) to each of 1 to 3 R-workers, which answer o (a third) from a
-null kernel. The raw ping-pong moves as many bytes over the same transport, between the same processes, with one plain
-buffer each way and the same polite waiting. Both are measured in turns within one run, so that what else the machine
-does falls on both.
+An S-worker sends q, k and v (equal thirds of the size) to each of 1 to 3
+R-workers, which answer o (a third) from a null kernel. The raw ping-pong moves
+as many bytes over the same transport, between the same processes, with one
+plain buffer each way and the same polite waiting. Both are measured in turns
+within one run, so that what else the machine does falls on both.
 
-Goals: at most 15 us added at 16 KB, at most 1.3 times the raw time at 256 KB and above.
+Goals: at most 15 us added at 16 KB, at most 1.3 times the raw time at 256 KB
+and above.
 """
 
 from __future__ import annotations
@@ -77,7 +80,9 @@ class RawMpi:
 
     def trip(self, out: np.ndarray, back: np.ndarray) -> None:
         with self._job.lock:
-            receives = [self._job.comm.Irecv([back, self._mpi.BYTE], rank, 7) for rank in self._ranks]
+            receives = [
+                self._job.comm.Irecv([back, self._mpi.BYTE], rank, 7) for rank in self._ranks
+            ]
             sends = [self._job.comm.Isend([out, self._mpi.BYTE], rank, 7) for rank in self._ranks]
             self._wait([*sends, *receives])
 
@@ -153,7 +158,9 @@ def serve(connection: Any, raw: Raw) -> None:
                 raw.answer(out, back)
             for _ in range(TRIPS):
                 message = connection.receive(TIMEOUT_S)
-                connection.send(AttendResult(message.step, message.lane, message.layer, o, None, 0.0))
+                connection.send(
+                    AttendResult(message.step, message.lane, message.layer, o, None, 0.0)
+                )
     assert isinstance(connection.receive(TIMEOUT_S), Shutdown)
 
 
@@ -207,7 +214,13 @@ def zmq_s_worker(num_r: int, out: Path) -> None:
     command = [sys.executable, __file__, "--directory", str(directory), "--role"]
     workers = [subprocess.Popen([*command, f"zmq-r {i}"]) for i in range(num_r)]
     hub, context, sockets = ZmqHub(), zmq.Context(), []
-    hello = Hello(PROTOCOL_VERSION, "-", KVSpec(1, 8, 64, DType.FLOAT16), (AttentionSpec(8, 8, 64, 1),), DType.FLOAT16)
+    hello = Hello(
+        PROTOCOL_VERSION,
+        "-",
+        KVSpec(1, 8, 64, DType.FLOAT16),
+        (AttentionSpec(8, 8, 64, 1),),
+        DType.FLOAT16,
+    )
     for index in range(num_r):
         path = directory / f"{index}.addresses"
         assert look_until_found(lambda p=path: p.exists() or None, TIMEOUT_S)
@@ -242,7 +255,10 @@ def run(transport: str, num_r: int) -> list[Row]:
         if transport == "zmq":
             command = [*python, f"zmq-s {num_r}"]
         else:
-            launcher = [str(Path(sys.executable).with_name("mpirun")), *f"{MPIRUN} {BTLS[transport]}".split()]
+            launcher = [
+                str(Path(sys.executable).with_name("mpirun")),
+                *f"{MPIRUN} {BTLS[transport]}".split(),
+            ]
             command = [*launcher, "-n", str(1 + num_r), *python, transport]
         subprocess.run(command, env=env, stdin=subprocess.DEVNULL, check=True, timeout=600)
         return [Row(**row) for row in json.loads(out.read_text())]
@@ -259,7 +275,9 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("transport.json"))
     parser.add_argument("--transports", nargs="+", default=[*BTLS, "zmq"], choices=[*BTLS, "zmq"])
     parser.add_argument("--r-workers", nargs="+", type=int, default=list(SIZES_R))
@@ -276,10 +294,19 @@ def main() -> None:
             zmq_s_worker(int(number), args.out)
     else:
         before = provenance()
-        rows = [row for transport in args.transports for num_r in args.r_workers for row in run(transport, num_r)]
+        rows = [
+            row
+            for transport in args.transports
+            for num_r in args.r_workers
+            for row in run(transport, num_r)
+        ]
         print(table(rows))
         described = [asdict(row) | {"added_s": row.added_s, "ratio": row.ratio} for row in rows]
-        args.out.write_text(json.dumps({**before, "load_average_after": os.getloadavg(), "rows": described}, indent=1))
+        args.out.write_text(
+            json.dumps(
+                {**before, "load_average_after": os.getloadavg(), "rows": described}, indent=1
+            )
+        )
 
 
 if __name__ == "__main__":

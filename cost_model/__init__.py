@@ -1,6 +1,8 @@
-"""How many CPUs does this model need? Fits what workers measured, predicts steps, sizes clusters.
+"""How many CPUs does this model need? Fits what workers measured, predicts
+steps, sizes clusters.
 
-Pure: no torch, no sockets, no clocks; the only input or output is reading the data files it is given.
+Pure: no torch, no sockets, no clocks; the only input or output is reading the
+data files it is given.
 
     hardware   what vendors state about GPUs, CPUs and NICs, with sources and efficiencies
     shapes     the built-in models

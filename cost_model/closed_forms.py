@@ -1,7 +1,9 @@
-"""The paper's sizing in closed form (FastDecode, arXiv 2403.11421, section 4.3), in any one unit of time.
+"""The paper's sizing in closed form (FastDecode, arXiv 2403.11421, section
+4.3), in any one unit of time.
 
-B is the batch that passes the GPU at once, S the sequence length, R the time of one cached token's R-part on one CPU,
-T(B) the time of one layer's S-part, C the tokens that one CPU can hold. Load-stabilised, a batch holds ½·B·S tokens.
+B is the batch that passes the GPU at once, S the sequence length, R the time of
+one cached token's R-part on one CPU, T(B) the time of one layer's S-part, C the
+tokens that one CPU can hold. Load-stabilised, a batch holds ½·B·S tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ class RequiredCpus(NamedTuple):
 
 
 def required_cpus(
-    batch: int, seq_len: int, r_per_token: float, t_of_b: float | Callable[[int], float], capacity_tokens: float
+    batch: int,
+    seq_len: int,
+    r_per_token: float,
+    t_of_b: float | Callable[[int], float],
+    capacity_tokens: float,
 ) -> RequiredCpus:
     """CPUs that keep the GPU busy and hold the KV cache.
 
@@ -41,7 +47,8 @@ def required_cpus(
     """
     t = t_of_b(batch) if callable(t_of_b) else t_of_b
     _check_positive(
-        batch=batch, seq_len=seq_len, r_per_token=r_per_token, t_of_b=t, capacity_tokens=capacity_tokens
+        batch=batch, seq_len=seq_len, r_per_token=r_per_token, t_of_b=t,
+        capacity_tokens=capacity_tokens
     )  # fmt: skip
     compute_bound = batch * seq_len * r_per_token / (2 * t)
     memory_bound = batch * seq_len / (2 * capacity_tokens)
@@ -51,7 +58,8 @@ def required_cpus(
 def max_batch_within_latency(
     num_layers: int, seq_len: int, latency: float, t_of_b_table: Mapping[int, float]
 ) -> int | None:
-    """The largest batch of the table with 2·N·S·T(B) <= L: two lanes, each T(B) a layer, for every token.
+    """The largest batch of the table with 2·N·S·T(B) <= L: two lanes, each T(B)
+    a layer, for every token.
 
     Args:
         num_layers: N.
@@ -74,12 +82,14 @@ def max_batch_within_latency(
     return max(fitting, default=None)
 
 
-# Far below anything that matters, far above what rounding adds to a handful of products (a few 1e-16).
+# Far below anything that matters, far above what rounding adds to a handful of
+# products (a few 1e-16).
 _ROUNDING = 1e-12
 
 
 def whole(count: float) -> int:
-    """The least whole number that isn't below ``count``, but for rounding: 100.00000000000001 is 100. At least 1."""
+    """The least whole number that isn't below ``count``, but for rounding:
+    100.00000000000001 is 100. At least 1."""
     nearest = round(count)
     if math.isclose(count, nearest, rel_tol=_ROUNDING):
         return max(1, nearest)

@@ -1,4 +1,5 @@
-"""What a plan must satisfy, one constraint at a time: each with the fewest sockets that satisfy it alone."""
+"""What a plan must satisfy, one constraint at a time: each with the fewest
+sockets that satisfy it alone."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from cost_model.closed_forms import at_most, whole
 from cost_model.predict import System
 from cost_model.quantities import bytes_text, counted, seconds_text
 
-# The GPU counts as busy if the S-worker's ports, which no socket speeds up, leave it idle no longer than this.
+# The GPU counts as busy if the S-worker's ports, which no socket speeds up,
+# leave it idle no longer than this.
 BUSY = 0.95
 
 
@@ -28,7 +30,8 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Promises:
-    """What the user asked to hold. Steps of a sequence may take ``step_limit_s``; inf if nothing was asked."""
+    """What the user asked to hold. Steps of a sequence may take
+    ``step_limit_s``; inf if nothing was asked."""
 
     step_limit_s: float
     headroom: float
@@ -39,9 +42,12 @@ def s_worker_fits(system: System, lane_batch: int, lanes: int) -> bool:
     return at_most(system.s_memory_bytes(lane_batch, lanes), system.s.usable_memory_bytes)
 
 
-def gpu_busy_constraints(system: System, lane_batch: int, lanes: int, promises: Promises) -> tuple[Constraint, ...]:
-    """What it takes that the S-worker never waits, every promise is kept and everything fits. Strictest reading: each
-    other stage of a lane must be no slower than the lane's S-part."""
+def gpu_busy_constraints(
+    system: System, lane_batch: int, lanes: int, promises: Promises
+) -> tuple[Constraint, ...]:
+    """What it takes that the S-worker never waits, every promise is kept and
+    everything fits. Strictest reading: each other stage of a lane must be no
+    slower than the lane's S-part."""
     s_s = system.s_s(lane_batch)
     rows = _stage_constraints(system, lane_batch, promises, s_s)
     trips = _round_trips(system, lane_batch, lanes, promises)
@@ -49,15 +55,20 @@ def gpu_busy_constraints(system: System, lane_batch: int, lanes: int, promises: 
     return (*rows, trips, _messages(system, lane_batch, (*rows, trips, *others), s_s), *others)
 
 
-def best_effort_constraints(system: System, lane_batch: int, lanes: int, promises: Promises) -> tuple[Constraint, ...]:
-    """As above, where the S-worker may wait: the pace is that of the slowest stage that no socket can speed up."""
+def best_effort_constraints(
+    system: System, lane_batch: int, lanes: int, promises: Promises
+) -> tuple[Constraint, ...]:
+    """As above, where the S-worker may wait: the pace is that of the slowest
+    stage that no socket can speed up."""
     lane = system.lane(lane_batch, sockets=float("inf"))
     pace_s = max(lane.s_s, lane.out_s, lane.back_s, lane.r_s * (1.0 + promises.headroom))
     rows = _stage_constraints(system, lane_batch, promises, pace_s)
     return (*rows, *_room_and_latency(system, lane_batch, lanes, promises))
 
 
-def _stage_constraints(system: System, lane_batch: int, promises: Promises, pace_s: float) -> tuple[Constraint, ...]:
+def _stage_constraints(
+    system: System, lane_batch: int, promises: Promises, pace_s: float
+) -> tuple[Constraint, ...]:
     """The stages whose time depends on the number of sockets, each within ``pace_s``."""
     load = lane_batch * system.attended_tokens
     token_s, pace = system.r.pace * system.r.token_s, seconds_text(pace_s)
@@ -73,7 +84,8 @@ def _stage_constraints(system: System, lane_batch: int, promises: Promises, pace
         Constraint(
             "S-time balance",
             balance,
-            f"{load:,.0f} cached tokens a lane x {seconds_text(token_s)} = {seconds_text(load * token_s)} on one "
+            f"{load:,.0f} cached tokens a lane x {seconds_text(token_s)} = "
+            f"{seconds_text(load * token_s)} on one "
             f"socket, to be done in {pace}",
             "a larger batch, fewer tokens a sequence, a smaller KV dtype",
         ),
@@ -86,22 +98,27 @@ def _stage_constraints(system: System, lane_batch: int, promises: Promises, pace
         Constraint(
             "network bytes",
             network,
-            f"{bytes_text(out)} out and {bytes_text(back)} back a lane and layer: {seconds_text(s_side_s)} of {pace} "
+            f"{bytes_text(out)} out and {bytes_text(back)} back a lane and layer: "
+            f"{seconds_text(s_side_s)} of {pace} "
             f"on the S-worker's ports",
             "a faster port, more ports",
         ),
     )
 
 
-def _messages(system: System, lane_batch: int, others: tuple[Constraint, ...], pace_s: float) -> Constraint:
-    """More sockets, more messages: what the other constraints ask for must not keep the S-worker's thread too busy."""
+def _messages(
+    system: System, lane_batch: int, others: tuple[Constraint, ...], pace_s: float
+) -> Constraint:
+    """More sockets, more messages: what the other constraints ask for must not
+    keep the S-worker's thread too busy."""
     needs = [row.min_sockets for row in others if row.min_sockets is not None]
     sockets = max(1, *needs)
     messages_s = system.messages_s(lane_batch, sockets)
     return Constraint(
         "messages",
         0 if at_most(messages_s, pace_s) else None,
-        f"{counted(sockets, 'R-worker')} x {seconds_text(system.link.pace * system.link.message_s)} = "
+        f"{counted(sockets, 'R-worker')} x "
+        f"{seconds_text(system.link.pace * system.link.message_s)} = "
         f"{seconds_text(messages_s)} of {seconds_text(pace_s)} for the S-worker's thread",
         "fewer, faster sockets; a larger batch",
     )
@@ -110,7 +127,9 @@ def _messages(system: System, lane_batch: int, others: tuple[Constraint, ...], p
 def _round_trips(system: System, lane_batch: int, lanes: int, promises: Promises) -> Constraint:
     """While the other lanes are on the GPU, a lane must get out, through the R-part, and back."""
     if lanes == 1:
-        return Constraint("round trips", None, "one lane alone always waits for its R-part", "a second lane")
+        return Constraint(
+            "round trips", None, "one lane alone always waits for its R-part", "a second lane"
+        )
 
     def remote_s(sockets: float) -> float:
         lane = system.lane(lane_batch, sockets)
@@ -122,14 +141,20 @@ def _round_trips(system: System, lane_batch: int, lanes: int, promises: Promises
     return Constraint(
         "round trips",
         _sockets_for(remote_s, hidden_s),
-        f"out {out}, back {back}, latency {trip}, messages and the R-part within {seconds_text(hidden_s)}, the other "
+        f"out {out}, back {back}, latency {trip}, messages and the R-part within "
+        f"{seconds_text(hidden_s)}, the other "
         f"lanes' time on the GPU",
         "a lane more, a larger batch",
     )
 
 
-def _room_and_latency(system: System, lane_batch: int, lanes: int, promises: Promises) -> tuple[Constraint, ...]:
-    kv_bytes, s_bytes = system.r_memory_bytes(lane_batch, lanes), system.s_memory_bytes(lane_batch, lanes)
+def _room_and_latency(
+    system: System, lane_batch: int, lanes: int, promises: Promises
+) -> tuple[Constraint, ...]:
+    kv_bytes, s_bytes = (
+        system.r_memory_bytes(lane_batch, lanes),
+        system.s_memory_bytes(lane_batch, lanes),
+    )
     limit_s = promises.step_limit_s
     cycle_limit_s = limit_s / system.costs.num_layers
 
@@ -142,7 +167,11 @@ def _room_and_latency(system: System, lane_batch: int, lanes: int, promises: Pro
         latency = Constraint("latency", 0, "nothing was asked", "")
     else:
         best = seconds_text(system.costs.num_layers * cycle_s(_fastest(cycle_s)))
-        allowed = f"may take {seconds_text(limit_s)}" if limit_s > 0 else "the prompt alone takes too long"
+        allowed = (
+            f"may take {seconds_text(limit_s)}"
+            if limit_s > 0
+            else "the prompt alone takes too long"
+        )
         latency = Constraint(
             "latency",
             _sockets_for(cycle_s, cycle_limit_s),
@@ -153,13 +182,15 @@ def _room_and_latency(system: System, lane_batch: int, lanes: int, promises: Pro
         Constraint(
             "R DRAM capacity",
             whole(kv_bytes / system.r.capacity_bytes),
-            f"{bytes_text(kv_bytes)} of KV cache, {bytes_text(system.r.capacity_bytes)} usable a socket",
+            f"{bytes_text(kv_bytes)} of KV cache, {bytes_text(system.r.capacity_bytes)} usable a "
+            "socket",
             "more memory, a smaller KV dtype",
         ),
         Constraint(
             "S-worker memory",
             0 if s_worker_fits(system, lane_batch, lanes) else None,
-            f"{bytes_text(s_bytes)} of weights and activations, {bytes_text(system.s.usable_memory_bytes)} usable",
+            f"{bytes_text(s_bytes)} of weights and activations, "
+            f"{bytes_text(system.s.usable_memory_bytes)} usable",
             "more GPUs, a smaller model, 16-bit weights",
         ),
         latency,
@@ -180,8 +211,9 @@ def _sockets_for(seconds: Callable[[float], float], limit_s: float) -> int | Non
 
 
 def _fastest(seconds: Callable[[float], float]) -> int:
-    """The sockets with the fewest seconds. ``seconds`` falls, then perhaps rises (work is shared out, messages add up),
-    and is constant beyond one socket a sequence and what the network can use."""
+    """The sockets with the fewest seconds. ``seconds`` falls, then perhaps
+    rises (work is shared out, messages add up), and is constant beyond one
+    socket a sequence and what the network can use."""
     high = 1
     while seconds(2 * high) < seconds(high):
         high *= 2

@@ -1,8 +1,10 @@
 """From measured points to functions, each with its error.
 
-``fit_curve`` for times over one size (T(B), prefill, transfers): a roofline if two straight lines say it well, else a
-monotone piecewise-linear curve. ``fit_decode`` for the R-part: call + sequences + cached tokens. Errors are relative:
-what nine of ten points are off by at most when they are left out of the fit, and the spread of the repeats.
+``fit_curve`` for times over one size (T(B), prefill, transfers): a roofline if
+two straight lines say it well, else a monotone piecewise-linear curve.
+``fit_decode`` for the R-part: call + sequences + cached tokens. Errors are
+relative: what nine of ten points are off by at most when they are left out of
+the fit, and the spread of the repeats.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ ROOFLINE_BONUS = 0.01
 
 @dataclass(frozen=True)
 class Curve:
-    """A time over a size: straight lines between knots, flat before the first, the last slope after the last.
+    """A time over a size: straight lines between knots, flat before the first,
+    the last slope after the last.
 
     It never falls: more work never takes less time.
     """
@@ -62,7 +65,11 @@ def fit_curve(points: Sequence[Point]) -> Curve:
     candidates = []
     for form in ("roofline", "piecewise"):
         errors = [
-            abs(_fit(form, sizes[:i] + sizes[i + 1 :], seconds[:i] + seconds[i + 1 :])(sizes[i]) / seconds[i] - 1.0)
+            abs(
+                _fit(form, sizes[:i] + sizes[i + 1 :], seconds[:i] + seconds[i + 1 :])(sizes[i])
+                / seconds[i]
+                - 1.0
+            )
             for i in range(1, len(sizes) - 1)
         ]
         left_out = float(np.mean(errors)) if errors else 0.0
@@ -70,14 +77,23 @@ def fit_curve(points: Sequence[Point]) -> Curve:
         candidates.append((left_out - bonus, form, math.hypot(_most(errors), spread)))
     _, form, error = min(candidates)
     curve = _fit(form, sizes, seconds)
-    return Curve(curve.form, curve.sizes, curve.seconds, curve.last_slope, max(error, _residual(curve, merged)))
+    return Curve(
+        curve.form,
+        curve.sizes,
+        curve.seconds,
+        curve.last_slope,
+        max(error, _residual(curve, merged)),
+    )
 
 
 def _by_size(points: Sequence[Point]) -> list[tuple[float, float]]:
     """(size, median seconds), by rising size; points of one size are averaged."""
     ordered = sorted(points, key=lambda point: point.size)
     groups = itertools.groupby(ordered, key=lambda point: point.size)
-    return [(float(size), float(np.mean([point.timing.median_s for point in group]))) for size, group in groups]
+    return [
+        (float(size), float(np.mean([point.timing.median_s for point in group])))
+        for size, group in groups
+    ]
 
 
 def _residual(curve: Curve, merged: Sequence[tuple[float, float]]) -> float:
@@ -94,7 +110,8 @@ def _fit(form: str, sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
 
 
 def _fit_piecewise(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """Knots at the points, pooled where the times would fall (isotonic regression of the logarithms)."""
+    """Knots at the points, pooled where the times would fall (isotonic
+    regression of the logarithms)."""
     levels = np.exp(_isotonic(np.log(seconds)))
     slope = 0.0
     if len(sizes) >= 2:
@@ -116,13 +133,18 @@ def _isotonic(values: np.ndarray) -> np.ndarray:
 
 
 def _fit_roofline(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """max(floor, fixed + slope · size): the floor averages the first points, the line fits the others; every split is
-    tried and the best kept. Relative least squares: each point counts by its own size."""
+    """max(floor, fixed + slope · size): the floor averages the first points,
+    the line fits the others; every split is tried and the best kept. Relative
+    least squares: each point counts by its own size."""
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
     best: tuple[float, float, float, float] | None = None
     for split in range(len(x) + 1):
         fixed, slope = _line(x[split:], y[split:])
-        floor = float(np.exp(np.mean(np.log(y[:split])))) if split else max(fixed, float(fixed + slope * x[0]))
+        floor = (
+            float(np.exp(np.mean(np.log(y[:split]))))
+            if split
+            else max(fixed, float(fixed + slope * x[0]))
+        )
         error = float(np.sum((np.maximum(floor, fixed + slope * x) / y - 1.0) ** 2))
         if best is None or error < best[0]:
             best = (error, floor, fixed, slope)
@@ -144,7 +166,8 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _non_negative(columns: np.ndarray, target: np.ndarray) -> tuple[float, ...]:
-    """Least squares with no negative coefficient: the best over all subsets of columns; there are two or three."""
+    """Least squares with no negative coefficient: the best over all subsets of
+    columns; there are two or three."""
     best: tuple[float, np.ndarray] | None = None
     width = columns.shape[1]
     for size in range(1, width + 1):
@@ -157,7 +180,9 @@ def _non_negative(columns: np.ndarray, target: np.ndarray) -> tuple[float, ...]:
             error = float(np.sum((columns @ whole - target) ** 2))
             if best is None or error < best[0] - 1e-15:
                 best = (error, whole)
-    assert best is not None, "columns are positive, so one of them alone fits with a positive coefficient"
+    assert best is not None, (
+        "columns are positive, so one of them alone fits with a positive coefficient"
+    )
     return tuple(float(each) for each in best[1])
 
 
@@ -178,10 +203,13 @@ def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
     """Fit the R-part's time over sequences and cached tokens.
 
     Raises:
-        ConfigError: there are fewer than three points: a call, a sequence and a token can't be told apart.
+        ConfigError: there are fewer than three points: a call, a sequence and a
+            token can't be told apart.
     """
     if len(points) < 3:
-        raise ConfigError("an R-part needs at least 3 decode points to be fitted", code="invalid_profile")
+        raise ConfigError(
+            "an R-part needs at least 3 decode points to be fitted", code="invalid_profile"
+        )
     seconds = np.array([point.timing.median_s for point in points])
     counts = np.array([float(point.num_sequences) for point in points])
     tokens = counts * np.array([float(point.context_tokens) for point in points])
@@ -189,7 +217,9 @@ def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
     errors = []
     for i in range(len(points)):
         keep = np.arange(len(points)) != i
-        errors.append(abs(float(columns[i] @ _non_negative(columns[keep], np.ones(len(points) - 1))) - 1.0))
+        errors.append(
+            abs(float(columns[i] @ _non_negative(columns[keep], np.ones(len(points) - 1))) - 1.0)
+        )
     spread = float(np.median([point.timing.spread for point in points]))
     call_s, sequence_s, token_s = _non_negative(columns, np.ones(len(points)))
     return DecodeFit(call_s, sequence_s, token_s, math.hypot(_most(errors), spread))

@@ -1,4 +1,5 @@
-"""The alternative: the same GPU with weights and KV cache in its own memory, attention on the GPU, no R-workers."""
+"""The alternative: the same GPU with weights and KV cache in its own memory,
+attention on the GPU, no R-workers."""
 
 from __future__ import annotations
 
@@ -22,14 +23,18 @@ class GpuOnly:
 
 
 def gpu_only_step_s(system: System, batch: int) -> float:
-    """One step: the S-part, its share of prompts, and attention that reads all K and V at the GPU's bandwidth."""
+    """One step: the S-part, its share of prompts, and attention that reads all
+    K and V at the GPU's bandwidth."""
     costs = system.costs
     read_bytes = batch * system.attended_tokens * costs.kv_layer_bytes
-    return costs.num_layers * (system.s_s(batch) + system.s.pace * read_bytes / system.s.kv_read_bytes_per_s)
+    return costs.num_layers * (
+        system.s_s(batch) + system.s.pace * read_bytes / system.s.kv_read_bytes_per_s
+    )
 
 
 def gpu_only_memory_bytes(system: System, batch: int) -> float:
-    """Weights, activations, and the cached tokens of the load: no reservation for tokens still to come."""
+    """Weights, activations, and the cached tokens of the load: no reservation
+    for tokens still to come."""
     kv_bytes = batch * system.workload.mean_context_tokens * system.costs.kv_bytes
     return system.costs.weight_bytes + batch * system.costs.peak_activation_bytes + kv_bytes
 
@@ -44,7 +49,11 @@ def best_gpu_only(system: System, step_limit_s: float) -> GpuOnly | None:
         return at_most(gpu_only_step_s(system, batch), step_limit_s)
 
     def holds(batch: int) -> bool:
-        return fits(batch) and fast(batch) and (system.s.max_batch is None or batch <= system.s.max_batch)
+        return (
+            fits(batch)
+            and fast(batch)
+            and (system.s.max_batch is None or batch <= system.s.max_batch)
+        )
 
     if not holds(1):
         return None
@@ -60,6 +69,10 @@ def best_gpu_only(system: System, step_limit_s: float) -> GpuOnly | None:
         batch=low,
         tpot_s=step_s,
         tokens_per_s=low / step_s,
-        limit="memory" if not fits(low + 1) else "latency" if not fast(low + 1) else "what was measured",
+        limit="memory"
+        if not fits(low + 1)
+        else "latency"
+        if not fast(low + 1)
+        else "what was measured",
         kv_room_bytes=system.s.usable_memory_bytes - used,
     )

@@ -1,4 +1,5 @@
-"""GPUs, CPUs and NICs by name, from ``hardware.toml``: vendors' figures with their sources, and our efficiencies."""
+"""GPUs, CPUs and NICs by name, from ``hardware.toml``: vendors' figures with
+their sources, and our efficiencies."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The part of a stated peak that we expect to get, and why. Never 1: nothing reaches its datasheet."""
+    """The part of a stated peak that we expect to get, and why. Never 1:
+    nothing reaches its datasheet."""
 
     value: float
     source: str
@@ -69,12 +71,19 @@ class Gpu:
         """
         if dtype is DType.FLOAT32:
             raise ConfigError(
-                f"dtype=float32 on {self.name}: the data file holds 16-bit matrix peaks only; use --dtype float16 or "
+                f"dtype=float32 on {self.name}: the data file holds 16-bit matrix peaks only; use "
+                "--dtype float16 or "
                 "bfloat16, or calibrate on the device and pass its profile"
             )
         if dtype is DType.BFLOAT16 and self.bf16_flops_per_s is None:
-            raise ConfigError(f"dtype=bfloat16: {self.name} has no bfloat16 units; use --dtype float16")
-        return self.bf16_flops_per_s if dtype is DType.BFLOAT16 and self.bf16_flops_per_s else self.fp16_flops_per_s
+            raise ConfigError(
+                f"dtype=bfloat16: {self.name} has no bfloat16 units; use --dtype float16"
+            )
+        return (
+            self.bf16_flops_per_s
+            if dtype is DType.BFLOAT16 and self.bf16_flops_per_s
+            else self.fp16_flops_per_s
+        )
 
     @property
     def usable_memory_bytes(self) -> float:
@@ -155,7 +164,9 @@ class Hardware:
     @classmethod
     def load(cls) -> Hardware:
         """The file that comes with the package."""
-        return cls(parse_toml(resources.files("cost_model").joinpath("hardware.toml").read_text("utf-8")))
+        return cls(
+            parse_toml(resources.files("cost_model").joinpath("hardware.toml").read_text("utf-8"))
+        )
 
     @cached_property
     def gpus(self) -> dict[str, Gpu]:
@@ -187,7 +198,8 @@ class Hardware:
         faster = [
             other
             for other in self.nics.values()
-            if other.line_bits_per_s > nic.line_bits_per_s and other.name.endswith("GbE") == ethernet
+            if other.line_bits_per_s > nic.line_bits_per_s
+            and other.name.endswith("GbE") == ethernet
         ]
         return min(faster, key=lambda other: other.line_bits_per_s, default=None)
 
@@ -196,7 +208,11 @@ class Hardware:
         return [(name, {**defaults, **row}) for name, row in self._tables[kind].items()]
 
     def _find(self, kind: str, name: str) -> str:
-        names = {alias: own for own, row in self._tables[kind].items() for alias in (own, *row.get("aliases", ()))}
+        names = {
+            alias: own
+            for own, row in self._tables[kind].items()
+            for alias in (own, *row.get("aliases", ()))
+        }
         return find_name(name, names, option=kind)
 
 
@@ -208,7 +224,8 @@ def find_name(name: str, known: Mapping[str, str], *, option: str) -> str:
         option: for the message: ``--option``.
 
     Raises:
-        ConfigError: nothing is called so; the message suggests the nearest names.
+        ConfigError: nothing is called so; the message suggests the nearest
+            names.
     """
     plain = {_plain(spelling): own for spelling, own in known.items()}
     key = _plain(name)
@@ -218,7 +235,8 @@ def find_name(name: str, known: Mapping[str, str], *, option: str) -> str:
     suggestions = dict.fromkeys(plain[match] for match in near)
     hint = f"Did you mean {' or '.join(suggestions)}? " if suggestions else ""
     raise ConfigError(
-        f"--{option} {name!r} is not known. {hint}Known: {', '.join(dict.fromkeys(known.values()))}; or give the path "
+        f"--{option} {name!r} is not known. {hint}Known: "
+        f"{', '.join(dict.fromkeys(known.values()))}; or give the path "
         f"of a file",
         code=f"unknown_{option}",
     )

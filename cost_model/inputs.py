@@ -28,8 +28,12 @@ def inputs_of(setup: Setup, goal: Goal, system: System, lane_batch: int) -> tupl
         *_gpu_inputs(setup, system, lane_batch),
         *_cpu_inputs(setup, system),
         *_network_inputs(setup, system),
-        _goal_input("headroom", f"{goal.headroom:.0%} on the R-part", goal.headroom == Goal().headroom),
-        _goal_input("marginal gain", f"{goal.min_gain:.0%} a doubling", goal.min_gain == Goal().min_gain),
+        _goal_input(
+            "headroom", f"{goal.headroom:.0%} on the R-part", goal.headroom == Goal().headroom
+        ),
+        _goal_input(
+            "marginal gain", f"{goal.min_gain:.0%} a doubling", goal.min_gain == Goal().min_gain
+        ),
     )
 
 
@@ -47,9 +51,17 @@ def _model_inputs(setup: Setup, system: System) -> tuple[Input, ...]:
     )
     return (
         Input(
-            "weights", bytes_text(costs.weight_bytes), Provenance.GIVEN, f"config of {setup.spec.name}, {setup.dtype}"
+            "weights",
+            bytes_text(costs.weight_bytes),
+            Provenance.GIVEN,
+            f"config of {setup.spec.name}, {setup.dtype}",
         ),
-        Input("KV cache", f"{bytes_text(costs.kv_bytes)} a token", Provenance.GIVEN, f"config, {setup.kv_dtype}"),
+        Input(
+            "KV cache",
+            f"{bytes_text(costs.kv_bytes)} a token",
+            Provenance.GIVEN,
+            f"config, {setup.kv_dtype}",
+        ),
         Input(
             "wire",
             f"{bytes_text(costs.num_layers * (costs.out_bytes + costs.back_bytes))} a token",
@@ -62,15 +74,23 @@ def _model_inputs(setup: Setup, system: System) -> tuple[Input, ...]:
 
 def _gpu_inputs(setup: Setup, system: System, lane_batch: int) -> tuple[Input, ...]:
     s, gpu = system.s, setup.gpu
-    t_of_b = Input("T(B)", f"{seconds_text(s.t_of_b(lane_batch))} at B = {lane_batch}", s.provenance, s.source)
+    t_of_b = Input(
+        "T(B)", f"{seconds_text(s.t_of_b(lane_batch))} at B = {lane_batch}", s.provenance, s.source
+    )
     if not isinstance(gpu, Gpu):
-        memory = Input("GPU memory", bytes_text(gpu.device_memory_bytes), Provenance.MEASURED, gpu.machine.device)
+        memory = Input(
+            "GPU memory",
+            bytes_text(gpu.device_memory_bytes),
+            Provenance.MEASURED,
+            gpu.machine.device,
+        )
         return t_of_b, memory
     return (
         t_of_b,
         Input(
             "GPU compute",
-            f"{gpu.compute_efficiency.value:.0%} of {gpu.flops_per_s(setup.dtype) / 1e12:g} TFLOP/s",
+            f"{gpu.compute_efficiency.value:.0%} of {gpu.flops_per_s(setup.dtype) / 1e12:g} "
+            "TFLOP/s",
             Provenance.DEFAULT,
             gpu.compute_efficiency.source,
         ),
@@ -91,9 +111,16 @@ def _gpu_inputs(setup: Setup, system: System, lane_batch: int) -> tuple[Input, .
 
 def _cpu_inputs(setup: Setup, system: System) -> tuple[Input, ...]:
     r, cpu = system.r, setup.cpu
-    r_of_token = Input("R", f"{seconds_text(r.token_s)} a token, layer and socket", r.provenance, r.source)
+    r_of_token = Input(
+        "R", f"{seconds_text(r.token_s)} a token, layer and socket", r.provenance, r.source
+    )
     if not isinstance(cpu, Cpu):
-        memory = Input("R-worker DRAM", bytes_text(r.capacity_bytes), Provenance.MEASURED, "the profile's KV cache")
+        memory = Input(
+            "R-worker DRAM",
+            bytes_text(r.capacity_bytes),
+            Provenance.MEASURED,
+            "the profile's KV cache",
+        )
         return r_of_token, memory
     ceiling = cpu.read_efficiency.value * cpu.attention_efficiency.value
     given = setup.memory_bytes_per_socket is not None
@@ -103,7 +130,8 @@ def _cpu_inputs(setup: Setup, system: System) -> tuple[Input, ...]:
             "CPU bandwidth",
             f"{ceiling:.0%} of {bytes_text(cpu.memory_bytes_per_s)}/s",
             Provenance.DEFAULT,
-            f"{cpu.read_efficiency.value:g}: {cpu.read_efficiency.source}; {cpu.attention_efficiency.value:g}: "
+            f"{cpu.read_efficiency.value:g}: {cpu.read_efficiency.source}; "
+            f"{cpu.attention_efficiency.value:g}: "
             f"{cpu.attention_efficiency.source}",
         ),
         Input(
@@ -126,17 +154,30 @@ def _network_inputs(setup: Setup, system: System) -> tuple[Input, ...]:
     ports = f"{setup.num_nics} x " if setup.num_nics > 1 else ""
     if not isinstance(nic, Nic):
         return (
-            Input("network", f"{ports}{bytes_text(link.bytes_per_s)}/s each way", link.provenance, link.source),
+            Input(
+                "network",
+                f"{ports}{bytes_text(link.bytes_per_s)}/s each way",
+                link.provenance,
+                link.source,
+            ),
             Input("round trip", seconds_text(link.round_trip_s), link.provenance, link.source),
             Input("message", seconds_text(link.message_s), link.provenance, link.source),
         )
     return (
         Input(
             "network",
-            f"{ports}{nic.line_efficiency.value:.0%} of {bytes_text(nic.line_bits_per_s / 8)}/s each way",
+            f"{ports}{nic.line_efficiency.value:.0%} of {bytes_text(nic.line_bits_per_s / 8)}/s "
+            "each way",
             link.provenance,
             f"{nic.source}; {nic.line_efficiency.source}",
         ),
-        Input("round trip", seconds_text(link.round_trip_s), Provenance.DEFAULT, nic.round_trip_source),
-        Input("message", f"{seconds_text(link.message_s)} an R-worker", Provenance.DEFAULT, nic.message_source),
+        Input(
+            "round trip", seconds_text(link.round_trip_s), Provenance.DEFAULT, nic.round_trip_source
+        ),
+        Input(
+            "message",
+            f"{seconds_text(link.message_s)} an R-worker",
+            Provenance.DEFAULT,
+            nic.message_source,
+        ),
     )

@@ -43,7 +43,10 @@ def _r_hosts(plan: Plan) -> tuple[Host, ...]:
 
 def _hostfile(hosts: tuple[Host, ...], num_gpus: int) -> str:
     lines = [f"# Put your hosts' names in place of {S_HOST}, r0, r1, ...; {S_HOST} has the GPU."]
-    lines += [f"{S_HOST} slots={num_gpus}", *(f"{host.name} slots={host.num_r_workers}" for host in hosts)]
+    lines += [
+        f"{S_HOST} slots={num_gpus}",
+        *(f"{host.name} slots={host.num_r_workers}" for host in hosts),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -83,7 +86,8 @@ def _for_shell(line: str) -> str:
 def _summary(sizing: Sizing, plan: Plan) -> str:
     step = plan.expected
     return (
-        f"# {sizing.setup.spec.name} on {sizing.system.s.name}: {counted(plan.sockets, 'R-worker')} on "
+        f"# {sizing.setup.spec.name} on {sizing.system.s.name}: "
+        f"{counted(plan.sockets, 'R-worker')} on "
         f"{counted(plan.hosts, 'host')} of {sizing.system.r.name},\n"
         f"# {counted(plan.batch, 'sequence')} at once in {counted(plan.lanes, 'lane')}; expected "
         f"{step.tokens_per_s:,.0f} tokens/s, {seconds_text(step.tpot_s)} a token."

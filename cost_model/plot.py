@@ -43,7 +43,8 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(sizing: Sizing, path: Path) -> None:
-    """Draw the plan's batch from one socket to twice the plan's, as png, svg or pdf by the file's suffix.
+    """Draw the plan's batch from one socket to twice the plan's, as png, svg or
+    pdf by the file's suffix.
 
     Raises:
         ConfigError: there is no plan, or the file can't be written.
@@ -56,8 +57,13 @@ def save_plot(sizing: Sizing, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = [sizing.system.predict(plan.lane_batch, plan.lanes, count) for count in range(1, 2 * plan.sockets + 1)]
-    with pyplot.rc_context({"font.size": 11, "axes.spines.top": False, "svg.hashsalt": "fastdecode"}):
+    steps = [
+        sizing.system.predict(plan.lane_batch, plan.lanes, count)
+        for count in range(1, 2 * plan.sockets + 1)
+    ]
+    with pyplot.rc_context(
+        {"font.size": 11, "axes.spines.top": False, "svg.hashsalt": "fastdecode"}
+    ):
         figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
         _shade_limits(axes, steps)
         _throughput(axes, sizing, plan, steps)
@@ -65,7 +71,9 @@ def save_plot(sizing: Sizing, path: Path) -> None:
         _tpot(tpot, sizing, steps)
         axes.set_title(_title(sizing, plan), loc="left", fontsize=12)
         try:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure.savefig(
+                path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None
+            )
         except OSError as error:
             raise ConfigError(f"--plot {path}: can't write there: {error.strerror}") from None
         finally:
@@ -75,7 +83,8 @@ def save_plot(sizing: Sizing, path: Path) -> None:
 def _title(sizing: Sizing, plan: Plan) -> str:
     setup = sizing.setup
     return (
-        f"{setup.spec.name} on {sizing.system.s.name}, R-workers on {sizing.system.r.name}, {sizing.system.link.name}\n"
+        f"{setup.spec.name} on {sizing.system.s.name}, R-workers on {sizing.system.r.name}, "
+        f"{sizing.system.link.name}\n"
         f"{counted(plan.batch, 'sequence')} in {counted(plan.lanes, 'lane')}, "
         f"{setup.workload.peak_context_tokens:,} tokens each"
     )
@@ -119,9 +128,11 @@ def _throughput(axes: Axes, sizing: Sizing, plan: Plan, steps: list[StepPredicti
     if sizing.gpu_only is not None:
         rival = sizing.gpu_only.tokens_per_s
         axes.axhline(rival, color=_RIVAL, linestyle="--", linewidth=1.2)
-        axes.annotate(f"GPU alone: {rate_text(rival)} tokens/s", (len(steps) + 0.4, rival), xytext=(0, 4), ha="right",
-                      textcoords="offset points", color=_RIVAL)  # fmt: skip
-    axes.set_ylim(0, 1.25 * max(*fast, 0.0 if sizing.gpu_only is None else sizing.gpu_only.tokens_per_s))
+        axes.annotate(f"GPU alone: {rate_text(rival)} tokens/s", (len(steps) + 0.4, rival),
+                      xytext=(0, 4), ha="right", textcoords="offset points", color=_RIVAL)  # fmt: skip
+    axes.set_ylim(
+        0, 1.25 * max(*fast, 0.0 if sizing.gpu_only is None else sizing.gpu_only.tokens_per_s)
+    )
     axes.set_xlabel("R-worker sockets")
     axes.set_ylabel("tokens/s", color=_THROUGHPUT)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -131,7 +142,13 @@ def _throughput(axes: Axes, sizing: Sizing, plan: Plan, steps: list[StepPredicti
 def _tpot(axes: Axes, sizing: Sizing, steps: list[StepPrediction]) -> None:
     from matplotlib.ticker import LogLocator
 
-    axes.plot([s.sockets for s in steps], [1e3 * s.tpot_s for s in steps], color=_TPOT, linewidth=1.6, linestyle=":")
+    axes.plot(
+        [s.sockets for s in steps],
+        [1e3 * s.tpot_s for s in steps],
+        color=_TPOT,
+        linewidth=1.6,
+        linestyle=":",
+    )
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter("{x:,.4g}")
@@ -139,7 +156,11 @@ def _tpot(axes: Axes, sizing: Sizing, steps: list[StepPrediction]) -> None:
     axes.set_ylabel("ms a token", color=_TPOT)
     if sizing.goal.tpot_s is not None:
         axes.axhline(1e3 * sizing.goal.tpot_s, color=_TPOT, linewidth=0.8)
-        axes.annotate(f"asked: {seconds_text(sizing.goal.tpot_s)}", (0.6, 1e3 * sizing.goal.tpot_s), color=_TPOT)
+        axes.annotate(
+            f"asked: {seconds_text(sizing.goal.tpot_s)}",
+            (0.6, 1e3 * sizing.goal.tpot_s),
+            color=_TPOT,
+        )
 
 
 def _band(sizing: Sizing, plan: Plan, sockets: list[int], sign: int) -> list[Any]:

@@ -1,14 +1,17 @@
-"""One step of the pipeline, predicted: seconds per token, tokens a second, who waits for whom.
+"""One step of the pipeline, predicted: seconds per token, tokens a second, who
+waits for whom.
 
-A lane's way through one layer is a chain: S-part, q k v out, R-part, o back, the round trip's latency, and what the
-S-worker's thread spends on the messages, one to and from each R-worker. With K lanes in flight each resource serves all
-K in turn, and a lane can't overtake itself, so all lanes pass one layer every ::
+A lane's way through one layer is a chain: S-part, q k v out, R-part, o back,
+the round trip's latency, and what the S-worker's thread spends on the messages,
+one to and from each R-worker. With K lanes in flight each resource serves all K
+in turn, and a lane can't overtake itself, so all lanes pass one layer every ::
 
     cycle = max(K·S, K·messages, K·out, K·R, K·back, S + messages + out + R + back + round trip)
 
-(the bound of a closed queueing network, met when service times don't vary). A step is ``num_layers`` cycles, and
-gives every running sequence one token. K = 1 is no overlap: the chain itself; K = 2 with a perfect network is the
-paper's 2·T(B) (arXiv 2403.11421, section 4.3).
+(the bound of a closed queueing network, met when service times don't vary). A
+step is ``num_layers`` cycles, and gives every running sequence one token. K = 1
+is no overlap: the chain itself; K = 2 with a perfect network is the paper's
+2·T(B) (arXiv 2403.11421, section 4.3).
 """
 
 from __future__ import annotations
@@ -108,7 +111,8 @@ class System:
         return self.costs.attended_tokens(self.workload)
 
     def scaled(self, sign: int) -> System:
-        """Everything slower (+1) or faster (-1) by its own relative error, to bound a prediction."""
+        """Everything slower (+1) or faster (-1) by its own relative error, to
+        bound a prediction."""
 
         def pace(relative_error: float) -> float:
             return (1.0 + relative_error) ** sign
@@ -121,7 +125,8 @@ class System:
         )
 
     def s_s(self, lane_batch: int) -> float:
-        """T(B) of one lane, and its share of the prompts of sequences that start: each step, one of ``output`` ends."""
+        """T(B) of one lane, and its share of the prompts of sequences that
+        start: each step, one of ``output`` ends."""
         starts = lane_batch / self.workload.output_tokens
         prefill_s = starts * self.s.prefill_s(self.workload.prompt_tokens) / self.costs.num_layers
         return self.s.t_of_b(lane_batch) + prefill_s
@@ -131,7 +136,8 @@ class System:
         return lane_batch / self.workload.output_tokens * self.workload.prompt_tokens
 
     def out_bytes(self, lane_batch: int) -> float:
-        """q, k, v of one lane and layer, and k, v of its starting prompts; q too, where R-workers attend them."""
+        """q, k, v of one lane and layer, and k, v of its starting prompts; q
+        too, where R-workers attend them."""
         of_prompts = self.costs.out_bytes if self.s.prompts_on_r else self.costs.prompt_out_bytes
         return lane_batch * self.costs.out_bytes + self.prompt_tokens(lane_batch) * of_prompts
 
@@ -141,24 +147,28 @@ class System:
         return lane_batch * self.costs.back_bytes + self.prompt_tokens(lane_batch) * of_prompts
 
     def s_link_s(self, num_bytes: float) -> float:
-        """Seconds one way through the S-worker's ports, or its PCIe links where those are narrower."""
+        """Seconds one way through the S-worker's ports, or its PCIe links where
+        those are narrower."""
         network_s = self.link.transfer_s(num_bytes) / self.num_nics
         if self.s.host_link_bytes_per_s is None:
             return network_s
         return max(network_s, num_bytes / self.s.host_link_bytes_per_s)
 
     def r_link_s(self, num_bytes: float, sockets: float) -> float:
-        """Seconds one way through the ports of the R-workers' hosts, each of which carries its share."""
+        """Seconds one way through the ports of the R-workers' hosts, each of
+        which carries its share."""
         hosts = max(1.0, sockets / self.r.sockets_per_host)
         return self.link.transfer_s(num_bytes) / hosts
 
     def r_s(self, lane_batch: int, sockets: float) -> float:
-        """The R-part of one lane and layer. A sequence lives on one R-worker, so sockets beyond one a sequence idle."""
+        """The R-part of one lane and layer. A sequence lives on one R-worker,
+        so sockets beyond one a sequence idle."""
         sequences = max(1.0, lane_batch / sockets)
         return self.r.r_s(sequences, sequences * self.attended_tokens)
 
     def messages_s(self, lane_batch: int, sockets: float) -> float:
-        """The S-worker's thread, for one lane and layer: R-workers without a sequence of the lane get no message."""
+        """The S-worker's thread, for one lane and layer: R-workers without a
+        sequence of the lane get no message."""
         return self.link.pace * self.link.message_s * min(sockets, lane_batch)
 
     def lane(self, lane_batch: int, sockets: float) -> LaneTimes:
@@ -174,7 +184,8 @@ class System:
         )
 
     def predict(self, lane_batch: int, lanes: int, sockets: int) -> StepPrediction:
-        """The steady state of ``lanes`` lanes of ``lane_batch`` sequences over ``sockets`` R-workers."""
+        """The steady state of ``lanes`` lanes of ``lane_batch`` sequences over
+        ``sockets`` R-workers."""
         lane = self.lane(lane_batch, sockets)
         cycle_s = lane.cycle_s(lanes)
         step_s = self.costs.num_layers * cycle_s
@@ -197,7 +208,8 @@ class System:
         return self.s.prefill_s(self.workload.prompt_tokens) + self.workload.output_tokens * step_s
 
     def step_limit_s(self, latency_s: float | None, tpot_s: float | None) -> float:
-        """The longest step that keeps both promises; not positive if the prompt alone breaks the first."""
+        """The longest step that keeps both promises; not positive if the prompt
+        alone breaks the first."""
         limits = [float("inf")]
         if latency_s is not None:
             prefill_s = self.s.prefill_s(self.workload.prompt_tokens)
@@ -207,13 +219,15 @@ class System:
         return min(limits)
 
     def load_limit_tokens(self, lane_batch: int, sockets: int) -> int:
-        """W_lim of the scheduler: the most cached tokens of a lane whose R-part takes no longer than its S-part."""
+        """W_lim of the scheduler: the most cached tokens of a lane whose R-part
+        takes no longer than its S-part."""
         sequences = max(1.0, lane_batch / sockets)
         room_s = self.s_s(lane_batch) / self.r.pace - self.r.call_s - self.r.sequence_s * sequences
         return max(0, int(sockets * room_s / self.r.token_s)) if self.r.token_s > 0 else 0
 
     def s_memory_bytes(self, lane_batch: int, lanes: int) -> float:
-        """GPU memory: weights, one lane's activations and every lane's staging of q, k, v, o; all GPUs together."""
+        """GPU memory: weights, one lane's activations and every lane's staging
+        of q, k, v, o; all GPUs together."""
         costs = self.costs
         staging = lanes * lane_batch * (costs.out_bytes + costs.back_bytes)
         return costs.weight_bytes + lane_batch * costs.peak_activation_bytes + staging

@@ -12,7 +12,8 @@ def seconds_text(seconds: float) -> str:
 
 
 def times_text(times: Sequence[float | None], separator: str = "/") -> str:
-    """Seconds in one unit: ``12/15.3/98 ms``; from 1 s on ``0.8/1.2/3.4 s``. None: there is none, ``-``."""
+    """Seconds in one unit: ``12/15.3/98 ms``; from 1 s on ``0.8/1.2/3.4 s``.
+    None: there is none, ``-``."""
     longest = max((each for each in times if each is not None), default=0.0)
     size, unit = (1.0, "s") if longest >= 1.0 else (1e-3, "ms")
     shown = ("-" if each is None else f"{round_to(each / size, 3):g}" for each in times)

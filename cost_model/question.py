@@ -52,16 +52,22 @@ class Setup:
         _check_int("nics", self.num_nics, 1, MAX_NICS)
         if self.spec.num_q_heads % self.num_gpus:
             raise ConfigError(
-                f"--gpus {self.num_gpus}: the {self.spec.num_q_heads} query heads of {self.spec.name} can't be split "
-                f"evenly over them; try {' or '.join(str(n) for n in split_counts(self.spec, self.num_gpus)[:2])}"
+                f"--gpus {self.num_gpus}: the {self.spec.num_q_heads} query heads of "
+                f"{self.spec.name} can't be split "
+                "evenly over them; try "
+                f"{' or '.join(str(n) for n in split_counts(self.spec, self.num_gpus)[:2])}"
             )
         if isinstance(self.gpu, SProfile) and self.num_gpus != 1:
-            raise ConfigError("--gpus with a measured --gpu profile: the profile is of all the GPUs it was measured on")
+            raise ConfigError(
+                "--gpus with a measured --gpu profile: the profile is of all the GPUs it was "
+                "measured on"
+            )
         if self.memory_bytes_per_socket is not None:
             _check_int("dram-gb (as bytes)", self.memory_bytes_per_socket, 1 << 28, 1 << 46)
         if self.workload.peak_context_tokens > self.spec.max_model_len:
             raise ConfigError(
-                f"{self.spec.name} serves at most {self.spec.max_model_len} tokens a sequence; prompt and output of "
+                f"{self.spec.name} serves at most {self.spec.max_model_len} tokens a sequence; "
+                "prompt and output of "
                 f"{self.workload.peak_context_tokens} are too long for it"
             )
 
@@ -74,7 +80,9 @@ class Setup:
         costs = self.costs
         gpu, cpu, nic = self.gpu, self.cpu, self.nic
         return System(
-            s=SPart.from_gpu(gpu, self.num_gpus, costs) if isinstance(gpu, Gpu) else SPart.from_profile(gpu, costs),
+            s=SPart.from_gpu(gpu, self.num_gpus, costs)
+            if isinstance(gpu, Gpu)
+            else SPart.from_profile(gpu, costs),
             r=(
                 RPart.from_cpu(cpu, costs, self.memory_bytes_per_socket)
                 if isinstance(cpu, Cpu)
@@ -123,7 +131,9 @@ class Goal:
         if self.batch is not None and self.lanes is not None and self.batch < self.lanes:
             raise ConfigError(f"--batch {self.batch} can't be split into {self.lanes} lanes")
         if self.max_sockets is not None and self.survive >= self.max_sockets:
-            raise ConfigError(f"--survive {self.survive} leaves none of --max-sockets {self.max_sockets}")
+            raise ConfigError(
+                f"--survive {self.survive} leaves none of --max-sockets {self.max_sockets}"
+            )
 
 
 @dataclass(frozen=True)
@@ -151,7 +161,8 @@ class Prices:
 
     @classmethod
     def read(cls, path: Path) -> Prices:
-        """Raises ConfigError if the file is missing, broken, or holds anything but prices above 0."""
+        """Raises ConfigError if the file is missing, broken, or holds anything
+        but prices above 0."""
         tree = read_object(
             path,
             most_bytes=MAX_PRICES_BYTES,
@@ -159,25 +170,38 @@ class Prices:
             parse=json.loads if path.suffix == ".json" else parse_toml,
         )
         if set(tree) - {"currency", "gpu_per_hour", "socket_per_hour"}:
-            raise ConfigError(f'--prices {path} may hold "currency", "gpu_per_hour" and "socket_per_hour" only')
+            raise ConfigError(
+                f'--prices {path} may hold "currency", "gpu_per_hour" and "socket_per_hour" only'
+            )
         currency = tree.get("currency", "USD")
         if not isinstance(currency, str) or not 0 < len(currency) <= 8:
             raise ConfigError(f'--prices {path}: "currency" must be a short string')
-        return cls(currency, *(_read_prices(path, tree, name) for name in ("gpu_per_hour", "socket_per_hour")))
+        return cls(
+            currency,
+            *(_read_prices(path, tree, name) for name in ("gpu_per_hour", "socket_per_hour")),
+        )
 
 
 def split_counts(spec: ModelSpec, more_than: int) -> list[int]:
     """Numbers of GPUs beyond ``more_than`` over which the heads split evenly."""
-    return [n for n in range(more_than + 1, min(spec.num_q_heads, MAX_GPUS) + 1) if spec.num_q_heads % n == 0]
+    return [
+        n
+        for n in range(more_than + 1, min(spec.num_q_heads, MAX_GPUS) + 1)
+        if spec.num_q_heads % n == 0
+    ]
 
 
 def _read_prices(path: Path, tree: Mapping[str, Any], name: str) -> dict[str, float]:
     table = tree.get(name)
     if not isinstance(table, dict) or not table:
-        raise ConfigError(f'--prices {path}: "{name}" must be a table of prices by hardware name, or "default"')
+        raise ConfigError(
+            f'--prices {path}: "{name}" must be a table of prices by hardware name, or "default"'
+        )
     for key, value in table.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
-            raise ConfigError(f"--prices {path}: {name}.{key} = {value!r} is not a price an hour above 0")
+            raise ConfigError(
+                f"--prices {path}: {name}.{key} = {value!r} is not a price an hour above 0"
+            )
     return {str(key): float(value) for key, value in table.items()}
 
 
@@ -196,4 +220,6 @@ def _check_int(name: str, value: int, low: int, high: int) -> None:
 
 def _check_float(name: str, value: float, low: float, high: float, unit: str) -> None:
     if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
-        raise ConfigError(f"--{name} {value!r} is not a number of {unit or 'parts'} from {low:g} to {high:g}")
+        raise ConfigError(
+            f"--{name} {value!r} is not a number of {unit or 'parts'} from {low:g} to {high:g}"
+        )

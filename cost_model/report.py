@@ -20,7 +20,8 @@ WIDTH = 110
 
 
 def as_text(sizing: Sizing, *, explain: bool = False) -> str:
-    """The whole answer. ``explain`` adds the numbers behind every constraint and the source of every input."""
+    """The whole answer. ``explain`` adds the numbers behind every constraint
+    and the source of every input."""
     parts = [_question(sizing), _answer(sizing)]
     if sizing.plan is not None:
         parts += [_constraints(sizing.plan, explain), _over_sockets(sizing), _what_ifs(sizing)]
@@ -61,7 +62,8 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
         "verdict": None if sizing.verdict is None else asdict(sizing.verdict),
         "cost": None if sizing.cost is None else asdict(sizing.cost),
         "inputs": [
-            asdict(row) for row in inputs_of(setup, goal, sizing.system, 1 if plan is None else plan.lane_batch)
+            asdict(row)
+            for row in inputs_of(setup, goal, sizing.system, 1 if plan is None else plan.lane_batch)
         ],
     }
     finite: dict[str, Any] = _finite(tree)
@@ -100,7 +102,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
+# --- text
+# ------------------------------------------------------------------------------
 
 
 def _question(sizing: Sizing) -> str:
@@ -125,13 +128,20 @@ def _answer(sizing: Sizing) -> str:
     rows: list[tuple[str, str]] = []
     if not sizing.feasible:
         names = ", ".join(row.name for row in sizing.in_the_way)
-        rows.append(("Infeasible", f"no plan keeps the GPU busy and every promise. In the way: {names}"))
+        rows.append(
+            ("Infeasible", f"no plan keeps the GPU busy and every promise. In the way: {names}")
+        )
         rows += [("", f"{row.name}: {row.detail}. {_mend(row)}") for row in sizing.in_the_way]
         rows.append(("Nearest", sizing.nearest))
     if plan is not None:
         rows += _plan_rows(sizing, plan)
     if sizing.gpu_only is None:
-        rows.append(("GPU alone", "can't run this: no room for one sequence beside the weights, or not fast enough"))
+        rows.append(
+            (
+                "GPU alone",
+                "can't run this: no room for one sequence beside the weights, or not fast enough",
+            )
+        )
     else:
         alone = sizing.gpu_only
         rows.append(
@@ -172,17 +182,20 @@ def _plan_rows(sizing: Sizing, plan: Plan) -> Iterator[tuple[str, str]]:
     tpots = f"{seconds_text(fast.tpot_s)} to {seconds_text(slow.tpot_s)}"
     yield (
         "Expected",
-        f"{rate_text(expected.tokens_per_s)} tokens/s ({rates}), {seconds_text(expected.tpot_s)} a token ({tpots}), "
+        f"{rate_text(expected.tokens_per_s)} tokens/s ({rates}), {seconds_text(expected.tpot_s)} "
+        f"a token ({tpots}), "
         f"{seconds_text(expected.latency_s)} a sequence",
     )
     yield (
         "Busy",
-        f"GPU {expected.s_utilisation:.0%}, R-workers {expected.r_utilisation:.0%}, S-worker's network "
+        f"GPU {expected.s_utilisation:.0%}, R-workers {expected.r_utilisation:.0%}, S-worker's "
+        "network "
         f"{expected.network_utilisation:.0%}",
     )
     yield (
         "Memory",
-        f"{bytes_text(plan.kv_bytes_per_host)} of KV cache a host; {bytes_text(plan.s_memory_bytes)} of "
+        f"{bytes_text(plan.kv_bytes_per_host)} of KV cache a host; "
+        f"{bytes_text(plan.s_memory_bytes)} of "
         f"{bytes_text(sizing.system.s.usable_memory_bytes)} usable on the GPU side",
     )
     if sizing.cost is not None:
@@ -204,7 +217,9 @@ def _constraints(plan: Plan, explain: bool) -> str:
         asks = f"{row.min_sockets:,}" if row.min_sockets else "met"
         lines.append(f"  {row.name:<16} {asks:>7}{mark}")
         if explain:
-            lines += textwrap.wrap(row.detail, WIDTH - 6, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(
+                row.detail, WIDTH - 6, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
     return "\n".join(lines)
 
 
@@ -233,8 +248,18 @@ def _what_ifs(sizing: Sizing) -> str:
             rows.append((row.change, "-", "-", "-", row.note))
         else:
             sockets = f"{row.sockets:,}" if row.sockets else "none"
-            rows.append((row.change, sockets, rate_text(row.tokens_per_s), seconds_text(row.tpot_s), row.note))
-    return "\n".join(["What if", *_table(("change", "sockets", "tokens/s", "a token", ""), rows, left=(0, 4))])
+            rows.append(
+                (
+                    row.change,
+                    sockets,
+                    rate_text(row.tokens_per_s),
+                    seconds_text(row.tpot_s),
+                    row.note,
+                )
+            )
+    return "\n".join(
+        ["What if", *_table(("change", "sockets", "tokens/s", "a token", ""), rows, left=(0, 4))]
+    )
 
 
 def _inputs(sizing: Sizing, explain: bool) -> str:
@@ -244,22 +269,30 @@ def _inputs(sizing: Sizing, explain: bool) -> str:
     for row in inputs:
         lines.append(f"  {row.name:<14} {row.value:<38} {row.provenance}")
         if explain and row.source:
-            lines += textwrap.wrap(row.source, WIDTH - 6, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(
+                row.source, WIDTH - 6, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
     return "\n".join(lines)
 
 
 def _rules(sizing: Sizing) -> str:
     goal = sizing.goal
     rules = (
-        "A step takes layers x max(lanes x S, lanes x messages, lanes x out, lanes x R, lanes x back, S + messages + "
-        "out + R + back + latency): each resource serves the lanes in turn, and no lane overtakes itself.",
-        "The GPU is busy if no other stage of a lane is slower than its S-part, and the lane is back before the others "
+        "A step takes layers x max(lanes x S, lanes x messages, lanes x out, lanes x R, lanes x "
+        "back, S + messages + "
+        "out + R + back + latency): each resource serves the lanes in turn, and no lane overtakes "
+        "itself.",
+        "The GPU is busy if no other stage of a lane is slower than its S-part, and the lane is "
+        "back before the others "
         "have been through the GPU.",
-        f"The batch grows until doubling it gives less than {goal.min_gain:.0%} more tokens/s or breaks a promise; a "
+        f"The batch grows until doubling it gives less than {goal.min_gain:.0%} more tokens/s or "
+        "breaks a promise; a "
         "lane is added if it saves a fifth of the sockets.",
         "Room for a whole sequence is set aside when it starts; a sequence lives on one R-worker.",
-        "The range in brackets has every input better, or worse, than thought by its own relative error at once.",
-        "The GPU alone is taken at its best: attention at full bandwidth, no memory lost to paging.",
+        "The range in brackets has every input better, or worse, than thought by its own relative "
+        "error at once.",
+        "The GPU alone is taken at its best: attention at full bandwidth, no memory lost to "
+        "paging.",
     )
     lines = ["Rules"]
     for rule in rules:
@@ -269,14 +302,20 @@ def _rules(sizing: Sizing) -> str:
 
 def _rows(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
     for name, text in rows:
-        yield textwrap.fill(text, WIDTH, initial_indent=f"  {name:<12} ", subsequent_indent=" " * 15)
+        yield textwrap.fill(
+            text, WIDTH, initial_indent=f"  {name:<12} ", subsequent_indent=" " * 15
+        )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], left: tuple[int, ...] = (5,)) -> Iterator[str]:
-    """Columns as wide as they need; those in ``left`` start at the left, the others end at the right."""
+def _table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], left: tuple[int, ...] = (5,)
+) -> Iterator[str]:
+    """Columns as wide as they need; those in ``left`` start at the left, the
+    others end at the right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     for row in (header, *rows):
         cells = [
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i in left else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         yield ("  " + "  ".join(cells)).rstrip()

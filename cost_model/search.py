@@ -1,4 +1,5 @@
-"""The search for a plan: candidates, the choice among them, and what stands in the way if there is none."""
+"""The search for a plan: candidates, the choice among them, and what stands in
+the way if there is none."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from cost_model.constraints import Constraint, Promises, best_effort_constraints, gpu_busy_constraints
+from cost_model.constraints import (
+    Constraint,
+    Promises,
+    best_effort_constraints,
+    gpu_busy_constraints,
+)
 from cost_model.hardware import Gpu
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.quantities import counted, rate_text, seconds_text
@@ -55,7 +61,11 @@ class Plan:
     @property
     def kv_bytes_per_host(self) -> float:
         """What a full host must hold after the spare ones are lost."""
-        return self.kv_bytes / (self.sockets - self.spare_sockets) * min(self.sockets_per_host, self.sockets)
+        return (
+            self.kv_bytes
+            / (self.sockets - self.spare_sockets)
+            * min(self.sockets_per_host, self.sockets)
+        )
 
     @property
     def binding(self) -> Constraint:
@@ -63,12 +73,16 @@ class Plan:
         return max(self.constraints, key=lambda row: row.min_sockets or 0)
 
 
-def find_plans(system: System, goal: Goal, promises: Promises, constraints_of: ConstraintsOf) -> Iterator[Plan]:
+def find_plans(
+    system: System, goal: Goal, promises: Promises, constraints_of: ConstraintsOf
+) -> Iterator[Plan]:
     """The best plan of every batch that has any, by rising batch."""
     for lane_batches in _batches(goal, system.s.max_batch):
         chosen: Plan | None = None
         for lanes, lane_batch in lane_batches:
-            plan = plan_of(system, goal, lane_batch, lanes, constraints_of(system, lane_batch, lanes, promises))
+            plan = plan_of(
+                system, goal, lane_batch, lanes, constraints_of(system, lane_batch, lanes, promises)
+            )
             if plan is None:
                 continue
             if chosen is None or _better_lanes(plan, chosen):
@@ -78,7 +92,8 @@ def find_plans(system: System, goal: Goal, promises: Promises, constraints_of: C
 
 
 def _batches(goal: Goal, max_batch: int | None) -> Iterator[list[tuple[int, int]]]:
-    """(lanes, lane batch) candidates: those of one yield compete as to lanes, the yields compete as to batch.
+    """(lanes, lane batch) candidates: those of one yield compete as to lanes,
+    the yields compete as to batch.
 
     Raises:
         ConfigError: the batch that was asked for is beyond what was measured.
@@ -89,7 +104,8 @@ def _batches(goal: Goal, max_batch: int | None) -> Iterator[list[tuple[int, int]
         within = [(k, batch) for k, batch in candidates if max_batch is None or batch <= max_batch]
         if not within:
             raise ConfigError(
-                f"--batch {goal.batch}: the S-part was measured up to {max_batch} tokens in a lane; calibrate with "
+                f"--batch {goal.batch}: the S-part was measured up to {max_batch} tokens in a "
+                "lane; calibrate with "
                 "larger batches"
             )
         yield within
@@ -112,7 +128,9 @@ def _better_lanes(more: Plan, fewer: Plan) -> bool:
     return more.sockets <= (1.0 - LANE_SAVING) * fewer.sockets
 
 
-def plan_of(system: System, goal: Goal, lane_batch: int, lanes: int, rows: tuple[Constraint, ...]) -> Plan | None:
+def plan_of(
+    system: System, goal: Goal, lane_batch: int, lanes: int, rows: tuple[Constraint, ...]
+) -> Plan | None:
     needs = [row.min_sockets for row in rows if row.min_sockets is not None]
     if len(needs) < len(rows):
         return None
@@ -136,7 +154,8 @@ def plan_of(system: System, goal: Goal, lane_batch: int, lanes: int, rows: tuple
 
 
 def choose(plans: Iterable[Plan], min_gain: float) -> Plan | None:
-    """The smallest batch whose double, and whatever lies between, gains less than ``min_gain``.
+    """The smallest batch whose double, and whatever lies between, gains less
+    than ``min_gain``.
 
     Args:
         plans: by rising batch; taken no further than needed.
@@ -159,13 +178,15 @@ def _gains_less(window: Sequence[Plan], min_gain: float) -> bool:
     return most < (1.0 + min_gain) * window[0].expected.tokens_per_s
 
 
-# --- infeasible -------------------------------------------------------------------------------------------------------
+# --- infeasible
+# ------------------------------------------------------------------------------
 
 
 def diagnose(
     setup: Setup, system: System, goal: Goal, promises: Promises, plan: Plan | None
 ) -> tuple[tuple[Constraint, ...], str]:
-    """What stands in the way: the candidate that breaks the fewest constraints, and which these are."""
+    """What stands in the way: the candidate that breaks the fewest constraints,
+    and which these are."""
     best: tuple[Constraint, ...] | None = None
     for candidates in _batches(goal, system.s.max_batch):
         for lanes, lane_batch in candidates:
@@ -182,8 +203,10 @@ def diagnose(
     if plan is not None:
         step = plan.expected
         return best, (
-            f"without keeping the GPU busy: {counted(plan.batch, 'sequence')} on {counted(plan.sockets, 'socket')} "
-            f"give {rate_text(step.tokens_per_s)} tokens/s; the {step.limit} sets the pace and the GPU is busy "
+            f"without keeping the GPU busy: {counted(plan.batch, 'sequence')} on "
+            f"{counted(plan.sockets, 'socket')} "
+            f"give {rate_text(step.tokens_per_s)} tokens/s; the {step.limit} sets the pace and "
+            "the GPU is busy "
             f"{step.s_utilisation:.0%} of the time"
         )
     return best, _what_must_give(setup, system, goal)
@@ -191,9 +214,15 @@ def diagnose(
 
 def _capped(row: Constraint, goal: Goal) -> Constraint:
     """A need beyond the sockets at hand is as good as none that satisfies."""
-    if goal.max_sockets is None or row.min_sockets is None or row.min_sockets + goal.survive <= goal.max_sockets:
+    if (
+        goal.max_sockets is None
+        or row.min_sockets is None
+        or row.min_sockets + goal.survive <= goal.max_sockets
+    ):
         return row
-    detail = f"{row.min_sockets + goal.survive} sockets needed, {goal.max_sockets} at hand; {row.detail}"
+    detail = (
+        f"{row.min_sockets + goal.survive} sockets needed, {goal.max_sockets} at hand; {row.detail}"
+    )
     return replace(row, min_sockets=None, detail=detail)
 
 
@@ -203,13 +232,19 @@ def _what_must_give(setup: Setup, system: System, goal: Goal) -> str:
         return _enough_gpus(setup)
     relaxed = Promises(float("inf"), goal.headroom)
     lanes = range(1, MAX_LANES + 1) if goal.lanes is None else (goal.lanes,)
-    plans = [p for k in lanes for p in find_plans(system, replace(goal, lanes=k), relaxed, best_effort_constraints)]
+    plans = [
+        p
+        for k in lanes
+        for p in find_plans(system, replace(goal, lanes=k), relaxed, best_effort_constraints)
+    ]
     if not plans:
         return "more sockets than --max-sockets allows, or another --batch"
     fastest = min(plans, key=lambda plan: plan.expected.step_s)
     return (
-        f"the shortest step that this hardware can make is {seconds_text(fastest.expected.step_s)} a token "
-        f"({seconds_text(fastest.expected.latency_s)} a sequence), with {counted(fastest.batch, 'sequence')} on "
+        "the shortest step that this hardware can make is "
+        f"{seconds_text(fastest.expected.step_s)} a token "
+        f"({seconds_text(fastest.expected.latency_s)} a sequence), with "
+        f"{counted(fastest.batch, 'sequence')} on "
         f"{counted(fastest.sockets, 'socket')}: ask for no less"
     )
 
@@ -221,4 +256,7 @@ def _enough_gpus(setup: Setup) -> str:
         system = replace(setup, num_gpus=num_gpus).system()
         if system.s_memory_bytes(1, 1) <= system.s.usable_memory_bytes:
             return f"--gpus {num_gpus}: the weights fit into {num_gpus} x {setup.gpu.name}"
-    return f"a larger GPU: the weights don't fit into as many {setup.gpu.name} as its heads can be split over"
+    return (
+        f"a larger GPU: the weights don't fit into as many {setup.gpu.name} as its heads can be "
+        "split over"
+    )

@@ -1,7 +1,9 @@
-"""Well-known models by name, as the ``config.json`` that their checkpoints carry, so that nobody needs to have one.
+"""Well-known models by name, as the ``config.json`` that their checkpoints
+carry, so that nobody needs to have one.
 
-Parameter counts, KV bytes and wire bytes all come from ``read_model_spec``, as for a model on disk. GPT-3 was never
-released; its shapes (arXiv 2005.14165, table 2.1) are written as GPT-2 configs, the 13B one with the 40 heads of 128
+Parameter counts, KV bytes and wire bytes all come from ``read_model_spec``, as
+for a model on disk. GPT-3 was never released; its shapes (arXiv 2005.14165,
+table 2.1) are written as GPT-2 configs, the 13B one with the 40 heads of 128
 that its stated head size implies.
 """
 
@@ -19,7 +21,9 @@ from fastdecode.core.model.spec import ModelSpec
 MAX_CONFIG_BYTES = 1 << 20
 
 
-def _llama(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+def _llama(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any
+) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -36,19 +40,33 @@ def _llama(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more
 
 
 def _llama3(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
-    more = {"vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0, "torch_dtype": "bfloat16"}
+    more = {
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+    }
     return _llama(hidden, mlp, layers, heads, 8, **more)
 
 
-def _qwen25(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
-    more = {"vocab_size": vocab, "max_position_embeddings": 131072, "rope_theta": 1e6, "torch_dtype": "bfloat16"}
+def _qwen25(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int
+) -> dict[str, Any]:
+    more = {
+        "vocab_size": vocab,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "torch_dtype": "bfloat16",
+    }
     own = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     return _llama(hidden, mlp, layers, heads, kv_heads, **more) | own
 
 
 def _mistral() -> dict[str, Any]:
     own = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
-    return _llama(4096, 14336, 32, 32, 8, max_position_embeddings=32768, torch_dtype="bfloat16") | own
+    return (
+        _llama(4096, 14336, 32, 32, 8, max_position_embeddings=32768, torch_dtype="bfloat16") | own
+    )
 
 
 def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
@@ -117,14 +135,16 @@ def model_named(name: str) -> ModelSpec:
     """The spec of a built-in model.
 
     Raises:
-        ConfigError: there is none of this name; the message suggests the nearest.
+        ConfigError: there is none of this name; the message suggests the
+            nearest.
     """
     known = find_name(name, {own: own for own in CONFIGS}, option="model")
     return read_model_spec(CONFIGS[known], name=known)
 
 
 def read_model(model: str) -> ModelSpec:
-    """The spec of a model directory, a ``config.json`` or a built-in name, whichever ``model`` is.
+    """The spec of a model directory, a ``config.json`` or a built-in name,
+    whichever ``model`` is.
 
     Raises:
         ConfigError: it is none of these, or the file can't be read.

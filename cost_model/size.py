@@ -1,9 +1,12 @@
-"""The planner: which batch, how many lanes, how many sockets, and whether to offload at all.
+"""The planner: which batch, how many lanes, how many sockets, and whether to
+offload at all.
 
-How it chooses. A candidate is a lane's batch and a number of lanes; its sockets are the most that any constraint
-(``cost_model.constraints``) asks for. Of the lanes, the fewest are taken, unless one more saves a fifth of the
-sockets. Of the batches, the smallest is taken from which doubling gives less than ``min_gain`` more tokens a second,
-or would break a promise. If no candidate keeps the GPU busy and every promise, the answer is "infeasible", with the
+How it chooses. A candidate is a lane's batch and a number of lanes; its sockets
+are the most that any constraint (``cost_model.constraints``) asks for. Of the
+lanes, the fewest are taken, unless one more saves a fifth of the sockets. Of
+the batches, the smallest is taken from which doubling gives less than
+``min_gain`` more tokens a second, or would break a promise. If no candidate
+keeps the GPU busy and every promise, the answer is "infeasible", with the
 constraint that stands in the way and the nearest plan that can run.
 """
 
@@ -16,7 +19,13 @@ from dataclasses import dataclass, replace
 from cost_model.closed_forms import RequiredCpus as RequiredCpus
 from cost_model.closed_forms import max_batch_within_latency as max_batch_within_latency
 from cost_model.closed_forms import required_cpus as required_cpus
-from cost_model.constraints import BUSY, Constraint, Promises, best_effort_constraints, gpu_busy_constraints
+from cost_model.constraints import (
+    BUSY,
+    Constraint,
+    Promises,
+    best_effort_constraints,
+    gpu_busy_constraints,
+)
 from cost_model.gpu_only import GpuOnly, best_gpu_only
 from cost_model.hardware import Gpu, Hardware, Nic
 from cost_model.predict import MAX_LANES, StepPrediction, System
@@ -25,7 +34,8 @@ from cost_model.question import Goal, Prices, Setup, split_counts
 from cost_model.search import Plan, choose, diagnose, find_plans, plan_of
 from fastdecode.core.measurement import RProfile
 
-# Without prices: no market sells a server socket with its memory for less than this part of a datacentre GPU.
+# Without prices: no market sells a server socket with its memory for less than
+# this part of a datacentre GPU.
 CHEAPEST_SOCKET = 0.05
 
 
@@ -49,7 +59,8 @@ class Verdict:
     gain: float
     """Tokens a second, relative to the GPU alone; inf if the GPU alone can't run it."""
     break_even_socket_price: float
-    """A socket may cost this part of a GPU before the GPU alone gives cheaper tokens; not positive: never."""
+    """A socket may cost this part of a GPU before the GPU alone gives cheaper
+    tokens; not positive: never."""
     reason: str
 
 
@@ -86,7 +97,9 @@ class Sizing:
     cost: Cost | None
 
 
-def size(setup: Setup, goal: Goal, hardware: Hardware | None = None, prices: Prices | None = None) -> Sizing:
+def size(
+    setup: Setup, goal: Goal, hardware: Hardware | None = None, prices: Prices | None = None
+) -> Sizing:
     """Find the plan, and everything one wants to know beside it.
 
     Args:
@@ -119,16 +132,25 @@ def size(setup: Setup, goal: Goal, hardware: Hardware | None = None, prices: Pri
         what_ifs=() if plan is None else tuple(_what_ifs(setup, goal, plan, hardware)),
         gpu_only=gpu_only,
         verdict=verdict,
-        cost=None if plan is None or prices is None else _cost(setup, system, plan, gpu_only, prices),
+        cost=None
+        if plan is None or prices is None
+        else _cost(setup, system, plan, gpu_only, prices),
     )
 
 
-# --- beside the plan --------------------------------------------------------------------------------------------------
+# --- beside the plan
+# --------------------------------------------------------------------------------------------------
 
 
 def _over_sockets(system: System, plan: Plan) -> tuple[StepPrediction, ...]:
-    """The plan's batch over sockets: powers of two up to twice the plan's, the plan's, and where the limit moves."""
-    counts = {plan.sockets, 2 * plan.sockets, max(1, plan.sockets // 2), max(1, plan.sockets * 3 // 4)}
+    """The plan's batch over sockets: powers of two up to twice the plan's, the
+    plan's, and where the limit moves."""
+    counts = {
+        plan.sockets,
+        2 * plan.sockets,
+        max(1, plan.sockets // 2),
+        max(1, plan.sockets * 3 // 4),
+    }
     counts |= {1 << i for i in range((2 * plan.sockets).bit_length()) if 1 << i <= 2 * plan.sockets}
     steps = {count: system.predict(plan.lane_batch, plan.lanes, count) for count in counts}
     known = sorted(steps)
@@ -162,19 +184,35 @@ def _what_ifs(setup: Setup, goal: Goal, plan: Plan, hardware: Hardware | None) -
     pinned = replace(goal, max_sockets=None)
     # Of a measured R-part nothing is known but in its own KV dtype.
     smaller = (
-        () if isinstance(setup.cpu, RProfile) else {"int8": ("int4",), "int4": ()}.get(setup.kv_dtype, ("int8", "int4"))
+        ()
+        if isinstance(setup.cpu, RProfile)
+        else {"int8": ("int4",), "int4": ()}.get(setup.kv_dtype, ("int8", "int4"))
     )
     for kv_dtype in smaller:
         yield _what_if(
-            f"KV cache in {kv_dtype}", replace(setup, kv_dtype=kv_dtype), pinned, plan.lane_batch, plan.lanes
+            f"KV cache in {kv_dtype}",
+            replace(setup, kv_dtype=kv_dtype),
+            pinned,
+            plan.lane_batch,
+            plan.lanes,
         )
     if plan.lanes < MAX_LANES:
-        yield _what_if(f"one lane more ({plan.lanes + 1})", setup, pinned, plan.lane_batch, plan.lanes + 1)
+        yield _what_if(
+            f"one lane more ({plan.lanes + 1})", setup, pinned, plan.lane_batch, plan.lanes + 1
+        )
     if plan.lanes > 2:
-        yield _what_if(f"one lane fewer ({plan.lanes - 1})", setup, pinned, plan.lane_batch, plan.lanes - 1)
-    faster = hardware.faster_nic(setup.nic) if hardware is not None and isinstance(setup.nic, Nic) else None
+        yield _what_if(
+            f"one lane fewer ({plan.lanes - 1})", setup, pinned, plan.lane_batch, plan.lanes - 1
+        )
+    faster = (
+        hardware.faster_nic(setup.nic)
+        if hardware is not None and isinstance(setup.nic, Nic)
+        else None
+    )
     if faster is not None:
-        yield _what_if(f"NIC of {faster.name}", replace(setup, nic=faster), pinned, plan.lane_batch, plan.lanes)
+        yield _what_if(
+            f"NIC of {faster.name}", replace(setup, nic=faster), pinned, plan.lane_batch, plan.lanes
+        )
     yield from _gpu_may_wait(setup, goal, plan)
     if isinstance(setup.gpu, Gpu):
         for num_gpus in split_counts(setup.spec, setup.num_gpus)[:1]:
@@ -182,8 +220,9 @@ def _what_ifs(setup: Setup, goal: Goal, plan: Plan, hardware: Hardware | None) -
 
 
 def _gpu_may_wait(setup: Setup, goal: Goal, plan: Plan) -> Iterator[WhatIf]:
-    """A busy GPU with a small batch gives fewer tokens than a waiting one with a large batch. Where a promise or the
-    network keeps the batch small, say so: the plan with the fewest sockets near the most that is to be had."""
+    """A busy GPU with a small batch gives fewer tokens than a waiting one with
+    a large batch. Where a promise or the network keeps the batch small, say so:
+    the plan with the fewest sockets near the most that is to be had."""
     system = setup.system()
     promises = Promises(system.step_limit_s(goal.latency_s, goal.tpot_s), goal.headroom)
     plans: list[Plan] = []
@@ -196,7 +235,10 @@ def _gpu_may_wait(setup: Setup, goal: Goal, plan: Plan) -> Iterator[WhatIf]:
         return
     near = [each for each in plans if each.expected.tokens_per_s * (1.0 + goal.min_gain) >= most]
     best = min(near, key=lambda each: (each.sockets, each.batch))
-    if best.expected.tokens_per_s > plan.expected.tokens_per_s and best.expected.s_utilisation < BUSY:
+    if (
+        best.expected.tokens_per_s > plan.expected.tokens_per_s
+        and best.expected.s_utilisation < BUSY
+    ):
         change = f"{counted(best.lanes, 'lane')} of {best.lane_batch:,}, the GPU waiting"
         busy = f"GPU {best.expected.s_utilisation:.0%} busy"
         yield WhatIf(change, best.sockets, best.expected.tokens_per_s, best.expected.tpot_s, busy)
@@ -222,7 +264,9 @@ def _what_if(change: str, setup: Setup, goal: Goal, lane_batch: int, lanes: int)
     return WhatIf(change, None, None, None, f"not met: {broken}")
 
 
-def _verdict(setup: Setup, goal: Goal, plan: Plan, gpu_only: GpuOnly | None, prices: Prices | None) -> Verdict:
+def _verdict(
+    setup: Setup, goal: Goal, plan: Plan, gpu_only: GpuOnly | None, prices: Prices | None
+) -> Verdict:
     if gpu_only is None:
         alone = "the GPU alone can't: no room for even one sequence's KV cache, or not fast enough"
         return Verdict(True, float("inf"), float("inf"), alone)
@@ -234,17 +278,25 @@ def _verdict(setup: Setup, goal: Goal, plan: Plan, gpu_only: GpuOnly | None, pri
         socket_share = prices.socket(_cpu_name(setup)) / prices.gpu(_gpu_name(setup))
         offload = socket_share < break_even
         reason = (
-            f"{numbers}; a socket costs {socket_share:.2g} of a GPU, and may cost {max(0.0, break_even):.2g} of one "
+            f"{numbers}; a socket costs {socket_share:.2g} of a GPU, and may cost "
+            f"{max(0.0, break_even):.2g} of one "
             f"before the GPU alone gives cheaper tokens"
         )
         return Verdict(offload, gain, break_even, reason)
     if gain < 1.0 + goal.min_gain or break_even < CHEAPEST_SOCKET:
-        return Verdict(False, gain, break_even, f"{numbers}: not worth {counted(plan.sockets, 'socket')}")
-    reason = f"{numbers}; it pays while a socket costs less than {break_even:.2g} of a GPU (--prices decides)"
+        return Verdict(
+            False, gain, break_even, f"{numbers}: not worth {counted(plan.sockets, 'socket')}"
+        )
+    reason = (
+        f"{numbers}; it pays while a socket costs less than {break_even:.2g} of a GPU (--prices "
+        "decides)"
+    )
     return Verdict(True, gain, break_even, reason)
 
 
-def _cost(setup: Setup, system: System, plan: Plan, gpu_only: GpuOnly | None, prices: Prices) -> Cost:
+def _cost(
+    setup: Setup, system: System, plan: Plan, gpu_only: GpuOnly | None, prices: Prices
+) -> Cost:
     gpus_per_hour = setup.num_gpus * prices.gpu(_gpu_name(setup))
     per_hour = gpus_per_hour + plan.sockets * prices.socket(_cpu_name(setup))
 
@@ -255,7 +307,9 @@ def _cost(setup: Setup, system: System, plan: Plan, gpu_only: GpuOnly | None, pr
         currency=prices.currency,
         per_hour=per_hour,
         per_million_tokens=per_million(per_hour, plan.expected.tokens_per_s),
-        gpu_only_per_million_tokens=None if gpu_only is None else per_million(gpus_per_hour, gpu_only.tokens_per_s),
+        gpu_only_per_million_tokens=None
+        if gpu_only is None
+        else per_million(gpus_per_hour, gpu_only.tokens_per_s),
     )
 
 

@@ -1,7 +1,9 @@
-"""How long the S-part, the R-part and the network take: from datasheets, or from what workers measured.
+"""How long the S-part, the R-part and the network take: from datasheets, or
+from what workers measured.
 
-Each part is a frozen bundle of numbers and functions with two makers, ``from_…`` hardware and ``from_profile``, so
-that everything after it can't tell the two apart, except by its ``provenance``.
+Each part is a frozen bundle of numbers and functions with two makers,
+``from_…`` hardware and ``from_profile``, so that everything after it can't tell
+the two apart, except by its ``provenance``.
 """
 
 from __future__ import annotations
@@ -58,14 +60,16 @@ class SPart:
     power_w: float | None
     relative_error: float
     max_batch: int | None = None
-    """The largest that was measured: beyond it nothing is known. None: a formula, which has no end."""
+    """The largest that was measured: beyond it nothing is known. None: a
+    formula, which has no end."""
     pace: float = 1.0
     """Multiplies every time, to ask what if it is slower or faster than thought."""
     prompts_on_r: bool = False
     """R-workers attend prompts: their q and o cross the network, too."""
 
     def t_of_b(self, batch: float) -> float:
-        """T(B): seconds of one layer at this batch, with its share of what a step spends outside the layers."""
+        """T(B): seconds of one layer at this batch, with its share of what a
+        step spends outside the layers."""
         return self.pace * (self.layer_s(batch) + self.head_s(batch) / self.num_layers)
 
     def prefill_s(self, prompt_tokens: float) -> float:
@@ -74,7 +78,8 @@ class SPart:
 
     @classmethod
     def from_gpu(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> SPart:
-        """A roofline over ``num_gpus`` GPUs of one node that share every layer (tensor parallel).
+        """A roofline over ``num_gpus`` GPUs of one node that share every layer
+        (tensor parallel).
 
         Raises:
             ConfigError: the GPU doesn't compute in this dtype.
@@ -87,10 +92,15 @@ class SPart:
             if num_gpus == 1:
                 return 0.0
             ring = 2 * (num_gpus - 1) / num_gpus
-            return gpu.all_reduce_s + ring * batch * costs.spec.hidden_size * costs.dtype.size_bytes / peer_bytes_per_s
+            return (
+                gpu.all_reduce_s
+                + ring * batch * costs.spec.hidden_size * costs.dtype.size_bytes / peer_bytes_per_s
+            )
 
         def layer_s(batch: float) -> float:
-            memory_s = (costs.layer_weight_bytes / num_gpus + costs.layer_activation_bytes * batch) / bytes_per_s
+            memory_s = (
+                costs.layer_weight_bytes / num_gpus + costs.layer_activation_bytes * batch
+            ) / bytes_per_s
             compute_s = costs.layer_flops * batch / flops_per_s
             return max(memory_s, compute_s) + gpu.layer_overhead_s + 2 * all_reduce_s(batch)
 
@@ -130,13 +140,15 @@ class SPart:
         asked = ModelShape.of(costs.spec)
         if profile.shape != asked:
             raise ConfigError(
-                f"the S-part profile was measured for {profile.model} ({profile.shape}), but the model is "
+                f"the S-part profile was measured for {profile.model} ({profile.shape}), but the "
+                "model is "
                 f"{costs.spec.name} ({asked}): calibrate with this model",
                 code="profile_mismatch",
             )
         if profile.dtype != costs.dtype.value:
             raise ConfigError(
-                f"the S-part profile was measured in {profile.dtype}, but the plan asks for {costs.dtype}: use "
+                f"the S-part profile was measured in {profile.dtype}, but the plan asks for "
+                f"{costs.dtype}: use "
                 f"--dtype {profile.dtype}, or calibrate again",
                 code="profile_mismatch",
             )
@@ -157,14 +169,17 @@ class SPart:
             host_link_bytes_per_s=None,
             power_w=None,
             relative_error=step.relative_error,
-            max_batch=min(max(point.size for point in points) for points in (profile.layer, profile.step)),
+            max_batch=min(
+                max(point.size for point in points) for points in (profile.layer, profile.step)
+            ),
             prompts_on_r=profile.prompt_attention == "r",
         )
 
 
 @dataclass(frozen=True)
 class RPart:
-    """The R-part of one layer on one R-worker: one CPU socket of a datasheet, or one measured host."""
+    """The R-part of one layer on one R-worker: one CPU socket of a datasheet,
+    or one measured host."""
 
     name: str
     provenance: Provenance
@@ -187,12 +202,16 @@ class RPart:
     """Multiplies every time but the read ceiling's."""
 
     def r_s(self, num_sequences: float, num_tokens: float) -> float:
-        """Seconds of one layer for one R-worker that holds so many sequences and cached tokens of the lane."""
-        return self.pace * (self.call_s + self.sequence_s * num_sequences + self.token_s * num_tokens)
+        """Seconds of one layer for one R-worker that holds so many sequences
+        and cached tokens of the lane."""
+        return self.pace * (
+            self.call_s + self.sequence_s * num_sequences + self.token_s * num_tokens
+        )
 
     @classmethod
     def from_cpu(cls, cpu: Cpu, costs: TokenCosts, memory_bytes: int | None = None) -> RPart:
-        """A roofline over one socket: its memory bandwidth, or its FMA units where many query heads share K and V."""
+        """A roofline over one socket: its memory bandwidth, or its FMA units
+        where many query heads share K and V."""
         read_bytes_per_s = cpu.memory_bytes_per_s * cpu.read_efficiency.value
         read_token_s = costs.kv_layer_bytes / read_bytes_per_s
         compute_s = costs.attention_flops / (cpu.fp32_flops_per_s * cpu.compute_efficiency.value)
@@ -214,7 +233,8 @@ class RPart:
 
     @classmethod
     def from_profile(cls, profile: RProfile, costs: TokenCosts) -> RPart:
-        """A line through what was measured. An R-worker of the measured host counts as one socket.
+        """A line through what was measured. An R-worker of the measured host
+        counts as one socket.
 
         Raises:
             ConfigError: the profile is of another head shape or KV dtype.
@@ -225,13 +245,15 @@ class RPart:
         if measured != asked:
             shapes = "query heads / KV heads of head size"
             raise ConfigError(
-                f"the R-part profile was measured for {measured[0]}/{measured[1]} of {measured[2]} ({shapes}), but "
+                f"the R-part profile was measured for {measured[0]}/{measured[1]} of "
+                f"{measured[2]} ({shapes}), but "
                 f"{spec.name} has {asked[0]}/{asked[1]} of {asked[2]}: calibrate with this model",
                 code="profile_mismatch",
             )
         if profile.kv_dtype != costs.kv_dtype:
             raise ConfigError(
-                f"the R-part profile was measured with a {profile.kv_dtype} KV cache, but the plan asks for "
+                f"the R-part profile was measured with a {profile.kv_dtype} KV cache, but the "
+                "plan asks for "
                 f"{costs.kv_dtype}: use --kv-dtype {profile.kv_dtype}, or calibrate again",
                 code="profile_mismatch",
             )
@@ -280,7 +302,8 @@ class Link:
 
     @classmethod
     def within_process(cls) -> Link:
-        """R-workers are threads of the S-worker's process: what messages cost is in its profile's ``host`` times."""
+        """R-workers are threads of the S-worker's process: what messages cost
+        is in its profile's ``host`` times."""
         source = "R-workers are threads of the S-worker's process"
         return cls("in one process", Provenance.GIVEN, source, float("inf"), 0.0, 0.0, 0.0)
 

@@ -1,4 +1,5 @@
-"""A steady batch, predicted: what ``fastdecode bench`` compares with the engine, quantity by quantity."""
+"""A steady batch, predicted: what ``fastdecode bench`` compares with the
+engine, quantity by quantity."""
 
 from __future__ import annotations
 
@@ -42,8 +43,10 @@ class Quantity:
 
 
 def predict_steady(system: System, steady: SteadyBatch) -> dict[str, float]:
-    """Seconds of a step, tokens/s, and the S-part's and the busiest R-worker's seconds within a step."""
-    # Outputs that are spread evenly over 1 .. 2C-1 tokens have the mean context C; without prompts nothing starts.
+    """Seconds of a step, tokens/s, and the S-part's and the busiest R-worker's
+    seconds within a step."""
+    # Outputs that are spread evenly over 1 .. 2C-1 tokens have the mean context
+    # C; without prompts nothing starts.
     workload = Workload(0, max(1, 2 * steady.context_tokens - 1))
     at_context = replace(system, workload=workload)
     lane_batch = -(-steady.batch // steady.lanes)
@@ -71,7 +74,8 @@ def read_plan(path: Path) -> PlannedBatch:
     """The batch of a plan that ``fastdecode size --json`` or ``--emit`` wrote.
 
     Raises:
-        ConfigError: the file is missing, isn't such a plan, or has none because the question was infeasible.
+        ConfigError: the file is missing, isn't such a plan, or has none because
+            the question was infeasible.
     """
     tree = read_object(
         path,
@@ -79,13 +83,18 @@ def read_plan(path: Path) -> PlannedBatch:
         refuse=lambda why: ConfigError(f"--plan {path}: {why}"),
     )
     if (tree.get("format"), tree.get("version")) != ("fastdecode.plan", 1):
-        raise ConfigError(f"--plan {path} isn't a plan of this release: write it with fastdecode size --json")
+        raise ConfigError(
+            f"--plan {path} isn't a plan of this release: write it with fastdecode size --json"
+        )
     plan, question = tree.get("plan"), tree.get("question")
     if not isinstance(plan, dict) or not isinstance(question, dict):
         raise ConfigError(f"--plan {path} holds no plan: what it asks is infeasible")
     numbers = {
         name: _count(path, where, name)
-        for where, names in ((plan, ("batch", "lanes", "sockets")), (question, ("prompt_tokens", "output_tokens")))
+        for where, names in (
+            (plan, ("batch", "lanes", "sockets")),
+            (question, ("prompt_tokens", "output_tokens")),
+        )
         for name in names
     }
     interval = _count(path, question, "start_interval_steps")
@@ -102,18 +111,24 @@ def _count(path: Path, where: dict[str, Any], name: str) -> int:
     value = where.get(name)
     low = 0 if name == "prompt_tokens" else 1
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 1 << 30:
-        raise ConfigError(f"--plan {path}: {name} is {value!r}; it must be a whole number from {low}")
+        raise ConfigError(
+            f"--plan {path}: {name} is {value!r}; it must be a whole number from {low}"
+        )
     return value
 
 
-def scale_down(planned: SteadyBatch, *, cores: int, kv_tokens: int, max_batch: int, one_lane: bool) -> SteadyBatch:
-    """The plan's twin on a smaller machine: no more R-workers than cores, a batch that fits, contexts kept if they can.
+def scale_down(
+    planned: SteadyBatch, *, cores: int, kv_tokens: int, max_batch: int, one_lane: bool
+) -> SteadyBatch:
+    """The plan's twin on a smaller machine: no more R-workers than cores, a
+    batch that fits, contexts kept if they can.
 
     Args:
         cores: of the machine, shared by the R-workers.
         kv_tokens: cached tokens that all R-workers together may hold.
         max_batch: sequences that are still worth running here.
-        one_lane: S-part and R-part share the cores, so that nothing can overlap.
+        one_lane: S-part and R-part share the cores, so that nothing can
+            overlap.
     """
     r_workers = min(planned.r_workers, cores)
     context = max(16, min(planned.context_tokens, kv_tokens // (2 * r_workers)))

@@ -10,13 +10,21 @@ from fastdecode.core.model.spec import ModelSpec
 
 MAX_TOKENS = 10_000_000
 
-# Bits of one element of K or V, and bits of what K and V of a token and head carry beside, each: one float32 scale.
-_KV_BITS = {"float32": (32, 0), "float16": (16, 0), "bfloat16": (16, 0), "int8": (8, 32), "int4": (4, 32)}
+# Bits of one element of K or V, and bits of what K and V of a token and head
+# carry beside, each: one float32 scale.
+_KV_BITS = {
+    "float32": (32, 0),
+    "float16": (16, 0),
+    "bfloat16": (16, 0),
+    "int8": (8, 32),
+    "int4": (4, 32),
+}
 KV_DTYPES = tuple(_KV_BITS)
 
 
 def parse_kv_dtype(name: str) -> str:
-    """``"fp16"``, ``"bfloat16"``, ``"int8"`` … → the name that ``KV_DTYPES`` lists.
+    """``"fp16"``, ``"bfloat16"``, ``"int8"`` … → the name that ``KV_DTYPES``
+    lists.
 
     Raises:
         ConfigError: the name is none of these.
@@ -37,11 +45,13 @@ def kv_token_layer_bytes(num_kv_heads: int, head_dim: int, kv_dtype: str) -> flo
 
 @dataclass(frozen=True)
 class Workload:
-    """Sequences of one length. Every sequence has a prompt and then decodes ``output_tokens`` steps.
+    """Sequences of one length. Every sequence has a prompt and then decodes
+    ``output_tokens`` steps.
 
-    Sequences start evenly spread, a micro-batch every ``start_interval_steps`` (F in the paper, section 4.2). So at
-    any step their outputs are F, 2F, … long, and the load over B sequences is B·(prompt + (output + F)/2): about half
-    of what it grows to when all start at once (F = output).
+    Sequences start evenly spread, a micro-batch every ``start_interval_steps``
+    (F in the paper, section 4.2). So at any step their outputs are F, 2F, …
+    long, and the load over B sequences is B·(prompt + (output + F)/2): about
+    half of what it grows to when all start at once (F = output).
     """
 
     prompt_tokens: int
@@ -50,14 +60,19 @@ class Workload:
 
     def __post_init__(self) -> None:
         if not 0 <= self.prompt_tokens <= MAX_TOKENS:
-            raise ConfigError(f"prompt length {self.prompt_tokens} (--prompt-len) is not within 0..{MAX_TOKENS} tokens")
+            raise ConfigError(
+                f"prompt length {self.prompt_tokens} (--prompt-len) is not within 0..{MAX_TOKENS} "
+                "tokens"
+            )
         if not 1 <= self.output_tokens <= MAX_TOKENS:
             raise ConfigError(
-                f"output length {self.output_tokens} (--output-len, --seq-len) is not within 1..{MAX_TOKENS} tokens"
+                f"output length {self.output_tokens} (--output-len, --seq-len) is not within "
+                f"1..{MAX_TOKENS} tokens"
             )
         if not 1 <= self.start_interval_steps <= self.output_tokens:
             raise ConfigError(
-                f"start interval {self.start_interval_steps} (--start-interval) is not within 1..{self.output_tokens}"
+                f"start interval {self.start_interval_steps} (--start-interval) is not within "
+                f"1..{self.output_tokens}"
             )
 
     @property
@@ -71,17 +86,21 @@ class Workload:
         return self.prompt_tokens + (self.output_tokens + self.start_interval_steps) / 2
 
     def mean_attended_tokens(self, sliding_window: int | None) -> float:
-        """Keys that a running sequence's query sees in a layer with this window, averaged in the same way."""
+        """Keys that a running sequence's query sees in a layer with this
+        window, averaged in the same way."""
         mean = self.mean_context_tokens
         if sliding_window is None or self.peak_context_tokens <= sliding_window:
             return mean
-        # Outputs are spread evenly over F .. output, so contexts over low .. high, and min(context, window) has the
-        # mean of a ramp that is cut off at the window.
+        # Outputs are spread evenly over F .. output, so contexts over low ..
+        # high, and min(context, window) has the mean of a ramp that is cut off
+        # at the window.
         low, high = self.prompt_tokens + self.start_interval_steps, self.peak_context_tokens
         if low >= sliding_window or low == high:
             return float(min(sliding_window, mean))
         ramp = sliding_window - low
-        return (ramp * (low + sliding_window) / 2 + (high - sliding_window) * sliding_window) / (high - low)
+        return (ramp * (low + sliding_window) / 2 + (high - sliding_window) * sliding_window) / (
+            high - low
+        )
 
 
 @dataclass(frozen=True)
@@ -111,9 +130,15 @@ class TokenCosts:
 
     @property
     def layer_activation_bytes(self) -> float:
-        """What one token's activations move through the GPU's memory in one layer: each is written and read once."""
+        """What one token's activations move through the GPU's memory in one
+        layer: each is written and read once."""
         spec, ups = self.spec, 2 if self.spec.gated_mlp else 1
-        elements = 6 * spec.hidden_size + sum(spec.qkv_sizes) + spec.qkv_sizes[0] + (ups + 1) * spec.intermediate_size
+        elements = (
+            6 * spec.hidden_size
+            + sum(spec.qkv_sizes)
+            + spec.qkv_sizes[0]
+            + (ups + 1) * spec.intermediate_size
+        )
         return 2.0 * elements * self.dtype.size_bytes
 
     @property
@@ -131,7 +156,8 @@ class TokenCosts:
 
     @property
     def peak_activation_bytes(self) -> float:
-        """GPU memory that one token of a step needs at most: its widest layer, or its logits in fp32 and their copy."""
+        """GPU memory that one token of a step needs at most: its widest layer,
+        or its logits in fp32 and their copy."""
         spec, ups = self.spec, 2 if self.spec.gated_mlp else 1
         widest = 4 * spec.hidden_size + 2 * sum(spec.qkv_sizes) + (ups + 1) * spec.intermediate_size
         return max(widest * self.dtype.size_bytes, 8.0 * spec.vocab_size)
@@ -143,7 +169,8 @@ class TokenCosts:
 
     @property
     def prompt_out_bytes(self) -> int:
-        """k and v of one prompt token and layer, on the wire, where its attention is computed on the S-worker."""
+        """k and v of one prompt token and layer, on the wire, where its
+        attention is computed on the S-worker."""
         return (self.spec.qkv_sizes[1] + self.spec.qkv_sizes[2]) * self.dtype.size_bytes
 
     @property
@@ -170,5 +197,7 @@ class TokenCosts:
         """Keys that a running sequence sees a layer, averaged over sequences and layers."""
         windows = [attention.sliding_window for attention in self.spec.attention]
         kinds = {window: windows.count(window) for window in windows}
-        total = sum(count * workload.mean_attended_tokens(window) for window, count in kinds.items())
+        total = sum(
+            count * workload.mean_attended_tokens(window) for window, count in kinds.items()
+        )
         return total / len(windows)

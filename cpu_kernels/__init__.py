@@ -1,13 +1,21 @@
 """CPU kernels of the R-part: append-then-attend over blocks of cached K and V.
 
-Importing this package compiles and loads nothing heavy: the kernels come with their first use.
+Importing this package compiles and loads nothing heavy: the kernels come with
+their first use.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cpu_kernels.layout import DTYPES, SOURCES, BlockLayout, StoredTokens, allocate_pool, allocate_tokens
+from cpu_kernels.layout import (
+    DTYPES,
+    SOURCES,
+    BlockLayout,
+    StoredTokens,
+    allocate_pool,
+    allocate_tokens,
+)
 
 if TYPE_CHECKING:
     from cpu_kernels.kernels import append, attend, copy_blocks, gather

@@ -1,10 +1,13 @@
 # mypy: ignore-errors
 # Most of this runs inside Numba's type inference and code generation, whose types are not Python's.
-"""AMX: a CPU's eight tile registers of 16 rows x 64 bytes, and what multiplies them.
+"""AMX: a CPU's eight tile registers of 16 rows x 64 bytes, and what multiplies
+them.
 
-``AmxTiles`` emits the instructions. ``SoftTiles`` emits their twins, which do the same to a **tile file** in memory:
-64 bytes of configuration, then 1 KB for each register. A kernel is written once, and its variant says which of the two
-it is compiled with; the twins let a host without AMX test everything but the instructions themselves.
+``AmxTiles`` emits the instructions. ``SoftTiles`` emits their twins, which do
+the same to a **tile file** in memory: 64 bytes of configuration, then 1 KB for
+each register. A kernel is written once, and its variant says which of the two
+it is compiled with; the twins let a host without AMX test everything but the
+instructions themselves.
 """
 
 from __future__ import annotations
@@ -37,10 +40,14 @@ TILE_BYTES = 1024
 NUM_TILES = 8
 CONFIG_BYTES = 64
 FILE_BYTES = CONFIG_BYTES + NUM_TILES * TILE_BYTES
-_COLUMN_BYTES, _ROWS = 16, 48  # where a configuration holds each tile's bytes a row (uint16) and rows (uint8)
+_COLUMN_BYTES, _ROWS = (
+    16,
+    48,
+)  # where a configuration holds each tile's bytes a row (uint16) and rows (uint8)
 
 
-# --- permission ---------------------------------------------------------------------------------------------------
+# --- permission
+# ------------------------------------------------------------------------------
 
 _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
@@ -48,9 +55,11 @@ _XFEATURE_XTILEDATA = 18
 
 
 def ask_permission() -> bool:
-    """Ask Linux to let this process, with all its present and future threads, use tile registers.
+    """Ask Linux to let this process, with all its present and future threads,
+    use tile registers.
 
-    Threads' register state grows by 8 KB, which is why Linux wants to be asked (Documentation/arch/x86/xstate.rst).
+    Threads' register state grows by 8 KB, which is why Linux wants to be asked
+    (Documentation/arch/x86/xstate.rst).
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
@@ -60,7 +69,8 @@ def ask_permission() -> bool:
     return system_call(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
 
-# --- configuration ------------------------------------------------------------------------------------------------
+# --- configuration
+# ------------------------------------------------------------------------------
 
 
 @part
@@ -78,11 +88,13 @@ def set_tile(file, tile, rows, column_bytes):
     store_u8(file + _ROWS + tile, np.uint8(rows))
 
 
-# --- the instructions ---------------------------------------------------------------------------------------------
+# --- the instructions
+# ------------------------------------------------------------------------------
 
 
 class AmxTiles:
-    """Emits AMX instructions. Tiles are numbers; ``file`` is the address of the thread's tile file."""
+    """Emits AMX instructions. Tiles are numbers; ``file`` is the address of the
+    thread's tile file."""
 
     def configure(self, context, builder, file):
         """ldtilecfg: tiles get their shapes, and zeros."""
@@ -97,23 +109,36 @@ class AmxTiles:
 
     def load(self, context, builder, file, tile, address, stride):
         """Rows of a tile, ``stride`` bytes apart."""
-        call(builder, "llvm.x86.tileloadd64", ir.VoidType(), [I8(tile), pointer(builder, address, I8), stride])
+        call(
+            builder,
+            "llvm.x86.tileloadd64",
+            ir.VoidType(),
+            [I8(tile), pointer(builder, address, I8), stride],
+        )
 
     def store(self, context, builder, file, tile, address, stride):
-        call(builder, "llvm.x86.tilestored64", ir.VoidType(), [I8(tile), pointer(builder, address, I8), stride])
+        call(
+            builder,
+            "llvm.x86.tilestored64",
+            ir.VoidType(),
+            [I8(tile), pointer(builder, address, I8), stride],
+        )
 
     def multiply(self, context, builder, file, total, a, b):
         """total [m, n] += a [m, k] · b [k, n], where a's and b's elements are pairs of bfloat16."""
         call(builder, "llvm.x86.tdpbf16ps", ir.VoidType(), [I8(total), I8(a), I8(b)])
 
 
-# --- their twins --------------------------------------------------------------------------------------------------
+# --- their twins
+# ------------------------------------------------------------------------------
 
 
 @part
 def _shape(file, tile):
     """(rows, bytes a row)"""
-    return np.int64(load_u8(file + _ROWS + tile)), np.int64(load_u16(file + _COLUMN_BYTES + 2 * tile))
+    return np.int64(load_u8(file + _ROWS + tile)), np.int64(
+        load_u16(file + _COLUMN_BYTES + 2 * tile)
+    )
 
 
 @part
@@ -160,7 +185,9 @@ def soft_multiply(file, total, a, b):
             even, odd = np.float32(0), np.float32(0)
             for k in range(depth):
                 x, y = load_u32(_row(file, a, m) + 4 * k), load_u32(_row(file, b, k) + 4 * n)
-                even += brain_to_float(x & np.uint32(0xFFFF)) * brain_to_float(y & np.uint32(0xFFFF))
+                even += brain_to_float(x & np.uint32(0xFFFF)) * brain_to_float(
+                    y & np.uint32(0xFFFF)
+                )
                 odd += brain_to_float(x >> np.uint32(16)) * brain_to_float(y >> np.uint32(16))
             target = _row(file, total, m) + 4 * n
             store_f32(target, load_f32(target) + np.float32(even + odd))

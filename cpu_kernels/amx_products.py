@@ -1,16 +1,19 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
 """The two products of attention in AMX tiles.
 
-Cells lie as the instruction wants its second matrix: 16 rows of K are 32 dims of 16 tokens, 16 rows of V are 32 tokens
-at 16 dims, both as pairs along the summed axis. Operand rows are its first matrix, 16 query rows at most. Totals, up to
-four, are scores of 16 tokens or outputs at 16 dims each::
+Cells lie as the instruction wants its second matrix: 16 rows of K are 32 dims
+of 16 tokens, 16 rows of V are 32 tokens at 16 dims, both as pairs along the
+summed axis. Operand rows are its first matrix, 16 query rows at most. Totals,
+up to four, are scores of 16 tokens or outputs at 16 dims each::
 
     tile 0 … 3   totals          rows x 16 float32
     tile 4, 5    operands, cells     rows x 32 and 32 x 16 bfloat16
     tile 6, 7    the same for what is left of a head_dim that 32 doesn't divide
 
-A product of tiles takes 16 cycles for 1 KB of cells, several times as fast as memory brings them.
+A product of tiles takes 16 cycles for 1 KB of cells, several times as fast as
+memory brings them.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ _OPERANDS, _CELLS, _LAST_OPERANDS, _LAST_CELLS = 4, 5, 6, 7
 
 
 class AmxTileType(types.Type):
-    """The totals of a product. The value is the address of the tile file, as the registers have no other name."""
+    """The totals of a product. The value is the address of the tile file, as
+    the registers have no other name."""
 
     integer = False
     lanes = 16
@@ -108,14 +112,18 @@ def store_totals(context, builder, shape, tile_type, file, address, stride):
         unit.store(context, builder, file, vector, builder.add(address, I64(64 * vector)), stride)
 
 
-def accumulate_totals(context, builder, shape, tile_type, file, operands, cells, row_bytes, words_left, of_keys):
+def accumulate_totals(
+    context, builder, shape, tile_type, file, operands, cells, row_bytes, words_left, of_keys
+):
     """totals += operands · cells over WORDS words; of keys, over those that are left."""
     unit = TILE_UNITS[shape.tiles]
 
     def emit(operand_tile: int, cell_tile: int) -> None:
         unit.load(context, builder, file, operand_tile, operands, I64(ROW_BYTES))
         for vector in range(tile_type.vectors):
-            unit.load(context, builder, file, cell_tile, builder.add(cells, I64(64 * vector)), row_bytes)
+            unit.load(
+                context, builder, file, cell_tile, builder.add(cells, I64(64 * vector)), row_bytes
+            )
             unit.multiply(context, builder, file, vector, operand_tile, cell_tile)
 
     if not of_keys:
@@ -130,7 +138,8 @@ def accumulate_totals(context, builder, shape, tile_type, file, operands, cells,
 
 
 def load_state(context, builder, shape, tile_type, file, factors, state, row_bytes, due):
-    """Totals from the state's float32 rows, times their rescale factors where these are due and not all 1."""
+    """Totals from the state's float32 rows, times their rescale factors where
+    these are due and not all 1."""
     addresses = [
         builder.add(factors, I64(row // shape.rows * 2 * FACTOR_BYTES + 4 * (row % shape.rows)))
         for row in range(tile_type.rows)

@@ -1,9 +1,12 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""Writing tokens' K and V into their blocks, quantised where the cache is, or as they were read out of others.
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
+"""Writing tokens' K and V into their blocks, quantised where the cache is, or
+as they were read out of others.
 
-A token's K is a column: one cell in every row of its block's K; its V is one element in every cell of a row. Units
-are KV heads, so that no two threads ever write to the same cell.
+A token's K is a column: one cell in every row of its block's K; its V is one
+element in every cell of a row. Units are KV heads, so that no two threads ever
+write to the same cell.
 """
 
 from __future__ import annotations
@@ -33,9 +36,10 @@ APPEND_JOB = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "pool", "k", "v", "scales", "slots", "num_tokens", "num_heads", "first_head", "row_bytes", "source",
-            "dtype", "pack", "head_dim", "block_size", "block_bytes", "head_bytes", "v_offset", "scale_offset",
-            "padded_tokens", "padded_dims", "dim_words", "tile_dims", "tile_bytes",
+            "pool", "k", "v", "scales", "slots", "num_tokens", "num_heads", "first_head",
+            "row_bytes", "source", "dtype", "pack", "head_dim", "block_size", "block_bytes",
+            "head_bytes", "v_offset", "scale_offset", "padded_tokens", "padded_dims", "dim_words",
+            "tile_dims", "tile_bytes",
         )
     ]
 )  # fmt: skip
@@ -59,7 +63,8 @@ def _largest(row, count):
 
 @part
 def _encode_row(dtype, row, count, codes):
-    """float32 elements → their bits in the cache, one in each uint32 of ``codes``. Returns the scale."""
+    """float32 elements → their bits in the cache, one in each uint32 of
+    ``codes``. Returns the scale."""
     scale = np.float32(1)
     if dtype == FLOAT32:
         for d in range(count):
@@ -101,7 +106,8 @@ def _read_stored(dtype, row, count, codes):
 
 @part
 def _read_codes(job, row, spare, codes):
-    """One head's K or V of a token → its bits in the cache. Returns the scale, where it is made here."""
+    """One head's K or V of a token → its bits in the cache. Returns the scale,
+    where it is made here."""
     if job.source == job.dtype:
         _read_stored(job.dtype, row, job.head_dim, codes)
         return np.float32(1)
@@ -134,9 +140,12 @@ def _write_column(job, codes, cells):
 
 @part
 def _write_row(job, codes, cells, element):
-    """One token's V: its elements within the cells from ``cells`` on, and those of the following tiles."""
+    """One token's V: its elements within the cells from ``cells`` on, and those
+    of the following tiles."""
     for first in range(0, job.head_dim, job.tile_dims):
-        _write_tile_row(job, codes + 4 * first, min(job.tile_dims, job.head_dim - first), cells, element)
+        _write_tile_row(
+            job, codes + 4 * first, min(job.tile_dims, job.head_dim - first), cells, element
+        )
         cells += job.tile_bytes
 
 
@@ -146,28 +155,40 @@ def _write_tile_row(job, codes, count, cells, element):
         for d in range(count):
             store_u16(cells + 2 * d, np.uint16(load_u32(codes + 4 * d)))
         return
-    signs = np.uint32(0x80) if job.dtype == INT8 else np.uint32(0)  # V's bytes are signed, K's are raised by 128
+    signs = (
+        np.uint32(0x80) if job.dtype == INT8 else np.uint32(0)
+    )  # V's bytes are signed, K's are raised by 128
     shift = _shift(job.dtype, job.pack, element)
     mask = np.uint32(~np.uint32(np.uint32(0xFFFFFFFF >> (32 - 32 // job.pack)) << shift))
     for d in range(count):
         kept = np.uint32(load_u32(cells + 4 * d) & mask)
-        store_u32(cells + 4 * d, np.uint32(kept | np.uint32((load_u32(codes + 4 * d) ^ signs) << shift)))
+        store_u32(
+            cells + 4 * d, np.uint32(kept | np.uint32((load_u32(codes + 4 * d) ^ signs) << shift))
+        )
 
 
 @part
 def _cells_of(job, slot, head):
     """Address of a head's cells in the slot's block, and the token's place in the block."""
-    return job.pool + slot // job.block_size * job.block_bytes + head * job.head_bytes, slot % job.block_size
+    return (
+        job.pool + slot // job.block_size * job.block_bytes + head * job.head_bytes,
+        slot % job.block_size,
+    )
 
 
 @part
 def _ask_for(job, token, head):
-    """Ask for the memory of a token's cells: while a sequence decodes, each of its K's cells is in a cache line of its
-    own, and none of them was touched since the token before."""
+    """Ask for the memory of a token's cells: while a sequence decodes, each of
+    its K's cells is in a cache line of its own, and none of them was touched
+    since the token before."""
     slot = load_i64(job.slots + 8 * token)
     base, offset = _cells_of(job, slot, head)
     cell_bytes = 2 if job.dtype == FLOAT16 else 4
-    if token > 0 and load_i64(job.slots + 8 * token - 8) == slot - 1 and offset * cell_bytes % LINE_BYTES != 0:
+    if (
+        token > 0
+        and load_i64(job.slots + 8 * token - 8) == slot - 1
+        and offset * cell_bytes % LINE_BYTES != 0
+    ):
         return  # asked for with the token before
     num_rows = job.head_dim if job.dtype == FLOAT16 else job.dim_words
     for w in range(num_rows):
@@ -202,7 +223,10 @@ def append_unit(variant, job_address, head, scratch):
         _write_row(job, codes, cells, offset % job.pack)
         if job.dtype >= INT8:
             if job.source == job.dtype:
-                k_scale, v_scale = load_f32(job.scales + 8 * row), load_f32(job.scales + 8 * row + 4)
+                k_scale, v_scale = (
+                    load_f32(job.scales + 8 * row),
+                    load_f32(job.scales + 8 * row + 4),
+                )
             store_f32(base + job.scale_offset + 4 * offset, k_scale)
             store_f32(base + job.scale_offset + 4 * (job.padded_tokens + offset), v_scale)
 
@@ -220,12 +244,21 @@ def run_append(entry, team, scratch, fields, pool, k, v, scales, slots, first_he
     job.pool, job.slots = pool.ctypes.data, slots.ctypes.data
     job.k, job.v, job.scales = k.ctypes.data, v.ctypes.data, scales.ctypes.data
     job.num_heads, job.first_head, job.row_bytes = k.shape[1], first_head, k.shape[2] * k.itemsize
-    job.num_tokens, job.source, job.dtype, job.pack = slots.shape[0], shape.source, shape.dtype, shape.pack
+    job.num_tokens, job.source, job.dtype, job.pack = (
+        slots.shape[0],
+        shape.source,
+        shape.dtype,
+        shape.pack,
+    )
     job.head_dim, job.block_size = shape.head_dim, shape.block_size
     job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
     job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
     job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
-    job.dim_words, job.tile_dims, job.tile_bytes = shape.dim_words, shape.tile_dims, shape.tile_bytes
+    job.dim_words, job.tile_dims, job.tile_bytes = (
+        shape.dim_words,
+        shape.tile_dims,
+        shape.tile_bytes,
+    )
     run_units(team, entry, jobs.ctypes.data, k.shape[1], scratch)
     keep_alive(jobs)
     return True

@@ -1,10 +1,14 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""From one call's arrays to units of work: the checks that look at values, and the partition over threads.
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
+"""From one call's arrays to units of work: the checks that look at values, and
+the partition over threads.
 
-Work is cut by cached tokens: a sequence longer than a chunk gives a unit a chunk, so that one long sequence among
-short ones, or alone, still keeps all threads busy. Where the chunks fall depends on the sequence alone. How many KV
-heads a unit takes depends on the rest of the batch and on the threads, which changes nothing in the results.
+Work is cut by cached tokens: a sequence longer than a chunk gives a unit a
+chunk, so that one long sequence among short ones, or alone, still keeps all
+threads busy. Where the chunks fall depends on the sequence alone. How many KV
+heads a unit takes depends on the rest of the batch and on the threads, which
+changes nothing in the results.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ OK, BAD_CONTEXT, BAD_POSITION, BAD_STARTS, BAD_BLOCK, MORE_ROOM = range(6)
 MAX_POSITION = 1 << 24
 """Kernels count tokens in float32, which is exact up to here."""
 MAX_PARTIALS = (32 << 20) // 4
-"""float32 of partial results that a call may have outstanding, unless a single sequence has more."""
+"""float32 of partial results that a call may have outstanding, unless a single
+sequence has more."""
 _UNITS_PER_THREAD = 8
 
 
@@ -67,7 +72,22 @@ def _cut(job, num_rows, position, context_len):
 
 
 @part
-def _fill_job(job, shape, pool, q, tables, starts, positions, context_lens, slopes, out, lse, scale, softcap, window):
+def _fill_job(
+    job,
+    shape,
+    pool,
+    q,
+    tables,
+    starts,
+    positions,
+    context_lens,
+    slopes,
+    out,
+    lse,
+    scale,
+    softcap,
+    window,
+):
     """What doesn't depend on the partition."""
     job.pool, job.q, job.tables = pool.ctypes.data, q.ctypes.data, tables.ctypes.data
     job.starts, job.positions = starts.ctypes.data, positions.ctypes.data
@@ -80,13 +100,20 @@ def _fill_job(job, shape, pool, q, tables, starts, positions, context_lens, slop
     job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
     job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
     job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
-    job.dim_words, job.tile_dims, job.tile_bytes = shape.dim_words, shape.tile_dims, shape.tile_bytes
+    job.dim_words, job.tile_dims, job.tile_bytes = (
+        shape.dim_words,
+        shape.tile_dims,
+        shape.tile_bytes,
+    )
     job.chunk_blocks = max(1, CHUNK_TOKENS // shape.block_size)
 
 
 @part
-def _list_units(job, first, end, starts, positions, context_lens, most_heads, tile_rows, units, pending):
-    """The units of the sequences from ``first`` to ``end``, each of at most ``most_heads`` heads. Returns how many."""
+def _list_units(
+    job, first, end, starts, positions, context_lens, most_heads, tile_rows, units, pending
+):
+    """The units of the sequences from ``first`` to ``end``, each of at most
+    ``most_heads`` heads. Returns how many."""
     group = job.num_q_heads // job.num_kv_heads
     num_units = 0
     for n in range(first, end):
@@ -110,34 +137,43 @@ def _list_units(job, first, end, starts, positions, context_lens, most_heads, ti
 
 @entry
 def run_attend(
-    entry, tile_rows, team, num_threads, scratch, partials, fields, pool, q, tables, starts, positions, context_lens,
-    slopes, out, lse, scale, softcap, window,
+    entry, tile_rows, team, num_threads, scratch, partials, fields, pool, q, tables, starts,
+    positions, context_lens, slopes, out, lse, scale, softcap, window,
 ):  # fmt: skip
-    """Check, partition, run. Returns (code, index) as ``check_values``, or (MORE_ROOM, the length that ``partials``,
-    memory for what chunks leave, must have), with nothing done.
+    """Check, partition, run. Returns (code, index) as ``check_values``, or
+    (MORE_ROOM, the length that ``partials``, memory for what chunks leave, must
+    have), with nothing done.
 
-    Sequences whose partial results fit into ``partials`` together run as one, those that follow after them.
+    Sequences whose partial results fit into ``partials`` together run as one,
+    those that follow after them.
     """
     shape = as_record(fields.ctypes.data, SHAPE)
-    code, index = check_values(shape, q.shape[0], pool.shape[0], tables, starts, positions, context_lens)
+    code, index = check_values(
+        shape, q.shape[0], pool.shape[0], tables, starts, positions, context_lens
+    )
     if code != OK:
         return code, index
     num_sequences = context_lens.shape[0]
     jobs = np.zeros(1, JOB)
     job = jobs[0]
     _fill_job(
-        job, shape, pool, q, tables, starts, positions, context_lens, slopes, out, lse, scale, softcap, window,
+        job, shape, pool, q, tables, starts, positions, context_lens, slopes, out, lse, scale,
+        softcap, window,
     )  # fmt: skip
 
     num_base_units, num_partials, most_partials = 0, 0, 0
-    partial_starts = np.zeros(num_sequences, np.int64)  # a sequence's number of float32 first, then their address
+    partial_starts = np.zeros(
+        num_sequences, np.int64
+    )  # a sequence's number of float32 first, then their address
     for n in range(num_sequences):
         queries = np.int64(starts[n + 1] - starts[n])
         num_rows = queries * (job.num_q_heads // job.num_kv_heads)
         row_blocks, chunks = _cut(job, num_rows, np.int64(positions[n]), np.int64(context_lens[n]))
         num_base_units += row_blocks * chunks
         if chunks > 1:
-            partial_starts[n] = chunks * queries * job.num_q_heads * (job.padded_dims + PARTIAL_HEADER)
+            partial_starts[n] = (
+                chunks * queries * job.num_q_heads * (job.padded_dims + PARTIAL_HEADER)
+            )
             num_partials += partial_starts[n]
             most_partials = max(most_partials, partial_starts[n])
     if num_base_units == 0:
@@ -150,7 +186,10 @@ def run_attend(
 
     splits = 1
     if num_threads > 1:
-        splits = min(job.num_kv_heads, (_UNITS_PER_THREAD * num_threads + num_base_units - 1) // num_base_units)
+        splits = min(
+            job.num_kv_heads,
+            (_UNITS_PER_THREAD * num_threads + num_base_units - 1) // num_base_units,
+        )
     most_heads = (job.num_kv_heads + splits - 1) // splits
     units = np.empty((num_base_units * job.num_kv_heads, UNIT_FIELDS), np.int32)
     job.units = units.ctypes.data

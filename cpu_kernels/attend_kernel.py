@@ -1,9 +1,11 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
 """Attention of a few query rows over a span of one sequence's cached tokens.
 
-A **unit** of work is (sequence, range of KV heads, range of query rows, chunk of tokens). The kernel walks the
-chunk's blocks, and all heads of the unit within each, in the order in which they lie in memory::
+A **unit** of work is (sequence, range of KV heads, range of query rows, chunk
+of tokens). The kernel walks the chunk's blocks, and all heads of the unit
+within each, in the order in which they lie in memory::
 
     for each block
         for each head
@@ -11,10 +13,12 @@ chunk's blocks, and all heads of the unit within each, in the order in which the
             weights = exp2(scores - running max), the running sums brought up to date
             state   = state · rescale + weights · V
 
-K and V of one head and block are **pieces** of memory, and memory is kept busy all the time: while scores are made,
-the head's V is asked for, and while V is multiplied, the next head's K. Everything a row keeps (running max, sum,
-weighted values) is float32. A sequence longer than a chunk gives one partial result a chunk; whoever finishes the last
-chunk merges them, in the order of the chunks, so that a result depends on the sequence alone.
+K and V of one head and block are **pieces** of memory, and memory is kept busy
+all the time: while scores are made, the head's V is asked for, and while V is
+multiplied, the next head's K. Everything a row keeps (running max, sum,
+weighted values) is float32. A sequence longer than a chunk gives one partial
+result a chunk; whoever finishes the last chunk merges them, in the order of the
+chunks, so that a result depends on the sequence alone.
 """
 
 from __future__ import annotations
@@ -37,7 +41,15 @@ from cpu_kernels.memory import (
     store_row_sums,
 )
 from cpu_kernels.merge_kernel import merge_chunks, write_result
-from cpu_kernels.operands import BIAS, FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, UNIT, copy_masked, store_query
+from cpu_kernels.operands import (
+    BIAS,
+    FACTOR_BYTES,
+    PLANE_BYTES,
+    ROW_BYTES,
+    UNIT,
+    copy_masked,
+    store_query,
+)
 from cpu_kernels.rows import clear_tail, fill_row, read_row
 from cpu_kernels.simd import maximum, splat
 from cpu_kernels.softmax_kernel import LOG2_E, find_maxima, scale_values, shape_scores, weigh_scores
@@ -68,9 +80,9 @@ JOB = np.dtype(
         for name in (
             "pool", "q", "tables", "starts", "positions", "context_lens", "slopes", "out", "lse",
             "units", "partials", "partial_starts", "pending",
-            "source", "num_q_heads", "num_kv_heads", "head_dim", "block_size", "max_blocks", "window",
-            "block_bytes", "head_bytes", "v_offset", "scale_offset", "padded_tokens", "padded_dims",
-            "dim_words", "tile_dims", "tile_bytes", "chunk_blocks",
+            "source", "num_q_heads", "num_kv_heads", "head_dim", "block_size", "max_blocks",
+            "window", "block_bytes", "head_bytes", "v_offset", "scale_offset", "padded_tokens",
+            "padded_dims", "dim_words", "tile_dims", "tile_bytes", "chunk_blocks",
         )
     ]
     + [("scale", np.float32), ("softcap", np.float32)],
@@ -79,12 +91,14 @@ JOB = np.dtype(
 """What all units of one call share: addresses, shapes and options."""
 
 UNIT_FIELDS = 7
-"""int32 fields of a unit: sequence, first and last head, first and last row, chunk, number of chunks."""
+"""int32 fields of a unit: sequence, first and last head, first and last row,
+chunk, number of chunks."""
 
 
 @part
 def _pack_queries(variant, job, rows, operands, spare):
-    """A tile of queries (float32 rows, ROW_BYTES apart) to operand rows. ``spare``: room for two floats a row."""
+    """A tile of queries (float32 rows, ROW_BYTES apart) to operand rows.
+    ``spare``: room for two floats a row."""
     lanes = variant.lanes
     factors = splat(variant, np.float32(1))
     if variant.is_integer:
@@ -95,8 +109,13 @@ def _pack_queries(variant, job, rows, operands, spare):
         store_row_maxima(top, spare)
         for r in range(variant.rows):
             largest = load_f32(spare + 4 * r)
-            store_f32(operands + r * ROW_BYTES + UNIT, largest * np.float32(1.0 / variant.max_query))
-            store_f32(spare + 4 * r, np.float32(variant.max_query) / largest if largest > 0 else np.float32(0))
+            store_f32(
+                operands + r * ROW_BYTES + UNIT, largest * np.float32(1.0 / variant.max_query)
+            )
+            store_f32(
+                spare + 4 * r,
+                np.float32(variant.max_query) / largest if largest > 0 else np.float32(0),
+            )
         factors = load_scalars(variant, spare)
     total = splat(variant, np.float32(0))
     for d in range(0, job.padded_dims, lanes):
@@ -111,7 +130,8 @@ def _pack_queries(variant, job, rows, operands, spare):
 
 @part
 def _score_block(variant, job, file, keys, ahead, queries, scores, num_tiles):
-    """Dot products of all rows with one block's K: float32 [rows][padded_tokens]; asks for the piece ``ahead``."""
+    """Dot products of all rows with one block's K: float32
+    [rows][padded_tokens]; asks for the piece ``ahead``."""
     row_bytes = job.padded_tokens * variant.cell_bytes
     step = variant.score_vectors * variant.lanes
     step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
@@ -130,23 +150,25 @@ def _score_block(variant, job, file, keys, ahead, queries, scores, num_tiles):
                         prefetch_share(variant, tile, ahead)
                         ahead += step_bytes
                         tile = accumulate_scores(
-                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes, row_bytes,
-                            job.dim_words - w,
+                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
+                            row_bytes, job.dim_words - w,
                         )  # fmt: skip
                 else:
                     for w in range(0, job.dim_words, variant.step_words):
                         tile = accumulate_scores(
-                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes, row_bytes,
-                            job.dim_words - w,
+                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
+                            row_bytes, job.dim_words - w,
                         )  # fmt: skip
             store_scores(variant, tile, operands, target + 4 * t)
 
 
 @part
 def _add_values(
-    variant, job, file, values, tile_bytes, num_words, ahead, weights, factors, state, num_tiles, rescaling
+    variant, job, file, values, tile_bytes, num_words, ahead, weights, factors, state, num_tiles,
+    rescaling
 ):  # fmt: skip
-    """state = state · rescale + weights · V, over the first words of one block's V; asks for what lies ``ahead``."""
+    """state = state · rescale + weights · V, over the first words of one
+    block's V; asks for what lies ``ahead``."""
     row_bytes = job.tile_dims * variant.cell_bytes
     state_bytes = job.padded_dims * 4
     step = variant.value_vectors * variant.lanes
@@ -156,7 +178,9 @@ def _add_values(
         target = state + tile_index * variant.product_rows * state_bytes
         scales = factors + tile_index * variant.product_tiles * 2 * FACTOR_BYTES
         for d in range(0, job.padded_dims, step):
-            cells = values + d // job.tile_dims * tile_bytes + d % job.tile_dims * variant.cell_bytes
+            cells = (
+                values + d // job.tile_dims * tile_bytes + d % job.tile_dims * variant.cell_bytes
+            )
             tile = begin_values(variant, file, scales, target + 4 * d, state_bytes, rescaling)
             for plane in range(variant.passes):
                 operands = rows + plane * PLANE_BYTES
@@ -167,21 +191,22 @@ def _add_values(
                         prefetch_share(variant, tile, ahead)
                         ahead += step_bytes
                         tile = accumulate_values(
-                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes, row_bytes,
-                            num_words - w,
+                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
+                            row_bytes, num_words - w,
                         )  # fmt: skip
                 else:
                     for w in range(0, num_words, variant.step_words):
                         tile = accumulate_values(
-                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes, row_bytes,
-                            num_words - w,
+                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
+                            row_bytes, num_words - w,
                         )  # fmt: skip
             end_values(variant, tile, scales, target + 4 * d, state_bytes, rescaling)
 
 
 @part
 def _copy_last_step(variant, job, values, first_word, num_tokens, target):
-    """The words of V from ``first_word`` on that a step takes, with zeros beyond the first ``num_tokens`` tokens."""
+    """The words of V from ``first_word`` on that a step takes, with zeros
+    beyond the first ``num_tokens`` tokens."""
     tile_bytes = variant.step_words * job.tile_dims * 4
     for w in range(variant.step_words):
         held = num_tokens - 2 * w
@@ -193,11 +218,15 @@ def _copy_last_step(variant, job, values, first_word, num_tokens, target):
 
 
 @part
-def _add_block(variant, job, file, values, num_tokens, ahead, weights, factors, state, num_tiles, spare):
-    """state = state · rescale + weights · V over one block, of which ``num_tokens`` are the sequence's.
+def _add_block(
+    variant, job, file, values, num_tokens, ahead, weights, factors, state, num_tiles, spare
+):
+    """state = state · rescale + weights · V over one block, of which
+    ``num_tokens`` are the sequence's.
 
-    What isn't the sequence's holds whatever its block held before, perhaps NaN. A step of a product that would take in
-    some of it (half a word of bfloat16, or half an AMX tile) is copied away, to ``spare``, and taken from there.
+    What isn't the sequence's holds whatever its block held before, perhaps NaN.
+    A step of a product that would take in some of it (half a word of bfloat16,
+    or half an AMX tile) is copied away, to ``spare``, and taken from there.
     """
     num_words = (num_tokens + variant.pack - 1) // variant.pack
     rescaling = True
@@ -205,23 +234,28 @@ def _add_block(variant, job, file, values, num_tokens, ahead, weights, factors, 
     if variant.pack == 2 and left > 0:
         num_words = (num_tokens - left) // variant.pack
         _copy_last_step(variant, job, values, num_words, left, spare)
-        last, tile_bytes = weights + num_words * variant.word_bytes, 4 * variant.step_words * job.tile_dims
+        last, tile_bytes = (
+            weights + num_words * variant.word_bytes,
+            4 * variant.step_words * job.tile_dims,
+        )
         _add_values(
-            variant, job, file, spare, tile_bytes, variant.step_words, ahead, last, factors, state, num_tiles,
-            rescaling,
+            variant, job, file, spare, tile_bytes, variant.step_words, ahead, last, factors, state,
+            num_tiles, rescaling,
         )  # fmt: skip
         rescaling = False
     _add_values(
-        variant, job, file, values, job.tile_bytes, num_words, ahead, weights, factors, state, num_tiles, rescaling,
+        variant, job, file, values, job.tile_bytes, num_words, ahead, weights, factors, state,
+        num_tiles, rescaling,
     )  # fmt: skip
 
 
 @part
 def _begin_rows(
-    variant, job, start, head_begin, num_heads, row_begin, row_end, num_tiles, slopes, tops, totals, state, queries,
-    spare,
+    variant, job, start, head_begin, num_heads, row_begin, row_end, num_tiles, slopes, tops, totals,
+    state, queries, spare,
 ):  # fmt: skip
-    """Fetch the unit's queries, as operand rows, and clear what its rows keep. ``spare``: a tile of float32 rows."""
+    """Fetch the unit's queries, as operand rows, and clear what its rows keep.
+    ``spare``: a tile of float32 rows."""
     group = job.num_q_heads // job.num_kv_heads
     element = 4 if job.source == 0 else 2
     rows = variant.rows
@@ -234,7 +268,10 @@ def _begin_rows(
             for r in range(rows):
                 row = min(row_begin + tile * rows + r, row_end - 1)
                 q_head = (head_begin + h) * group + row % group
-                address = job.q + ((start + row // group) * job.num_q_heads + q_head) * job.head_dim * element
+                address = (
+                    job.q
+                    + ((start + row // group) * job.num_q_heads + q_head) * job.head_dim * element
+                )
                 target = spare + r * ROW_BYTES
                 read_row(variant.plain, job.source, address, job.head_dim, target)
                 clear_tail(target, job.head_dim, job.padded_dims)
@@ -259,7 +296,9 @@ def attend_unit(variant, job_address, unit_index, scratch):
     position = np.int64(load_i32(job.positions + 4 * sequence))
     context_len = np.int64(load_i32(job.context_lens + 4 * sequence))
     num_rows, rows = row_end - row_begin, variant.rows
-    num_tiles = (num_rows + variant.product_rows - 1) // variant.product_rows * variant.product_tiles
+    num_tiles = (
+        (num_rows + variant.product_rows - 1) // variant.product_rows * variant.product_tiles
+    )
     padded_rows = num_tiles * rows
 
     # Visible to any row of the unit, within the chunk.
@@ -276,8 +315,9 @@ def attend_unit(variant, job_address, unit_index, scratch):
     if high <= low:
         end_block = first_block
 
-    # Scratch: AMX's tiles | V's scales | words of a last step | what rows see | factors | room for _pack_queries |
-    # slopes | maxima, sums | state | scores | weights | queries
+    # Scratch: AMX's tiles | V's scales | words of a last step | what rows see |
+    # factors | room for _pack_queries | slopes | maxima, sums | state | scores
+    # | weights | queries
     file = scratch
     v_scales = file + FILE_BYTES
     last_step = v_scales + 2048
@@ -307,8 +347,8 @@ def attend_unit(variant, job_address, unit_index, scratch):
         store_f32(highs + 4 * r, np.float32(row_high))
         store_f32(positions + 4 * r, np.float32(row_position))
     _begin_rows(
-        variant, job, start, head_begin, num_heads, row_begin, row_end, num_tiles, slopes, tops, totals, state,
-        queries, scores,
+        variant, job, start, head_begin, num_heads, row_begin, row_end, num_tiles, slopes, tops,
+        totals, state, queries, scores,
     )  # fmt: skip
 
     configure_tiles(variant, file, job.dim_words)
@@ -322,8 +362,14 @@ def attend_unit(variant, job_address, unit_index, scratch):
         num_tokens = min(high - first, job.block_size)
         next_block = block
         if b + 1 < end_block:
-            next_block = job.pool + np.int64(load_i32(table + 4 * (b + 1))) * job.block_bytes + heads_offset
-        masked = masks_below > first or masks_above < first + job.block_size or job.block_size != job.padded_tokens
+            next_block = (
+                job.pool + np.int64(load_i32(table + 4 * (b + 1))) * job.block_bytes + heads_offset
+            )
+        masked = (
+            masks_below > first
+            or masks_above < first + job.block_size
+            or job.block_size != job.padded_tokens
+        )
         shaped = masked or variant.is_quantized or job.softcap > 0 or job.slopes != 0
         factor = np.float32(1) if shaped else np.float32(job.scale * np.float32(LOG2_E))
         for h in range(num_heads):
@@ -335,7 +381,8 @@ def attend_unit(variant, job_address, unit_index, scratch):
                     prefetch(scales + line)
             head_tiles = h * num_tiles
             _score_block(
-                variant, job, file, keys, values, queries + head_tiles * rows * ROW_BYTES, scores, num_tiles,
+                variant, job, file, keys, values, queries + head_tiles * rows * ROW_BYTES, scores,
+                num_tiles,
             )  # fmt: skip
             value_unit = np.float32(1)
             if variant.is_quantized:
@@ -347,15 +394,16 @@ def attend_unit(variant, job_address, unit_index, scratch):
                 if shaped:
                     tile_slopes = slopes + 4 * (head_tiles + tile) * rows if job.slopes != 0 else 0
                     top = shape_scores(
-                        variant, job, scales, tile_scores, first, masked, lows + row_offset, highs + row_offset,
-                        positions + row_offset, tile_slopes,
+                        variant, job, scales, tile_scores, first, masked, lows + row_offset,
+                        highs + row_offset, positions + row_offset, tile_slopes,
                     )  # fmt: skip
                 else:
                     top = find_maxima(variant, job.padded_tokens, tile_scores)
                 weigh_scores(
                     variant, job.padded_tokens, factor, value_unit, top, tile_scores, v_scales,
-                    tops + (head_tiles + tile) * _ROW_STATE, totals + (head_tiles + tile) * _ROW_STATE,
-                    factors + tile * 2 * FACTOR_BYTES, weights + tile * rows * ROW_BYTES,
+                    tops + (head_tiles + tile) * _ROW_STATE,
+                    totals + (head_tiles + tile) * _ROW_STATE, factors + tile * 2 * FACTOR_BYTES,
+                    weights + tile * rows * ROW_BYTES,
                 )  # fmt: skip
             _add_block(
                 variant, job, file, values, num_tokens, next_keys, weights, factors,
@@ -370,7 +418,8 @@ def attend_unit(variant, job_address, unit_index, scratch):
             q_head = (head_begin + h) * group + (row_begin + r) % group
             write_result(
                 variant.plain, job, sequence, num_chunks, chunk, row_begin + r, q_head,
-                load_f32(tops + index), load_f32(totals + index), state + (h * padded_rows + r) * state_bytes,
+                load_f32(tops + index), load_f32(totals + index),
+                state + (h * padded_rows + r) * state_bytes,
             )  # fmt: skip
     if num_chunks > 1:
         # The units of a head range carry the same counter; the last to finish merges.
@@ -379,4 +428,6 @@ def attend_unit(variant, job_address, unit_index, scratch):
             for h in range(num_heads):
                 for r in range(num_rows):
                     q_head = (head_begin + h) * group + (row_begin + r) % group
-                    merge_chunks(variant.plain, job, sequence, num_chunks, row_begin + r, q_head, scores)
+                    merge_chunks(
+                        variant.plain, job, sequence, num_chunks, row_begin + r, q_head, scores
+                    )

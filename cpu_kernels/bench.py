@@ -1,11 +1,13 @@
 """How near attention comes to the speed at which memory can be read.
 
-``python -m cpu_kernels.bench --q-heads 32 --kv-heads 8 --context 2048 --kv-dtype bfloat16 --threads 2``
+``python -m cpu_kernels.bench --q-heads 32 --kv-heads 8 --context 2048
+--kv-dtype bfloat16 --threads 2``
 
-The cache is filled with random data in randomly placed blocks. Runs of the kernel and pure reads of the same memory
-take turns; the **ceiling** is the best of several read loops (by the hardware's prefetching, and with software
-prefetch at several distances), and the ratio is the median over pairs that ran side by side, so that a noisy machine
-spoils both alike.
+The cache is filled with random data in randomly placed blocks. Runs of the
+kernel and pure reads of the same memory take turns; the **ceiling** is the best
+of several read loops (by the hardware's prefetching, and with software prefetch
+at several distances), and the ratio is the median over pairs that ran side by
+side, so that a noisy machine spoils both alike.
 """
 
 from __future__ import annotations
@@ -87,9 +89,17 @@ class Result:
 
 
 def read_pool(pool: NDArray[np.uint8], num_threads: int, ahead_bytes: int) -> None:
-    """Read a pool from end to end, asking for what lies ``ahead_bytes`` further; 0: leave it to the hardware."""
+    """Read a pool from end to end, asking for what lies ``ahead_bytes``
+    further; 0: leave it to the hardware."""
     team, memory = team_of(num_threads).address, pool.reshape(-1)
-    run_read(read_entry(), team, thread_scratch(), memory[: memory.size // 512 * 512], 2 << 20, ahead_bytes)
+    run_read(
+        read_entry(),
+        team,
+        thread_scratch(),
+        memory[: memory.size // 512 * 512],
+        2 << 20,
+        ahead_bytes,
+    )
 
 
 class Workload:
@@ -100,7 +110,9 @@ class Workload:
         self.case, layout = case, case.layout
         num_blocks = case.batch * case.sequence_blocks
         self.pool = allocate_pool(layout, 1, num_blocks)[0]
-        self.tables = rng.permutation(num_blocks).astype(np.int32).reshape(case.batch, -1)  # [B, blocks]
+        self.tables = (
+            rng.permutation(num_blocks).astype(np.int32).reshape(case.batch, -1)
+        )  # [B, blocks]
         self._fill(rng)
         shape = (case.batch, case.num_q_heads, case.head_dim)
         self.q = reference.from_float32(rng.standard_normal(shape, np.float32), case.source)
@@ -120,9 +132,9 @@ class Workload:
 
     def attend(self) -> None:
         attend(
-            self.case.layout, self.pool, self.q, self.tables, self.starts, self.positions, self.context_lens,
-            scale=self.case.head_dim**-0.5, out=self.out, source=self.case.source,
-            num_threads=self.case.num_threads,
+            self.case.layout, self.pool, self.q, self.tables, self.starts, self.positions,
+            self.context_lens, scale=self.case.head_dim**-0.5, out=self.out,
+            source=self.case.source, num_threads=self.case.num_threads,
         )  # fmt: skip
 
     def read(self, ahead_bytes: int) -> None:
@@ -143,7 +155,9 @@ class Workload:
         return float(np.abs(ours - twin).max())
 
 
-def measure(workload: Workload, *, repeats: int = 7, clock: Callable[[], float] = time.perf_counter) -> Result:
+def measure(
+    workload: Workload, *, repeats: int = 7, clock: Callable[[], float] = time.perf_counter
+) -> Result:
     """Interleave the kernel with every read loop; medians."""
     case = workload.case
 
@@ -182,12 +196,16 @@ def host_facts() -> dict[str, Any]:
     name = platform.processor()
     try:
         with open("/proc/cpuinfo") as cpuinfo:
-            name = next(line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name"))
+            name = next(
+                line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         pass
     return {
         "cpu": name,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "numba": numba.__version__,
@@ -196,7 +214,9 @@ def host_facts() -> dict[str, Any]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m cpu_kernels.bench", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m cpu_kernels.bench", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--q-heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -215,8 +235,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     kv_dtype = _ALIASES.get(options.kv_dtype, options.kv_dtype)
     try:
-        one = Case(options.q_heads, options.kv_heads, options.head_dim, options.context, 1, kv_dtype)
-        batch = options.batch or max(1, -(-int(options.gb * 1e9) // (one.sequence_blocks * one.layout.block_bytes)))
+        one = Case(
+            options.q_heads, options.kv_heads, options.head_dim, options.context, 1, kv_dtype
+        )
+        batch = options.batch or max(
+            1, -(-int(options.gb * 1e9) // (one.sequence_blocks * one.layout.block_bytes))
+        )
         case = Case(
             options.q_heads,
             options.kv_heads,
@@ -234,9 +258,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps({**asdict(result), "case": asdict(case), "host": host_facts()}))
         return 0
     print(
-        f"{case.num_q_heads}/{case.num_kv_heads} heads of {case.head_dim}, {case.batch} x {case.context} tokens, "
+        f"{case.num_q_heads}/{case.num_kv_heads} heads of {case.head_dim}, {case.batch} x "
+        f"{case.context} tokens, "
         f"{case.kv_dtype}, {case.num_threads} threads, {result.level}\n"
-        f"{result.gb_per_s:.1f} GB/s of KV, {result.ratio:.3f} of the {result.ceiling_gb_per_s:.1f} GB/s that pure "
+        f"{result.gb_per_s:.1f} GB/s of KV, {result.ratio:.3f} of the "
+        f"{result.ceiling_gb_per_s:.1f} GB/s that pure "
         f"reads reach; {result.call_us:.0f} us a call, {result.tokens_per_s:.0f} tokens/s a layer; "
         f"largest error {result.max_abs_err:.1e}"
     )

@@ -1,4 +1,5 @@
-"""Every argument is looked at here before a kernel sees it: kernels have no bounds checks of their own."""
+"""Every argument is looked at here before a kernel sees it: kernels have no
+bounds checks of their own."""
 
 from __future__ import annotations
 
@@ -14,13 +15,19 @@ from cpu_kernels.layout import CARRIERS, SOURCES, BlockLayout
 _UINT8, _INT32, _INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
 
 
-def _array(name: str, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int | None, ...]) -> None:
+def _array(
+    name: str, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int | None, ...]
+) -> None:
     """``shape``: None leaves a dimension open."""
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
-        raise ValueError(f"{name} must be a NumPy array of {dtype}, got {getattr(array, 'dtype', type(array))}")
+        raise ValueError(
+            f"{name} must be a NumPy array of {dtype}, got {getattr(array, 'dtype', type(array))}"
+        )
     if array.shape != shape and (
         array.ndim != len(shape)
-        or any(want is not None and have != want for have, want in zip(array.shape, shape, strict=True))
+        or any(
+            want is not None and have != want for have, want in zip(array.shape, shape, strict=True)
+        )
     ):
         expected = ", ".join("any" if want is None else str(want) for want in shape)
         raise ValueError(f"{name} has shape {list(array.shape)}, expected [{expected}]")
@@ -49,7 +56,13 @@ def _check_heads(layout: BlockLayout, heads: range | None) -> range:
     known = range(layout.num_kv_heads)
     if heads is None:
         return known
-    if not isinstance(heads, range) or heads.step != 1 or not heads or heads[0] not in known or heads[-1] not in known:
+    if (
+        not isinstance(heads, range)
+        or heads.step != 1
+        or not heads
+        or heads[0] not in known
+        or heads[-1] not in known
+    ):
         raise ValueError(f"heads={heads!r} must be a range of consecutive heads within {known}")
     return heads
 
@@ -65,7 +78,9 @@ def _rows(
     for name, array in named.items():
         _array(name, array, CARRIERS[layout.dtype], (slots.shape[0], len(heads), layout.row_length))
     if (scales is None) == layout.is_quantized:
-        raise ValueError(f"scales go with rows of int8 and int4 and with no others; these are of {layout.dtype}")
+        raise ValueError(
+            f"scales go with rows of int8 and int4 and with no others; these are of {layout.dtype}"
+        )
     if scales is not None:
         _array("scales", scales, np.dtype(np.float32), (slots.shape[0], len(heads), 2))
 
@@ -91,7 +106,9 @@ def check_append(
     for name, array in (("k", k), ("v", v)):
         _array(name, array, carrier, (slots.shape[0], len(heads), layout.head_dim))
     if scales is not None:
-        raise ValueError(f"scales go with what a cache of {layout.dtype} stores, not with source={source!r}")
+        raise ValueError(
+            f"scales go with what a cache of {layout.dtype} stores, not with source={source!r}"
+        )
     return heads
 
 
@@ -115,7 +132,9 @@ def check_gather(
     return heads
 
 
-def raise_bad_slots(layout: BlockLayout, pool_layer: NDArray[np.uint8], slots: NDArray[np.int64]) -> NoReturn:
+def raise_bad_slots(
+    layout: BlockLayout, pool_layer: NDArray[np.uint8], slots: NDArray[np.int64]
+) -> NoReturn:
     """Says which slots there are, and which there should be."""
     most = pool_layer.shape[0] * layout.block_size - 1
     raise ValueError(f"slots holds {slots.min()}..{slots.max()}, outside 0..{most}")
@@ -133,14 +152,17 @@ def check_attend(
     lse: NDArray[np.float32] | None,
     source: str,
 ) -> None:
-    """Raises ValueError, naming the argument, unless the arrays fit each other. Values: ``attend_driver``."""
+    """Raises ValueError, naming the argument, unless the arrays fit each other.
+    Values: ``attend_driver``."""
     _pool(layout, pool_layer)
     carrier, int32 = _source(source), _INT32
     num_rows, num_q_heads = q.shape[:2] if q.ndim == 3 else (None, None)
     _array("q", q, carrier, (num_rows, num_q_heads, layout.head_dim))
     assert num_rows is not None and num_q_heads is not None
     if num_q_heads == 0 or num_q_heads % layout.num_kv_heads:
-        raise ValueError(f"q has {num_q_heads} heads, not a multiple of {layout.num_kv_heads} KV heads")
+        raise ValueError(
+            f"q has {num_q_heads} heads, not a multiple of {layout.num_kv_heads} KV heads"
+        )
     _array("out", out, carrier, q.shape)
     if lse is not None:
         _array("lse", lse, np.dtype(np.float32), (num_rows, num_q_heads))
@@ -170,7 +192,8 @@ def raise_bad_value(
     if code == BAD_BLOCK:
         used = block_tables[index, : -(-int(context_lens[index]) // layout.block_size)]
         raise ValueError(
-            f"block_tables[{index}] holds {used.min()}..{used.max()}, outside 0..{pool_layer.shape[0] - 1}"
+            f"block_tables[{index}] holds {used.min()}..{used.max()}, outside "
+            f"0..{pool_layer.shape[0] - 1}"
         )
     raise ValueError(f"query_starts must rise from 0 to the rows of q, got {query_starts}")
 
@@ -193,7 +216,9 @@ def check_score_options(
         _array("alibi_slopes", alibi_slopes, np.dtype(np.float32), (num_q_heads,))
 
 
-def check_copy(pool: NDArray[np.uint8], source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:
+def check_copy(
+    pool: NDArray[np.uint8], source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]
+) -> None:
     """Raises ValueError unless ``copy_blocks`` can run on these."""
     if not isinstance(pool, np.ndarray) or pool.dtype != np.uint8 or pool.ndim != 3:
         raise ValueError("pool must be a uint8 array [num_layers, num_blocks, block_bytes]")

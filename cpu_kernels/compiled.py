@@ -1,15 +1,19 @@
 # mypy: ignore-errors
 # Numba's types are not Python's.
-"""How functions become machine code: a few entry points, which are kept on disk, and the parts they are made of.
+"""How functions become machine code: a few entry points, which are kept on
+disk, and the parts they are made of.
 
-Left to itself, Numba makes a library with optimised machine code and Python wrappers of every function, though all but
-the outermost are only ever linked into their callers, to be optimised and compiled there once more: two fifths of the
-time that compiling a kernel takes. So parts get none of this.
+Left to itself, Numba makes a library with optimised machine code and Python
+wrappers of every function, though all but the outermost are only ever linked
+into their callers, to be optimised and compiled there once more: two fifths of
+the time that compiling a kernel takes. So parts get none of this.
 
-What is kept on disk is kept under a name that tells the sources of the whole package and Numba's version: Numba looks
-at the time stamp of one file only, and fails on what a version of ours left there whose classes are no longer where
-they were. Each signature has a file of its own, with a checksum at its end; Numba's own index of them loses entries
-where two processes write to it, and a damaged one fails every later run. What can't be read is compiled, what can't be
+What is kept on disk is kept under a name that tells the sources of the whole
+package and Numba's version: Numba looks at the time stamp of one file only, and
+fails on what a version of ours left there whose classes are no longer where
+they were. Each signature has a file of its own, with a checksum at its end;
+Numba's own index of them loses entries where two processes write to it, and a
+damaged one fails every later run. What can't be read is compiled, what can't be
 written isn't kept: no job fails for it.
 """
 
@@ -87,7 +91,9 @@ class _KeptFiles(IndexDataCacheFile):
         return self._load_data(name)  # it stops where the checksum begins
 
     def _name_of(self, key):
-        return self._data_name_pattern.format(number=int(sha256(repr(key).encode()).hexdigest()[:12], 16))
+        return self._data_name_pattern.format(
+            number=int(sha256(repr(key).encode()).hexdigest()[:12], 16)
+        )
 
 
 class _PackageCache(FunctionCache):
@@ -118,7 +124,8 @@ def _complain(error):
     if not _PackageCache.complained:
         _PackageCache.complained = True
         logger.warning(
-            "compiled kernels could not be read from or kept on disk, so they are compiled once more: %s: %s; if this "
+            "compiled kernels could not be read from or kept on disk, so they are compiled once "
+            "more: %s: %s; if this "
             "comes again, name a directory that can be written to in NUMBA_CACHE_DIR",
             type(error).__name__,
             error,
@@ -126,7 +133,8 @@ def _complain(error):
 
 
 def entry(function):
-    """A function that is called from Python or by its address; compiled once a host, where its disk allows."""
+    """A function that is called from Python or by its address; compiled once a
+    host, where its disk allows."""
     dispatcher = njit(nogil=True, no_cfunc_wrapper=True)(function)
     try:
         dispatcher._cache = _PackageCache(function)
@@ -135,13 +143,17 @@ def entry(function):
     return dispatcher
 
 
-part = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_PartCompiler)
-"""A function that only entries and other parts call. It is compiled once more for each literal argument, a type of its
-own: where that is not wanted, ``np.int64(0)`` is no literal."""
+part = njit(
+    nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_PartCompiler
+)
+"""A function that only entries and other parts call. It is compiled once more
+for each literal argument, a type of its own: where that is not wanted,
+``np.int64(0)`` is no literal."""
 
 
 def address_of(dispatcher, *signature) -> int:
-    """Compile an entry for these argument types, or load it from the disk, and return where it is."""
+    """Compile an entry for these argument types, or load it from the disk, and
+    return where it is."""
     dispatcher.compile(signature)
     compiled = dispatcher.overloads[signature]
     return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))

@@ -35,8 +35,9 @@ Comparison: TypeAlias = Callable[[str, str], str]
 _MOST_ROWS = 8
 _MOST_SPREAD = 4
 MIN_AMX_ROWS = 8
-"""Query heads a KV head from which products are made in AMX tiles. By reasoning, not by measurement: a product of tiles
-takes as long for one row as for 16, and up to here plain vectors keep up with memory."""
+"""Query heads a KV head from which products are made in AMX tiles. By
+reasoning, not by measurement: a product of tiles takes as long for one row as
+for 16, and up to here plain vectors keep up with memory."""
 
 
 def _fits_amx(layout: BlockLayout, group_size: int, source: str, ragged: bool) -> bool:
@@ -78,19 +79,25 @@ def _largest_divisor(number: int, most: int) -> int:
     return max(d for d in range(1, max(1, min(number, most)) + 1) if number % d == 0)
 
 
-def choose_variant(layout: BlockLayout, group_size: int, isa: Isa, source: str, *, ragged: bool) -> Variant:
-    """The register tile that keeps the products of this shape busiest without spilling.
+def choose_variant(
+    layout: BlockLayout, group_size: int, isa: Isa, source: str, *, ragged: bool
+) -> Variant:
+    """The register tile that keeps the products of this shape busiest without
+    spilling.
 
     Args:
         group_size: query heads a KV head.
-        ragged: some sequence has more than one query; rows then come by the dozen.
+        ragged: some sequence has more than one query; rows then come by the
+            dozen.
     """
     if isa.tiles and _fits_amx(layout, group_size, source, ragged):
         return _amx_variant(layout, group_size, isa, ragged)
     dot = _choose_dot(layout.dtype, isa)
     score_vectors, value_vectors = layout.padded_tokens // isa.lanes, layout.tile_dims // isa.lanes
     accumulators = isa.registers * 3 // 4 if isa.registers > 16 else 8
-    most_rows = min(_MOST_ROWS, accumulators // value_vectors) if isa.registers > 16 else isa.registers // 4
+    most_rows = (
+        min(_MOST_ROWS, accumulators // value_vectors) if isa.registers > 16 else isa.registers // 4
+    )
     num_tiles = -(-group_size // most_rows)
     rows = most_rows if ragged else -(-group_size // num_tiles)
     exact = source != "bfloat16"
@@ -162,7 +169,9 @@ class AttendPlan:
 @cache
 def shape_record(layout: BlockLayout, source: str) -> NDArray[np.int64]:
     """The layout as compiled code sees it: one int64 for each of SHAPE_FIELDS."""
-    values = {name: getattr(layout, name) for name in SHAPE_FIELDS if name not in ("source", "dtype")}
+    values = {
+        name: getattr(layout, name) for name in SHAPE_FIELDS if name not in ("source", "dtype")
+    }
     values |= {"source": DTYPES.index(source), "dtype": DTYPES.index(layout.dtype)}
     return np.array([values[name] for name in SHAPE_FIELDS], np.int64)
 
@@ -176,8 +185,8 @@ def plan_attend(
     level: str | None,
     compare: Comparison,
 ) -> AttendPlan:
-    """The kernel for calls of this shape, compiled. Tiles must have proved themselves in a comparison, unless ``level``
-    names them."""
+    """The kernel for calls of this shape, compiled. Tiles must have proved
+    themselves in a comparison, unless ``level`` names them."""
     isa = find_level(level) if level else default_level()
     variant = choose_variant(layout, group_size, isa, source, ragged=ragged)
     if variant.tiles and not level and not tiles_work(isa, compare):
@@ -187,15 +196,18 @@ def plan_attend(
 
 @cache
 def tiles_work(isa: Isa, compare: Comparison) -> bool:
-    """Whether a small random problem gives with a level's tiles what it gives without; if not, a warning is logged.
+    """Whether a small random problem gives with a level's tiles what it gives
+    without; if not, a warning is logged.
 
-    AMX kernels were written without a CPU to run them on, so each process convinces itself before it trusts them.
+    AMX kernels were written without a CPU to run them on, so each process
+    convinces itself before it trusts them.
     """
     trusted = next(known for known in reversed(host_levels()) if not known.tiles)
     problem = compare(isa.name, trusted.name)
     if problem:
         logger.warning(
-            "attention kernels don't use %s in this process: %s. Please report this; %s=%s avoids the check",
+            "attention kernels don't use %s in this process: %s. Please report this; %s=%s avoids "
+            "the check",
             isa.name, problem, ISA_VARIABLE, trusted.name,
         )  # fmt: skip
     return not problem
@@ -215,7 +227,8 @@ def thread_scratch() -> int:
 
 
 def thread_partials(length: int) -> NDArray[np.float32]:
-    """The calling thread's memory for partial results: float32 [>= length], kept for its next call.
+    """The calling thread's memory for partial results: float32 [>= length],
+    kept for its next call.
 
     What a single sequence needs beyond ``MAX_PARTIALS`` is not kept.
     """

@@ -1,6 +1,8 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""Scalar conversions between float32 and the bits in which elements travel and rest. Round to nearest even."""
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
+"""Scalar conversions between float32 and the bits in which elements travel and
+rest. Round to nearest even."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""Reading tokens' K and V out of their blocks, as they are stored: the inverse of ``append_kernel``.
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
+"""Reading tokens' K and V out of their blocks, as they are stored: the inverse
+of ``append_kernel``.
 
-Consecutive tokens of a block, a **run**, are read together: 16 tokens of K's rows of cells are turned into 16 rows of
-words, for a word of a stored row is a cell of K; of V's cells, a token's share is cut out, 16 dims at a time.
-Units are a head's ``UNIT_TOKENS`` tokens: no two write to the same row.
+Consecutive tokens of a block, a **run**, are read together: 16 tokens of K's
+rows of cells are turned into 16 rows of words, for a word of a stored row is a
+cell of K; of V's cells, a token's share is cut out, 16 dims at a time. Units
+are a head's ``UNIT_TOKENS`` tokens: no two write to the same row.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ GATHER_JOB = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "pool", "slots", "k", "v", "scales", "shape", "num_tokens", "num_heads", "first_head", "row_bytes",
-            "last_word", "pack_shift",
+            "pool", "slots", "k", "v", "scales", "shape", "num_tokens", "num_heads", "first_head",
+            "row_bytes", "last_word", "pack_shift",
         )
     ]
 )  # fmt: skip
@@ -72,7 +75,8 @@ def _load_words(builder, address, row_bytes, row, halves: bool):
 def _turn(halves: bool):
     @intrinsic
     def turn(typingctx, source, source_bytes, target, target_bytes):
-        """SIDE tokens' cells, in rows ``source_bytes`` apart, to SIDE words each, ``target_bytes`` apart."""
+        """SIDE tokens' cells, in rows ``source_bytes`` apart, to SIDE words
+        each, ``target_bytes`` apart."""
 
         def codegen(context, builder, signature, args):
             rows = [_load_words(builder, args[0], args[1], row, halves) for row in range(SIDE)]
@@ -107,16 +111,21 @@ def _cut(emit):
 
 def _emit_bytes(builder, shares):
     signed = builder.trunc(shares, vec(I8, SIDE))
-    return builder.xor(signed, constant(I8, SIDE, 0x80))  # V's bytes are signed, K's are raised by 128
+    return builder.xor(
+        signed, constant(I8, SIDE, 0x80)
+    )  # V's bytes are signed, K's are raised by 128
 
 
 def _emit_nibbles(builder, shares):
-    """Two words, each with element i in the lower half of byte i, and element i + 4 in its upper half."""
+    """Two words, each with element i in the lower half of byte i, and element i
+    + 4 in its upper half."""
     nibbles = builder.trunc(builder.and_(shares, constant(I32, SIDE, 15)), vec(I8, SIDE))
     nothing = ir.Constant(nibbles.type, ir.Undefined)
     order = vec(I32, SIDE // 2)
     lower = builder.shuffle_vector(nibbles, nothing, ir.Constant(order, [0, 1, 2, 3, 8, 9, 10, 11]))
-    upper = builder.shuffle_vector(nibbles, nothing, ir.Constant(order, [4, 5, 6, 7, 12, 13, 14, 15]))
+    upper = builder.shuffle_vector(
+        nibbles, nothing, ir.Constant(order, [4, 5, 6, 7, 12, 13, 14, 15])
+    )
     return builder.or_(lower, builder.shl(upper, constant(I8, SIDE // 2, 4)))
 
 
@@ -173,7 +182,9 @@ def _gather_square(dtype, cells, cells_bytes, begin, end, rows, row_bytes, scrat
 def _gather_edge(cells, cells_bytes, cell_bytes, first, end, target):
     """One token's K, from byte ``first`` of its stored row to its end: what fills no square."""
     for byte in range(first, end):
-        store_u8(target + byte, load_u8(cells + byte // cell_bytes * cells_bytes + byte % cell_bytes))
+        store_u8(
+            target + byte, load_u8(cells + byte // cell_bytes * cells_bytes + byte % cell_bytes)
+        )
 
 
 @part
@@ -188,12 +199,16 @@ def _gather_k(job, shape, base, offset, count, rows, row_bytes, scratch):
             begin, end = max(offset, group), min(offset + count, group + SIDE)
             cells = base + first // cell_bytes * cells_bytes + group * cell_bytes
             target = rows + (begin - offset) * row_bytes + first
-            _gather_square(dtype, cells, cells_bytes, begin - group, end - group, target, row_bytes, scratch)
+            _gather_square(
+                dtype, cells, cells_bytes, begin - group, end - group, target, row_bytes, scratch
+            )
     done = 4 * num_words if num_words >= SIDE else 0
     if done < job.row_bytes:
         for token in range(count):
             cells = base + (offset + token) * cell_bytes
-            _gather_edge(cells, cells_bytes, cell_bytes, done, job.row_bytes, rows + token * row_bytes)
+            _gather_edge(
+                cells, cells_bytes, cell_bytes, done, job.row_bytes, rows + token * row_bytes
+            )
 
 
 @part
@@ -240,7 +255,10 @@ def _gather_v(job, shape, base, offset, count, rows, row_bytes, scratch):
 @part
 def _gather_scales(shape, base, offset, count, scales, row_bytes):
     for token in range(count):
-        source, target = base + shape.scale_offset + 4 * (offset + token), scales + token * row_bytes
+        source, target = (
+            base + shape.scale_offset + 4 * (offset + token),
+            scales + token * row_bytes,
+        )
         store_f32(target, load_f32(source))
         store_f32(target + 4, load_f32(source + 4 * shape.padded_tokens))
 
@@ -259,7 +277,11 @@ def _run_length(job, token, end, most):
     """How many slots from ``token`` on follow each other, up to ``most``."""
     first = load_i64(job.slots + 8 * token)
     count = 1
-    while count < most and token + count < end and load_i64(job.slots + 8 * (token + count)) == first + count:
+    while (
+        count < most
+        and token + count < end
+        and load_i64(job.slots + 8 * (token + count)) == first + count
+    ):
         count += 1
     return count
 
@@ -277,7 +299,11 @@ def gather_unit(variant, job_address, unit, scratch):
         slot = load_i64(job.slots + 8 * token)
         offset = slot % shape.block_size
         count = _run_length(job, token, end, shape.block_size - offset)
-        base = job.pool + slot // shape.block_size * shape.block_bytes + (job.first_head + head) * shape.head_bytes
+        base = (
+            job.pool
+            + slot // shape.block_size * shape.block_bytes
+            + (job.first_head + head) * shape.head_bytes
+        )
         row = token * job.num_heads + head
         k, v = job.k + row * job.row_bytes, job.v + row * job.row_bytes
         _gather_k(job, shape, base, offset, count, k, row_bytes, scratch)

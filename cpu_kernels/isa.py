@@ -1,4 +1,5 @@
-"""Which vector instructions the kernels use: chosen once from the host's features, or forced for a test."""
+"""Which vector instructions the kernels use: chosen once from the host's
+features, or forced for a test."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ ISA_VARIABLE: Final = "FASTDECODE_ISA"
 
 @dataclass(frozen=True)
 class Isa:
-    """One level of vector instructions. A host that has one has all those before it in ``LEVELS``."""
+    """One level of vector instructions. A host that has one has all those
+    before it in ``LEVELS``."""
 
     name: str
     lanes: int
@@ -38,7 +40,8 @@ LEVELS: Final = (
 )
 
 SOFT_AMX: Final = Isa("amx-soft", lanes=16, registers=32, has_fma=False, tiles="soft")
-"""AMX kernels with their tiles in memory: slow, runs everywhere, never chosen unless it is asked for. For tests."""
+"""AMX kernels with their tiles in memory: slow, runs everywhere, never chosen
+unless it is asked for. For tests."""
 
 _NEEDS: Final = {
     "generic": (),
@@ -51,7 +54,8 @@ _NEEDS: Final = {
 
 @cache
 def host_levels() -> tuple[Isa, ...]:
-    """The levels that this host can run, the best last. Asks Linux for tile registers where there are any."""
+    """The levels that this host can run, the best last. Asks Linux for tile
+    registers where there are any."""
     import llvmlite.binding as llvm
 
     from cpu_kernels.amx import ask_permission
@@ -77,7 +81,9 @@ def find_level(name: str) -> Isa:
         if isa.name == name:
             return isa
     usable = ", ".join(isa.name for isa in host_levels())
-    raise ValueError(f"instruction set {name!r} can't run here; {ISA_VARIABLE} may be one of: {usable}")
+    raise ValueError(
+        f"instruction set {name!r} can't run here; {ISA_VARIABLE} may be one of: {usable}"
+    )
 
 
 @cache

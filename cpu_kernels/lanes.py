@@ -1,9 +1,12 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""One vector: a number for each query row of a register tile, or for each of a few neighbouring tokens.
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
+"""One vector: a number for each query row of a register tile, or for each of a
+few neighbouring tokens.
 
-What a kernel keeps for its rows (running maxima, sums, rescale factors) is brought up to date for all rows of a tile
-at once, lane r for row r; a loop over rows would wait for one number's latency after another.
+What a kernel keeps for its rows (running maxima, sums, rescale factors) is
+brought up to date for all rows of a tile at once, lane r for row r; a loop over
+rows would wait for one number's latency after another.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ def count_lanes(typingctx, variant, first):
 
     def codegen(context, builder, signature, args):
         steps = ir.Constant(vec(F32, result.lanes), [float(lane) for lane in range(result.lanes)])
-        return _wrap(builder, builder.fadd(steps, broadcast(builder, args[1], result.lanes)), result)
+        return _wrap(
+            builder, builder.fadd(steps, broadcast(builder, args[1], result.lanes)), result
+        )
 
     return result(variant, types.float32), codegen
 
@@ -84,10 +89,13 @@ def store_lanes(typingctx, value, address):
 
 @intrinsic
 def exp2_lanes(typingctx, variant, value):
-    """2^x for x <= 127, always precise: 2^0 is 1; 0 where x <= -127, minus infinity included; NaN stays NaN."""
+    """2^x for x <= 127, always precise: 2^0 is 1; 0 where x <= -127, minus
+    infinity included; NaN stays NaN."""
 
     def codegen(context, builder, signature, args):
-        power = emit_exp2(builder, builder.extract_value(args[1], 0), variant.variant.has_fma, EXP2_PRECISE)
+        power = emit_exp2(
+            builder, builder.extract_value(args[1], 0), variant.variant.has_fma, EXP2_PRECISE
+        )
         return _wrap(builder, power, value)
 
     return value(variant, value), codegen
@@ -104,7 +112,9 @@ def spread_lanes(typingctx, variant, value):
         return make_tile(
             builder,
             result,
-            lambda row, vector: builder.shuffle_vector(lanes, undefined, constant(I32, result.lanes, row)),
+            lambda row, vector: builder.shuffle_vector(
+                lanes, undefined, constant(I32, result.lanes, row)
+            ),
         )
 
     return result(variant, value), codegen
@@ -125,8 +135,9 @@ def _shuffle(builder, a, b, indices):
 def _fold(builder, rows, lanes: int, combine):
     """Lane r = all lanes of rows[r], combined in a fixed tree.
 
-    Rows are folded two at a time, the halves of one beside the halves of the other, until one vector holds them all
-    with ``group`` lanes each, which then fold within the vector.
+    Rows are folded two at a time, the halves of one beside the halves of the
+    other, until one vector holds them all with ``group`` lanes each, which then
+    fold within the vector.
     """
     count = 1
     while count < len(rows):
@@ -134,7 +145,12 @@ def _fold(builder, rows, lanes: int, combine):
     vectors, group = list(rows) + [rows[0]] * (count - len(rows)), lanes
     while len(vectors) > 1:
         half, held = group // 2, lanes // group
-        low = [start + row * group + lane for start in (0, lanes) for row in range(held) for lane in range(half)]
+        low = [
+            start + row * group + lane
+            for start in (0, lanes)
+            for row in range(held)
+            for lane in range(half)
+        ]
         high = [index + half for index in low]
         vectors = [
             combine(_shuffle(builder, a, b, low), _shuffle(builder, a, b, high))
@@ -146,7 +162,10 @@ def _fold(builder, rows, lanes: int, combine):
         half = group // 2
         low = [row * group + lane for row in range(count) for lane in range(half)]
         low = (low * lanes)[:lanes]  # what is to spare repeats
-        value = combine(_shuffle(builder, value, value, low), _shuffle(builder, value, value, [i + half for i in low]))
+        value = combine(
+            _shuffle(builder, value, value, low),
+            _shuffle(builder, value, value, [i + half for i in low]),
+        )
         group = half
     return value
 
@@ -158,7 +177,11 @@ def _row_fold(combine):
 
         def codegen(context, builder, signature, args):
             rows = [builder.extract_value(args[1], row) for row in range(column.rows)]
-            return _wrap(builder, _fold(builder, rows, column.lanes, lambda a, b: combine(builder, a, b)), result)
+            return _wrap(
+                builder,
+                _fold(builder, rows, column.lanes, lambda a, b: combine(builder, a, b)),
+                result,
+            )
 
         return result(variant, column), codegen
 
@@ -171,7 +194,8 @@ fold_sums = _row_fold(lambda builder, a, b: builder.fadd(a, b))
 """The sum of each row's lanes."""
 
 
-# --- vectors of a model's own 16-bit elements ---------------------------------------------------------------------
+# --- vectors of a model's own 16-bit elements
+# ---------------------------------------------------------------------
 
 
 @intrinsic
@@ -181,7 +205,9 @@ def load_brains(typingctx, variant, address):
 
     def codegen(context, builder, signature, args):
         bits = load_at(builder, args[1], vec(I16, result.lanes), align=2)
-        wide = builder.shl(builder.zext(bits, vec(I32, result.lanes)), constant(I32, result.lanes, 16))
+        wide = builder.shl(
+            builder.zext(bits, vec(I32, result.lanes)), constant(I32, result.lanes, 16)
+        )
         return _wrap(builder, builder.bitcast(wide, result.vector), result)
 
     return result(variant, types.int64), codegen

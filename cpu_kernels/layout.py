@@ -1,7 +1,8 @@
 """How one layer's KV blocks lie in memory.
 
-A **KV block** holds K and V of ``block_size`` tokens for all KV heads of one layer. K and V of one head stand side by
-side, both as rows of **cells**; a cell packs ``pack`` elements that follow each other along the summed axis::
+A **KV block** holds K and V of ``block_size`` tokens for all KV heads of one
+layer. K and V of one head stand side by side, both as rows of **cells**; a cell
+packs ``pack`` elements that follow each other along the summed axis::
 
     block   [num_kv_heads]
       head    K       cells [dim_words,   padded_tokens]     cell (w, t): dims   w*pack … of token t
@@ -12,15 +13,19 @@ side, both as rows of **cells**; a cell packs ``pack`` elements that follow each
     float16   pack 1, 16-bit cells        int4   pack 8: nibbles, value + 8; byte i holds element i in its lower
     bfloat16  pack 2, 32-bit cells               and element i + 4 in its upper half
 
-so that a score needs no horizontal sum: a vector of K cells is many tokens at the same dims, to be multiplied with
-one broadcast query operand, and a vector of V cells is many dims at the same tokens. Packing along the summed axis is
-what the dot products (``vdpbf16ps``, ``vpdpbusd``) and AMX tiles read as it is, and plain FMAs unpack with a shift and
-a mask; float16 has no such instruction, and unpaired it converts straight from memory. Rows are padded to whole
-vectors. V is cut into tiles of as many dims as a register tile takes at once, so that both products walk through
-memory from one end to the other, which is what prefetchers foresee. The layout doesn't depend on the host's features,
-so blocks can be shipped between hosts as they are.
+so that a score needs no horizontal sum: a vector of K cells is many tokens at
+the same dims, to be multiplied with one broadcast query operand, and a vector
+of V cells is many dims at the same tokens. Packing along the summed axis is
+what the dot products (``vdpbf16ps``, ``vpdpbusd``) and AMX tiles read as it is,
+and plain FMAs unpack with a shift and a mask; float16 has no such instruction,
+and unpaired it converts straight from memory. Rows are padded to whole vectors.
+V is cut into tiles of as many dims as a register tile takes at once, so that
+both products walk through memory from one end to the other, which is what
+prefetchers foresee. The layout doesn't depend on the host's features, so blocks
+can be shipped between hosts as they are.
 
-Out of blocks, a token is what it is in no matter which block, a **stored row** for K and one for V of each head::
+Out of blocks, a token is what it is in no matter which block, a **stored row**
+for K and one for V of each head::
 
     float32   float32 [head_dim]                  int8   uint8 [head_dim]: value + 128
     float16   uint16 [head_dim], the bits         int4   uint8 [4 * ceil(head_dim / 8)]: cells as in K, and zeros
@@ -121,7 +126,8 @@ class BlockLayout:
 
     @property
     def tile_dims(self) -> int:
-        """Dims of V in a tile: the most vectors, up to 7, that divide ``padded_dims``; 4 if they do."""
+        """Dims of V in a tile: the most vectors, up to 7, that divide
+        ``padded_dims``; 4 if they do."""
         vectors = self.padded_dims // LANES
         return LANES * (4 if vectors % 4 == 0 else max(d for d in range(1, 8) if vectors % d == 0))
 
@@ -148,7 +154,9 @@ class BlockLayout:
     @property
     def scale_offset(self) -> int:
         """Bytes from a head's beginning to its scales of K, followed by those of V."""
-        return self.v_offset + _round_up(self.token_words * self.padded_dims * self.cell_bytes, ALIGNMENT)
+        return self.v_offset + _round_up(
+            self.token_words * self.padded_dims * self.cell_bytes, ALIGNMENT
+        )
 
     @property
     def head_bytes(self) -> int:
@@ -162,15 +170,19 @@ class BlockLayout:
 
 
 class StoredTokens(NamedTuple):
-    """Tokens' K and V as a cache stores them, out of its blocks. What ``gather`` fills, ``append`` puts back."""
+    """Tokens' K and V as a cache stores them, out of its blocks. What
+    ``gather`` fills, ``append`` puts back."""
 
     k: NDArray[Any]  # [T, heads, row_length]
     v: NDArray[Any]  # [T, heads, row_length]
     scales: NDArray[np.float32] | None  # [T, heads, 2], of K and of V; int8 and int4 only
 
 
-def allocate_tokens(layout: BlockLayout, num_tokens: int, num_heads: int | None = None) -> StoredTokens:
-    """Uninitialised room for so many tokens of so many heads, by default all. Arrays begin on cache lines."""
+def allocate_tokens(
+    layout: BlockLayout, num_tokens: int, num_heads: int | None = None
+) -> StoredTokens:
+    """Uninitialised room for so many tokens of so many heads, by default all.
+    Arrays begin on cache lines."""
     heads = layout.num_kv_heads if num_heads is None else num_heads
 
     def room(dtype: np.dtype[Any], length: int) -> NDArray[Any]:
@@ -189,10 +201,12 @@ def aligned_bytes(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def allocate_pool(layout: BlockLayout, num_layers: int, num_blocks: int) -> NDArray[np.uint8]:
-    """A pool of zeroed KV blocks, committed lazily: a page costs memory only once it is written.
+    """A pool of zeroed KV blocks, committed lazily: a page costs memory only
+    once it is written.
 
-    The memory is an anonymous mapping that asks for huge pages. Pages fall on the NUMA node of the thread that first
-    writes them, so let the process that owns the pool run on one node.
+    The memory is an anonymous mapping that asks for huge pages. Pages fall on
+    the NUMA node of the thread that first writes them, so let the process that
+    owns the pool run on one node.
 
     Returns:
         uint8 [num_layers, num_blocks, block_bytes], 64-byte aligned.
@@ -205,7 +219,9 @@ def allocate_pool(layout: BlockLayout, num_layers: int, num_blocks: int) -> NDAr
         raise ValueError(f"num_layers={num_layers} and num_blocks={num_blocks} must be >= 1")
     shape = (num_layers, num_blocks, layout.block_bytes)
     num_bytes = num_layers * num_blocks * layout.block_bytes
-    mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(
+        -1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # of a kernel that has none
             mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -1,6 +1,8 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""Memory by address: scalars, columns, cache lines, records. Nothing is checked: whoever calls a kernel has."""
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
+"""Memory by address: scalars, columns, cache lines, records. Nothing is
+checked: whoever calls a kernel has."""
 
 from __future__ import annotations
 
@@ -46,14 +48,19 @@ def prefetch(typingctx, address):
 
 @intrinsic(prefer_literal=True)
 def load_rows(typingctx, variant, address, row_bytes):
-    """A column from memory: one vector of float32 a row, ``row_bytes`` (a constant; 0: all the same) apart."""
+    """A column from memory: one vector of float32 a row, ``row_bytes`` (a
+    constant; 0: all the same) apart."""
     result, stride = column_type(variant), row_bytes.literal_value
 
     def codegen(context, builder, signature, args):
         if stride == 0:
             value = load_at(builder, args[1], result.vector)
             return make_tile(builder, result, lambda row, vector: value)
-        return make_tile(builder, result, lambda row, vector: load_at(builder, args[1], result.vector, row * stride))
+        return make_tile(
+            builder,
+            result,
+            lambda row, vector: load_at(builder, args[1], result.vector, row * stride),
+        )
 
     return result(variant, types.int64, row_bytes), codegen
 
@@ -79,7 +86,8 @@ def load_scalars(typingctx, variant, address):
     def codegen(context, builder, signature, args):
         return make_tile(
             builder, result,
-            lambda row, vector: broadcast(builder, load_at(builder, args[1], F32, 4 * row), result.lanes),
+            lambda row, vector: broadcast(builder, load_at(builder, args[1], F32, 4 * row),
+                                          result.lanes),
         )  # fmt: skip
 
     return result(variant, types.int64), codegen
@@ -90,7 +98,11 @@ def _lane_fold(combine):
     def fold(typingctx, value, address):
         def codegen(context, builder, signature, args):
             for row in range(value.rows):
-                folded = fold_lanes(builder, builder.extract_value(args[0], row), lambda a, b: combine(builder, a, b))
+                folded = fold_lanes(
+                    builder,
+                    builder.extract_value(args[0], row),
+                    lambda a, b: combine(builder, a, b),
+                )
                 store_at(builder, folded, args[1], 4 * row)
             return context.get_dummy_value()
 
@@ -109,7 +121,9 @@ def _scalar_memory(numba_type, ir_type):
     @intrinsic
     def load_scalar(typingctx, address):
         def codegen(context, builder, signature, args):
-            return load_at(builder, args[0], ir_type, align=ir_type.width // 8 if ir_type != F32 else 4)
+            return load_at(
+                builder, args[0], ir_type, align=ir_type.width // 8 if ir_type != F32 else 4
+            )
 
         return numba_type(types.int64), codegen
 
@@ -165,7 +179,8 @@ def float_of(typingctx, bits):
 
 @intrinsic
 def keep_alive(typingctx, array):
-    """Nothing, but a mention: Numba frees an array after its last one, even where others know its address."""
+    """Nothing, but a mention: Numba frees an array after its last one, even
+    where others know its address."""
 
     def codegen(context, builder, signature, args):
         return context.get_dummy_value()

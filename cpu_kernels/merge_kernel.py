@@ -1,6 +1,8 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""The end of a row: its result where the sequence is one chunk, else its part of it, and the merge of the parts."""
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
+"""The end of a row: its result where the sequence is one chunk, else its part
+of it, and the merge of the parts."""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ def write_result(variant, job, sequence, num_chunks, chunk, row, q_head, top, to
         inverse = np.float32(1) / total if total > 0 or total != total else np.float32(0)
         index = (start + row // group) * job.num_q_heads + q_head
         element = 4 if job.source == 0 else 2
-        write_row(variant, job.source, state, job.head_dim, job.out + index * job.head_dim * element, inverse)
+        write_row(
+            variant,
+            job.source,
+            state,
+            job.head_dim,
+            job.out + index * job.head_dim * element,
+            inverse,
+        )
         if job.lse != 0:
             lse = np.float32(-np.inf)
             if total > 0 or total != total:
@@ -43,10 +52,13 @@ def write_result(variant, job, sequence, num_chunks, chunk, row, q_head, top, to
 
 @part
 def merge_chunks(variant, job, sequence, num_chunks, row, q_head, state):
-    """Merge one row's partial results, in the order of the chunks, and write it out. ``state``: room for a row."""
+    """Merge one row's partial results, in the order of the chunks, and write it
+    out. ``state``: room for a row."""
     group = job.num_q_heads // job.num_kv_heads
     partial = load_i64(job.partial_starts + 8 * sequence)
-    queries = np.int64(load_i32(job.starts + 4 * sequence + 4)) - np.int64(load_i32(job.starts + 4 * sequence))
+    queries = np.int64(load_i32(job.starts + 4 * sequence + 4)) - np.int64(
+        load_i32(job.starts + 4 * sequence)
+    )
     stride = (job.padded_dims + PARTIAL_HEADER) * 4
     first = partial + ((row // group) * job.num_q_heads + q_head) * stride
     step = queries * job.num_q_heads * stride

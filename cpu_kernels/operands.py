@@ -1,8 +1,11 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""Operand rows: the small side of a product, queries or weights, as its instructions read it from memory.
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
+"""Operand rows: the small side of a product, queries or weights, as its
+instructions read it from memory.
 
-An **operand row** is what the small side of the product looks like in memory, ``ROW_BYTES`` apart from the next::
+An **operand row** is what the small side of the product looks like in memory,
+``ROW_BYTES`` apart from the next::
 
     dot "fma"    float32 elements
     dot "bf16"   bfloat16 elements of the high plane; the low plane (what rounding left over) PLANE_BYTES further
@@ -11,8 +14,9 @@ An **operand row** is what the small side of the product looks like in memory, `
                  unit · (256 · high + low) for weights, both planes unsigned; or one plane, unit · byte
     + 2048       float32 unit and int32 bias of a query (int8 only)
 
-The softmax leaves two vectors for each tile's weights, FACTOR_BYTES apart: what the state has to be multiplied with
-first, row for row, and what a unit of integer weight is worth.
+The softmax leaves two vectors for each tile's weights, FACTOR_BYTES apart: what
+the state has to be multiplied with first, row for row, and what a unit of
+integer weight is worth.
 """
 
 from __future__ import annotations
@@ -21,7 +25,20 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cpu_kernels.simd import F32, I8, I16, I32, brain_bits, broadcast, call, constant, load_at, make_tile, store_at, vec
+from cpu_kernels.simd import (
+    F32,
+    I8,
+    I16,
+    I32,
+    brain_bits,
+    broadcast,
+    call,
+    constant,
+    load_at,
+    make_tile,
+    store_at,
+    vec,
+)
 
 MAX_OPERANDS = 512
 """Elements of an operand row: the largest head_dim, and the most tokens of a block."""
@@ -85,7 +102,13 @@ def _store_int8(builder, value, address, offset: int, planes: int, bits: int):
     else:
         high, low = builder.lshr(integer, shift), integer
     for plane, part in enumerate((high, low)):
-        store_at(builder, builder.trunc(part, vec(I8, 16)), address, offset + plane * PLANE_BYTES, align=1)
+        store_at(
+            builder,
+            builder.trunc(part, vec(I8, 16)),
+            address,
+            offset + plane * PLANE_BYTES,
+            align=1,
+        )
     return builder.sitofp(integer, vec(F32, 16))
 
 

@@ -1,6 +1,8 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""Pure reads and copies of memory: the ceilings that attention and ``gather`` are measured against."""
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
+"""Pure reads and copies of memory: the ceilings that attention and ``gather``
+are measured against."""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from cpu_kernels.memory import as_record, emit_prefetch, keep_alive, store_i64
 from cpu_kernels.simd import I8, I32, I64, TileType, call, fold_lanes, load_at, pointer, vec
 from cpu_kernels.team import run_units
 
-READ_JOB = np.dtype([(name, np.int64) for name in ("address", "num_bytes", "unit_bytes", "ahead", "sink")])
+READ_JOB = np.dtype(
+    [(name, np.int64) for name in ("address", "num_bytes", "unit_bytes", "ahead", "sink")]
+)
 COPY_JOB = np.dtype([(name, np.int64) for name in ("source", "target", "num_bytes", "unit_bytes")])
 STEP_BYTES = 512
 
@@ -38,7 +42,9 @@ def _read_step(typingctx, tile, address):
         value, source = args
         for index in range(tile.vectors):
             line = load_at(builder, source, vec(I32, tile.lanes), 4 * tile.lanes * index)
-            value = builder.insert_value(value, builder.xor(builder.extract_value(value, index), line), index)
+            value = builder.insert_value(
+                value, builder.xor(builder.extract_value(value, index), line), index
+            )
         return value
 
     return tile(tile, types.int64), codegen
@@ -50,7 +56,9 @@ def _fold(typingctx, tile):
         total = builder.extract_value(args[0], 0)
         for index in range(1, tile.vectors):
             total = builder.xor(total, builder.extract_value(args[0], index))
-        return builder.sext(fold_lanes(builder, total, builder.xor), context.get_value_type(types.int64))
+        return builder.sext(
+            fold_lanes(builder, total, builder.xor), context.get_value_type(types.int64)
+        )
 
     return types.int64(tile), codegen
 
@@ -67,7 +75,8 @@ def _prefetch_step(typingctx, address):
 
 @entry
 def read_unit(variant, job_address, unit, scratch):
-    """Read one stretch of memory, asking for what lies ``ahead`` bytes further (0: leave it to the hardware)."""
+    """Read one stretch of memory, asking for what lies ``ahead`` bytes further
+    (0: leave it to the hardware)."""
     job = as_record(job_address, READ_JOB)
     begin = job.address + unit * job.unit_bytes
     end = min(job.address + job.num_bytes, begin + job.unit_bytes)
@@ -84,7 +93,8 @@ def read_unit(variant, job_address, unit, scratch):
 
 @entry
 def run_read(entry, team, scratch, memory, unit_bytes, ahead):
-    """Read all of ``memory`` (uint8, a multiple of STEP_BYTES), ``unit_bytes`` at a time. Returns the xor of all."""
+    """Read all of ``memory`` (uint8, a multiple of STEP_BYTES), ``unit_bytes``
+    at a time. Returns the xor of all."""
     jobs = np.zeros(1, READ_JOB)
     job = jobs[0]
     num_units = (memory.size + unit_bytes - 1) // unit_bytes
@@ -126,5 +136,7 @@ def run_copy(entry, team, scratch, source, target, unit_bytes):
     job = jobs[0]
     job.source, job.target = source.ctypes.data, target.ctypes.data
     job.num_bytes, job.unit_bytes = min(source.size, target.size), unit_bytes
-    run_units(team, entry, jobs.ctypes.data, (job.num_bytes + unit_bytes - 1) // unit_bytes, scratch)
+    run_units(
+        team, entry, jobs.ctypes.data, (job.num_bytes + unit_bytes - 1) // unit_bytes, scratch
+    )
     keep_alive(jobs)

@@ -1,6 +1,8 @@
-"""The NumPy twin of every kernel: same signature, same meaning, no speed. The tests compare the two.
+"""The NumPy twin of every kernel: same signature, same meaning, no speed. The
+tests compare the two.
 
-Quantised caches are exact here in the sense that the twin reads the very same quantised words.
+Quantised caches are exact here in the sense that the twin reads the very same
+quantised words.
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ def from_float32(values: NDArray[np.float32], source: str) -> NDArray[Any]:
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
-def quantize(values: NDArray[np.float32], dtype: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """``values [..., D]`` → integers ``[..., D]`` within ±127 (int8) or ±7 (int4), and one scale for each ``[...]``."""
+def quantize(
+    values: NDArray[np.float32], dtype: str
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """``values [..., D]`` → integers ``[..., D]`` within ±127 (int8) or ±7
+    (int4), and one scale for each ``[...]``."""
     most = np.float32(127 if dtype == "int8" else 7)
     scales = np.max(np.abs(values), axis=-1).astype(np.float32) / most  # [...]
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
@@ -59,7 +64,9 @@ class _Head:
         v_bytes = layout.token_words * layout.padded_dims * layout.cell_bytes
         return cls(
             raw[:k_bytes].view(cell).reshape(layout.dim_words, layout.padded_tokens),
-            raw[layout.v_offset :][:v_bytes].view(cell).reshape(-1, layout.token_words, layout.tile_dims),
+            raw[layout.v_offset :][:v_bytes]
+            .view(cell)
+            .reshape(-1, layout.token_words, layout.tile_dims),
             raw[layout.scale_offset :].view(np.float32).reshape(-1, layout.padded_tokens),
         )
 
@@ -71,7 +78,9 @@ def _element_shifts(layout: BlockLayout) -> list[int]:
     return [element * 32 // layout.pack for element in range(layout.pack)]
 
 
-def _encode(values: NDArray[np.float32], dtype: str) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+def _encode(
+    values: NDArray[np.float32], dtype: str
+) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
     """Elements ``[..., D]`` as bit patterns, and a scale for each ``[...]``."""
     ones = np.ones(values.shape[:-1], np.float32)
     if dtype == "float32":
@@ -95,16 +104,25 @@ def _unpack(layout: BlockLayout, rows: NDArray[Any]) -> NDArray[np.uint64]:
     """Stored rows ``[..., row_length]`` → the bits of their elements ``[..., head_dim]``."""
     if layout.dtype != "int4":
         return rows.view(f"u{rows.itemsize}").astype(np.uint64)
-    words = np.ascontiguousarray(rows).view(np.uint32)[..., None] >> np.array(_element_shifts(layout), np.uint32)
-    return (words & np.uint32(15)).reshape(*rows.shape[:-1], -1)[..., : layout.head_dim].astype(np.uint64)
+    words = np.ascontiguousarray(rows).view(np.uint32)[..., None] >> np.array(
+        _element_shifts(layout), np.uint32
+    )
+    return (
+        (words & np.uint32(15))
+        .reshape(*rows.shape[:-1], -1)[..., : layout.head_dim]
+        .astype(np.uint64)
+    )
 
 
 def _stored_bits(
     layout: BlockLayout, values: NDArray[Any], scales: NDArray[np.float32] | None, source: str
 ) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-    """K or V ``[T, heads, …]`` as the bits of elements ``[T, heads, D]``, and their scales ``[T, heads]``."""
+    """K or V ``[T, heads, …]`` as the bits of elements ``[T, heads, D]``, and
+    their scales ``[T, heads]``."""
     if source == layout.dtype:
-        return _unpack(layout, values), np.ones(values.shape[:2], np.float32) if scales is None else scales
+        return _unpack(layout, values), np.ones(
+            values.shape[:2], np.float32
+        ) if scales is None else scales
     return _encode(to_float32(values, source), layout.dtype)
 
 
@@ -136,7 +154,9 @@ def append(
                 cells.k[d // pack, offset] |= int(k_bits[token, index, d]) << shifts[d % pack]
                 cell = d // layout.tile_dims, offset // pack, d % layout.tile_dims
                 old = int(cells.v[cell]) & ~(mask << shifts[offset % pack])
-                cells.v[cell] = old | (int(v_bits[token, index, d]) ^ v_signs) << shifts[offset % pack]
+                cells.v[cell] = (
+                    old | (int(v_bits[token, index, d]) ^ v_signs) << shifts[offset % pack]
+                )
             if layout.is_quantized:
                 cells.scales[:, offset] = k_scales[token, index], v_scales[token, index]
 
@@ -152,7 +172,9 @@ def _block_bits(
     v_cells = cells.v.swapaxes(0, 1).reshape(-1, 1, layout.padded_dims).astype(np.uint32)
     v_bits = (v_cells >> shifts & mask).reshape(-1, layout.padded_dims)
     v_bits ^= np.uint32(0x80 if layout.dtype == "int8" else 0)
-    return k_bits[: layout.head_dim, : layout.block_size].T.copy(), v_bits[: layout.block_size, : layout.head_dim]
+    return k_bits[: layout.head_dim, : layout.block_size].T.copy(), v_bits[
+        : layout.block_size, : layout.head_dim
+    ]
 
 
 def _pack_row(layout: BlockLayout, bits: NDArray[np.uint32]) -> NDArray[Any]:
@@ -191,16 +213,21 @@ def gather(
 def _read_sequence(
     layout: BlockLayout, pool_layer: NDArray[np.uint8], blocks: NDArray[np.int32], num_tokens: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The first ``num_tokens`` cached tokens of a sequence: K and V, float32 [num_tokens, Hkv, D]."""
+    """The first ``num_tokens`` cached tokens of a sequence: K and V, float32
+    [num_tokens, Hkv, D]."""
     num_used = -(-num_tokens // layout.block_size)
     shape = (num_used * layout.block_size, layout.num_kv_heads, layout.head_dim)
     k, v = np.empty(shape, np.float32), np.empty(shape, np.float32)
     for index, block in enumerate(blocks[:num_used].tolist()):
         rows = slice(index * layout.block_size, (index + 1) * layout.block_size)
         for head in range(layout.num_kv_heads):
-            k_block, v_block = (_decode(x, layout.dtype) for x in _block_bits(layout, pool_layer, block, head))
+            k_block, v_block = (
+                _decode(x, layout.dtype) for x in _block_bits(layout, pool_layer, block, head)
+            )
             if layout.is_quantized:
-                scales = _Head.of(layout, pool_layer, block, head).scales[:, : layout.block_size, None]
+                scales = _Head.of(layout, pool_layer, block, head).scales[
+                    :, : layout.block_size, None
+                ]
                 k_block, v_block = k_block * scales[0], v_block * scales[1]
             k[rows, head], v[rows, head] = k_block, v_block
     return k[:num_tokens], v[:num_tokens]
@@ -245,10 +272,14 @@ def attend(
         if logit_softcap is not None:
             scores = logit_softcap * np.tanh(scores / logit_softcap)
         if alibi_slopes is not None:
-            scores = scores + alibi_slopes[:, None, None].astype(np.float64) * (key - position)[None]
+            scores = (
+                scores + alibi_slopes[:, None, None].astype(np.float64) * (key - position)[None]
+            )
         scores = np.where(visible[None], scores, -np.inf)
         top = scores.max(axis=-1, keepdims=True, initial=-np.inf)  # [Hq, Q, 1]
-        weights = np.where(visible[None], np.exp(scores - np.where(np.isfinite(top), top, 0.0)), 0.0)
+        weights = np.where(
+            visible[None], np.exp(scores - np.where(np.isfinite(top), top, 0.0)), 0.0
+        )
         total = weights.sum(axis=-1, keepdims=True)
         with np.errstate(divide="ignore"):
             lse_rows = (np.log(total) + np.where(np.isfinite(top), top, 0.0))[..., 0].T  # [Q, Hq]
@@ -258,7 +289,9 @@ def attend(
             lse[first:last] = lse_rows
 
 
-def copy_blocks(pool: NDArray[np.uint8], source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:
+def copy_blocks(
+    pool: NDArray[np.uint8], source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]
+) -> None:
     """See ``cpu_kernels.copy_blocks``."""
     for source_id, target_id in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
         pool[:, target_id] = pool[:, source_id]

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
 """Rows of elements, vector by vector: from what a model sends to float32, and back."""
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def add_row(variant, source, count, weight, target):
     """target += weight · source; ``count`` is a multiple of the lanes."""
     weights = fill_lanes(variant, weight)
     for d in range(0, count, variant.lanes):
-        store_lanes(load_lanes(variant, target + 4 * d) + load_lanes(variant, source + 4 * d) * weights, target + 4 * d)
+        store_lanes(
+            load_lanes(variant, target + 4 * d) + load_lanes(variant, source + 4 * d) * weights,
+            target + 4 * d,
+        )
 
 
 @part

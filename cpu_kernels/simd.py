@@ -1,11 +1,14 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
 """Vectors as first-class values in Numba: the building blocks of the kernels.
 
-A ``Tile`` is rows x vectors of float32 (or int32) that live in registers between the statements of a kernel; tiles of
-floats know ``+ - * /``. A **column** is a tile of one vector for each query row of the kernel. Kernels take a
-``Variant`` as their first argument. Addresses are plain int64. Everything is emitted as LLVM IR, so it compiles for
-every target; only the names that begin with ``llvm.x86`` need a feature.
+A ``Tile`` is rows x vectors of float32 (or int32) that live in registers
+between the statements of a kernel; tiles of floats know ``+ - * /``. A
+**column** is a tile of one vector for each query row of the kernel. Kernels
+take a ``Variant`` as their first argument. Addresses are plain int64.
+Everything is emitted as LLVM IR, so it compiles for every target; only the
+names that begin with ``llvm.x86`` need a feature.
 """
 
 from __future__ import annotations
@@ -105,7 +108,8 @@ def call(builder, name: str, result: ir.Type, args):
 
 
 def multiply_add(builder, a, b, c, has_fma: bool):
-    """a * b + c, fused where the host fuses; without FMA ``llvm.fma`` would call the C library lane by lane."""
+    """a * b + c, fused where the host fuses; without FMA ``llvm.fma`` would
+    call the C library lane by lane."""
     kind = "fma" if has_fma else "fmuladd"
     suffix = f"v{a.type.count}f32" if isinstance(a.type, ir.VectorType) else "f32"
     return call(builder, f"llvm.{kind}.{suffix}", a.type, [a, b, c])
@@ -118,7 +122,9 @@ def brain_bits(builder, number):
     odd = builder.and_(builder.lshr(bits, constant(I32, lanes, 16)), constant(I32, lanes, 1))
     rounded = builder.add(builder.add(bits, constant(I32, lanes, 0x7FFF)), odd)
     wrong = builder.fcmp_unordered("uno", number, number)
-    return builder.select(wrong, constant(I32, lanes, 0x7FC0), builder.lshr(rounded, constant(I32, lanes, 16)))
+    return builder.select(
+        wrong, constant(I32, lanes, 0x7FC0), builder.lshr(rounded, constant(I32, lanes, 16))
+    )
 
 
 def larger(builder, a, b):
@@ -126,13 +132,18 @@ def larger(builder, a, b):
 
 
 def fold_lanes(builder, value, combine):
-    """All lanes combined in a fixed tree, so that the result doesn't depend on the compiler's mood."""
+    """All lanes combined in a fixed tree, so that the result doesn't depend on
+    the compiler's mood."""
     lanes = value.type.count
     while lanes > 1:
         lanes //= 2
         undefined = ir.Constant(value.type, ir.Undefined)
-        low = builder.shuffle_vector(value, undefined, ir.Constant(vec(I32, lanes), list(range(lanes))))
-        high = builder.shuffle_vector(value, undefined, ir.Constant(vec(I32, lanes), list(range(lanes, 2 * lanes))))
+        low = builder.shuffle_vector(
+            value, undefined, ir.Constant(vec(I32, lanes), list(range(lanes)))
+        )
+        high = builder.shuffle_vector(
+            value, undefined, ir.Constant(vec(I32, lanes), list(range(lanes, 2 * lanes)))
+        )
         value = combine(low, high)
     return builder.extract_element(value, I32(0))
 
@@ -163,7 +174,8 @@ def iota(typingctx, variant, first):
 
 
 def _lower_operator(symbol, emit):
-    """``symbol`` between tiles of floats. Much cheaper to compile than an overload that calls an intrinsic."""
+    """``symbol`` between tiles of floats. Much cheaper to compile than an
+    overload that calls an intrinsic."""
 
     @type_callable(symbol)
     def infer(context):
@@ -198,7 +210,9 @@ def fma(typingctx, variant, a, b, c):
 
     def codegen(context, builder, signature, args):
         fused = variant.variant.has_fma
-        return map_tile(builder, a, lambda x, y, z: multiply_add(builder, x, y, z, fused), *args[1:])
+        return map_tile(
+            builder, a, lambda x, y, z: multiply_add(builder, x, y, z, fused), *args[1:]
+        )
 
     return a(variant, a, b, c), codegen
 
@@ -211,7 +225,9 @@ def keep_within(typingctx, value, index, low, high):
         nothing = constant(F32, value.lanes, float("-inf"))
 
         def emit(x, i, lowest, highest):
-            inside = builder.and_(builder.fcmp_ordered(">=", i, lowest), builder.fcmp_ordered("<", i, highest))
+            inside = builder.and_(
+                builder.fcmp_ordered(">=", i, lowest), builder.fcmp_ordered("<", i, highest)
+            )
             return builder.select(inside, x, nothing)
 
         return map_tile(builder, value, emit, *args)
@@ -226,7 +242,10 @@ def zero_if_infinite(typingctx, value):
     def codegen(context, builder, signature, args):
         nothing, zero = constant(F32, value.lanes, float("-inf")), constant(F32, value.lanes, 0.0)
         return map_tile(
-            builder, value, lambda x: builder.select(builder.fcmp_ordered("==", x, nothing), zero, x), args[0]
+            builder,
+            value,
+            lambda x: builder.select(builder.fcmp_ordered("==", x, nothing), zero, x),
+            args[0],
         )
 
     return value(value), codegen
@@ -253,7 +272,9 @@ EXP2_PRECISE = (1.0, 0.693146944, 0.240221202, 0.0555071309, 0.00967554189, 0.00
 """2^f on [-0.5, 0.5]: relative error 1.5e-7."""
 EXP2_COARSE = (0.999999285, 0.693121791, 0.240247443, 0.0559178628, 0.00957010221)
 """Relative error 2.6e-6, for what is rounded to bfloat16 anyway."""
-_ROUNDING = 12582912.0 + 127.0  # 1.5 · 2^23 + the exponent's bias: the sum's lowest bits are a biased exponent
+_ROUNDING = (
+    12582912.0 + 127.0
+)  # 1.5 · 2^23 + the exponent's bias: the sum's lowest bits are a biased exponent
 
 
 def emit_exp2(builder, value, has_fma: bool, coefficients):
@@ -277,7 +298,9 @@ def exp2(typingctx, variant, value):
 
     def codegen(context, builder, signature, args):
         coefficients = EXP2_COARSE if coarse else EXP2_PRECISE
-        return map_tile(builder, value, lambda x: emit_exp2(builder, x, shape.has_fma, coefficients), args[1])
+        return map_tile(
+            builder, value, lambda x: emit_exp2(builder, x, shape.has_fma, coefficients), args[1]
+        )
 
     return value(variant, value), codegen
 
@@ -298,5 +321,7 @@ def exp2_scalar(typingctx, variant, value):
 def tanh(variant, x):
     """tanh, to about 3e-7 of 1."""
     one = splat(variant, np.float32(1))
-    power = exp2(variant, clamp(x, np.float32(15)) * splat(variant, np.float32(2 * 1.4426950408889634)))
+    power = exp2(
+        variant, clamp(x, np.float32(15)) * splat(variant, np.float32(2 * 1.4426950408889634))
+    )
     return one - splat(variant, np.float32(2)) / (power + one)

@@ -1,6 +1,8 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
-"""The online softmax of one block: raw dot products of a register tile's rows → weights for the product with V."""
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
+"""The online softmax of one block: raw dot products of a register tile's rows →
+weights for the product with V."""
 
 from __future__ import annotations
 
@@ -38,13 +40,15 @@ def find_maxima(variant, num_scores, scores):
 
 @part
 def shape_scores(variant, job, scales, scores, first, masked, low, high, positions, slopes):
-    """Raw dot products → scores in powers of two, in place; returns the column of their largest lanes.
+    """Raw dot products → scores in powers of two, in place; returns the column
+    of their largest lanes.
 
     Args:
         scales: address of K's scales, read where the cache is quantised.
         first: the block's first token.
         masked: whether some row doesn't see all of the block.
-        low, high, positions: float32 [rows], each row's first visible token, their end, and its own position.
+        low, high, positions: float32 [rows], each row's first visible token,
+            their end, and its own position.
         slopes: float32 [rows] in powers of two, or 0.
     """
     lanes = variant.lanes
@@ -77,37 +81,48 @@ def shape_scores(variant, job, scales, scores, first, masked, low, high, positio
 
 @part
 def scale_values(variant, padded_tokens, scales, num_tokens, v_scales):
-    """V's scales (a token's scale goes into its weight), made so that the largest uses all of an integer weight.
+    """V's scales (a token's scale goes into its weight), made so that the
+    largest uses all of an integer weight.
 
-    Returns what a weight of one is worth then. Tokens that aren't the sequence's get 0, whatever was there before.
+    Returns what a weight of one is worth then. Tokens that aren't the
+    sequence's get 0, whatever was there before.
     """
     zero, end = fill_lanes(variant, np.float32(0)), fill_lanes(variant, np.float32(num_tokens))
     top = zero
     for t in range(0, padded_tokens, variant.lanes):
-        known = keep_within(load_lanes(variant, scales + 4 * t), count_lanes(variant, np.float32(t)), zero, end)
+        known = keep_within(
+            load_lanes(variant, scales + 4 * t), count_lanes(variant, np.float32(t)), zero, end
+        )
         known = zero_if_infinite(known)
         store_lanes(known, v_scales + 4 * t)
         top = maximum(top, known)
     if not variant.is_integer:
         return np.float32(1)
     most = first_lane(fold_maxima(variant, top))
-    factors = fill_lanes(variant, np.float32(variant.max_weight) / most if most > _TINY else np.float32(0))
+    factors = fill_lanes(
+        variant, np.float32(variant.max_weight) / most if most > _TINY else np.float32(0)
+    )
     for t in range(0, padded_tokens, variant.lanes):
         store_lanes(load_lanes(variant, v_scales + 4 * t) * factors, v_scales + 4 * t)
     return most * np.float32(1.0 / variant.max_weight)
 
 
 @part
-def weigh_scores(variant, num_scores, factor, value_unit, top, scores, v_scales, tops, totals, factors, weights):
-    """exp2(score · factor - running max) as operand rows of the product with V; running maxima and sums brought on.
+def weigh_scores(
+    variant, num_scores, factor, value_unit, top, scores, v_scales, tops, totals, factors, weights
+):
+    """exp2(score · factor - running max) as operand rows of the product with V;
+    running maxima and sums brought on.
 
-    Float weights are relative to the running max; integer ones to the block's own, or they would lose their digits.
+    Float weights are relative to the running max; integer ones to the block's
+    own, or they would lose their digits.
 
     Args:
         top: the column of the scores' largest lanes.
-        tops, totals: the rows' running maxima (in powers of two) and sums, a vector each.
-        factors: gets what the rows' state has to be multiplied with first, and after it what a unit of integer
-            weight is worth, a vector each.
+        tops, totals: the rows' running maxima (in powers of two) and sums, a
+            vector each.
+        factors: gets what the rows' state has to be multiplied with first, and
+            after it what a unit of integer weight is worth, a vector each.
     """
     own = fold_maxima(variant, top) * fill_lanes(variant, factor)
     old = load_lanes(variant, tops)
@@ -123,7 +138,9 @@ def weigh_scores(variant, num_scores, factor, value_unit, top, scores, v_scales,
     minus = spread_lanes(variant, fill_lanes(variant, np.float32(0)) - base)
     multiplier, total = splat(variant, factor), splat(variant, np.float32(0))
     for i in range(0, num_scores, variant.lanes):
-        weight = exp2(variant, fma(variant, load_rows(variant, scores + 4 * i, ROW_BYTES), multiplier, minus))
+        weight = exp2(
+            variant, fma(variant, load_rows(variant, scores + 4 * i, ROW_BYTES), multiplier, minus)
+        )
         total = total + weight
         if variant.is_quantized:
             weight = weight * load_rows(variant, v_scales + 4 * i, 0)

@@ -1,15 +1,19 @@
 # mypy: ignore-errors
 # Most of this runs inside Numba's type inference and code generation, whose types are not Python's.
-"""A team of threads that runs the units of one call at a time, and never needs the GIL for it.
+"""A team of threads that runs the units of one call at a time, and never needs
+the GIL for it.
 
-Its helpers are Python threads that enter compiled code once and stay there: they spin for a little while, then sleep
-on a futex. The caller publishes a call, works on it like everybody else (units are claimed one by one from a shared
-counter), closes the call when no unit is left, and waits for the helpers that are still at work; a helper that
-hasn't woken up by then is not waited for. OpenMP would do as much, but its runtime isn't on every host, and Numba's
-own fallback aborts when two Python threads call at once.
+Its helpers are Python threads that enter compiled code once and stay there:
+they spin for a little while, then sleep on a futex. The caller publishes a
+call, works on it like everybody else (units are claimed one by one from a
+shared counter), closes the call when no unit is left, and waits for the helpers
+that are still at work; a helper that hasn't woken up by then is not waited for.
+OpenMP would do as much, but its runtime isn't on every host, and Numba's own
+fallback aborts when two Python threads call at once.
 
-Where the calling thread runs OpenMP regions of somebody else's between our calls (torch's matrix products), two sets
-of threads would spin on the same cores. There an ``OpenMPTeam`` has the threads of that runtime run the units.
+Where the calling thread runs OpenMP regions of somebody else's between our
+calls (torch's matrix products), two sets of threads would spin on the same
+cores. There an ``OpenMPTeam`` has the threads of that runtime run the units.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from cpu_kernels.layout import aligned_bytes
 from cpu_kernels.memory import load_i64, store_i64
 from cpu_kernels.simd import I8, I32, I64, call, pointer
 
-# Fields of the shared memory, in bytes; those that are written during a call have cache lines of their own.
+# Fields of the shared memory, in bytes; those that are written during a call
+# have cache lines of their own.
 _GATE = 0  # generation << 17 | open << 16 | helpers at work
 _WAKE, _SLEEPERS = 64, 128
 _STOP = 192
@@ -110,7 +115,8 @@ def _system_call(typingctx, number, a, b, c):
 
 @intrinsic
 def _call_entry(typingctx, entry, job, unit, scratch):
-    """Call a compiled (variant, job, unit, scratch) kernel by address, by Numba's own calling convention."""
+    """Call a compiled (variant, job, unit, scratch) kernel by address, by
+    Numba's own calling convention."""
 
     def codegen(context, builder, signature, args):
         _call_compiled(builder, args[0], [ir.Constant(I8.as_pointer(), None), *args[1:]])
@@ -130,8 +136,8 @@ def _call_compiled(builder, address, args):
 
 @intrinsic
 def _run_region(typingctx, shared):
-    """``GOMP_parallel``, which is what compilers turn a parallel region into: every thread of it calls the team's
-    ``help_once``."""
+    """``GOMP_parallel``, which is what compilers turn a parallel region into:
+    every thread of it calls the team's ``help_once``."""
 
     def codegen(context, builder, signature, args):
         (shared,) = args
@@ -145,7 +151,9 @@ def _run_region(typingctx, shared):
         parallel = ir.FunctionType(ir.VoidType(), [outlined.as_pointer(), I64, I32, I32])
         address = builder.load(pointer(builder, shared, I64, _RUNTIME))
         num_threads = builder.trunc(builder.load(pointer(builder, shared, I64, _NUM_THREADS)), I32)
-        builder.call(builder.inttoptr(address, parallel.as_pointer()), [region, shared, num_threads, I32(0)])
+        builder.call(
+            builder.inttoptr(address, parallel.as_pointer()), [region, shared, num_threads, I32(0)]
+        )
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -154,7 +162,11 @@ def _run_region(typingctx, shared):
 @part
 def _work(shared, scratch):
     """Claim units until none is left."""
-    entry, job, num_units = load_i64(shared + _ENTRY), load_i64(shared + _JOB), load_i64(shared + _NUM_UNITS)
+    entry, job, num_units = (
+        load_i64(shared + _ENTRY),
+        load_i64(shared + _JOB),
+        load_i64(shared + _NUM_UNITS),
+    )
     while True:
         unit = fetch_add(shared + _NEXT_UNIT, 1)
         if unit >= num_units:
@@ -184,7 +196,9 @@ def _serve(shared, scratch):
         wake = _atomic_load(shared + _WAKE)
         fetch_add(shared + _SLEEPERS, 1)
         gate = _atomic_load(shared + _GATE)
-        if ((gate & _OPEN) == 0 or (gate >> _GENERATION) == last) and _atomic_load(shared + _STOP) == 0:
+        if ((gate & _OPEN) == 0 or (gate >> _GENERATION) == last) and _atomic_load(
+            shared + _STOP
+        ) == 0:
             _system_call(_FUTEX, shared + _WAKE, 128, wake & 0xFFFFFFFF)  # FUTEX_WAIT_PRIVATE
         fetch_add(shared + _SLEEPERS, -1)
 
@@ -205,7 +219,8 @@ def _wake_helpers(shared):
 
 @part
 def _await_helpers(shared):
-    """Until none is at work. One that has lost its core may be long: then whoever has that core needs this one."""
+    """Until none is at work. One that has lost its core may be long: then
+    whoever has that core needs this one."""
     spins = 0
     while (_atomic_load(shared + _GATE) & _AT_WORK) != 0:
         spins += 1
@@ -225,7 +240,9 @@ def run_units(shared, entry, job, num_units, scratch):
     """Run ``entry(job, unit, scratch)`` for every unit, with the team at ``shared`` (0: alone)."""
     alone = shared == 0 or num_units == 1
     if not alone:
-        alone = not _exchange_if(shared + _BUSY, 0, 1)  # another call has the team: don't wait for it
+        alone = not _exchange_if(
+            shared + _BUSY, 0, 1
+        )  # another call has the team: don't wait for it
     if alone:
         for unit in range(num_units):
             _call_entry(entry, job, unit, scratch)
@@ -252,7 +269,8 @@ class Team:
     """``num_threads - 1`` helpers beside the thread that calls.
 
     Args:
-        cores: pin helper i to ``cores[i + 1]``; ``cores[0]`` is the caller's, whom we leave where it is.
+        cores: pin helper i to ``cores[i + 1]``; ``cores[0]`` is the caller's,
+            whom we leave where it is.
     """
 
     def __init__(self, num_threads: int, cores: Sequence[int] | None = None) -> None:
@@ -270,7 +288,9 @@ class Team:
         self.address = self._shared.ctypes.data
         for index in range(1, num_threads):
             core = None if cores is None else cores[index]
-            helper = threading.Thread(target=self._help, args=(core,), name=f"attention-{index}", daemon=True)
+            helper = threading.Thread(
+                target=self._help, args=(core,), name=f"attention-{index}", daemon=True
+            )
             helper.start()
             self._helpers.append(helper)
         atexit.register(self.close)  # the compiled code must not go before the threads that run it
@@ -294,15 +314,17 @@ class Team:
 
 
 class OpenMPTeam:
-    """The threads of an OpenMP runtime that is in this process: those of its regions in the calling thread.
+    """The threads of an OpenMP runtime that is in this process: those of its
+    regions in the calling thread.
 
-    They don't have to be woken where that thread has just left a region of as many threads. Of another size, runtimes
-    end threads and start new ones, again and again.
+    They don't have to be woken where that thread has just left a region of as
+    many threads. Of another size, runtimes end threads and start new ones,
+    again and again.
 
     Args:
         num_threads: as many as the regions that run between our calls.
-        library: the runtime, GNU's or one that knows its entry points (LLVM's, Intel's): the path of the very file that
-            is loaded.
+        library: the runtime, GNU's or one that knows its entry points (LLVM's,
+            Intel's): the path of the very file that is loaded.
 
     Raises:
         ValueError: the number is out of range.
@@ -313,7 +335,9 @@ class OpenMPTeam:
         _check_size(num_threads)
         runtime = ctypes.CDLL(library)
         if not hasattr(runtime, "GOMP_parallel"):
-            raise OSError(f"{library} has no GOMP_parallel: it isn't an OpenMP runtime that this can use")
+            raise OSError(
+                f"{library} has no GOMP_parallel: it isn't an OpenMP runtime that this can use"
+            )
         self.num_threads = num_threads
         self._runtime = runtime
         self._scratches = aligned_bytes(SCRATCH_BYTES * num_threads)

@@ -1,13 +1,16 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
 """Register tiles: rows of queries (or weights) times vectors of cached cells.
 
-Both matrix products of attention have the same inner step: a few vectors of **cells** from the cache (K: one dim word
-of many tokens; V: one token word of many dims), each multiplied with one broadcast operand word per query row::
+Both matrix products of attention have the same inner step: a few vectors of
+**cells** from the cache (K: one dim word of many tokens; V: one token word of
+many dims), each multiplied with one broadcast operand word per query row::
 
     tile[r][c] += operand[r] · cells[c]            r < rows, c < vectors: all in registers
 
-AMX's tile registers (``amx_products``) are another place for such a tile, and take 16 steps at once.
+AMX's tile registers (``amx_products``) are another place for such a tile, and
+take 16 steps at once.
 """
 
 from __future__ import annotations
@@ -16,7 +19,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cpu_kernels.amx_products import AmxTileType, accumulate_totals, load_state, store_totals, zero_totals
+from cpu_kernels.amx_products import (
+    AmxTileType,
+    accumulate_totals,
+    load_state,
+    store_totals,
+    zero_totals,
+)
 from cpu_kernels.memory import emit_prefetch
 from cpu_kernels.operands import BF16, BIAS, FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, UNIT
 from cpu_kernels.simd import (
@@ -52,7 +61,8 @@ def values_type(shape) -> TileType | AmxTileType:
 
 @intrinsic
 def zero_scores(typingctx, variant, file):
-    """The tile that queries · K is added to. ``file``: the thread's AMX tiles, where these are used."""
+    """The tile that queries · K is added to. ``file``: the thread's AMX tiles,
+    where these are used."""
     result = scores_type(variant.variant)
 
     def codegen(context, builder, signature, args):
@@ -63,13 +73,17 @@ def zero_scores(typingctx, variant, file):
     return result(variant, types.int64), codegen
 
 
-# --- cells → operands of a product --------------------------------------------------------------------------------
+# --- cells → operands of a product
+# ------------------------------------------------------------------------------
 
 
 def _half_to_float(builder, half, lanes: int):
-    """float16 bits in int32 lanes → float32, for hosts without F16C; exact, subnormals, infinities and NaN included."""
+    """float16 bits in int32 lanes → float32, for hosts without F16C; exact,
+    subnormals, infinities and NaN included."""
     kind, ints = vec(F32, lanes), vec(I32, lanes)
-    magnitude = builder.shl(builder.and_(half, constant(I32, lanes, 0x7FFF)), constant(I32, lanes, 13))
+    magnitude = builder.shl(
+        builder.and_(half, constant(I32, lanes, 0x7FFF)), constant(I32, lanes, 13)
+    )
     scaled = builder.fmul(builder.bitcast(magnitude, kind), constant(F32, lanes, 2.0**112))
     special = builder.icmp_unsigned(">=", magnitude, constant(I32, lanes, 0x0F800000))
     raised = builder.or_(magnitude, constant(I32, lanes, 0x7F800000))
@@ -87,7 +101,9 @@ def _unpack(builder, shape, address, offset: int, biased: bool):
         if shape.has_f16c:
             half = load_at(builder, address, vec(ir.HalfType(), lanes), offset, align=2)
             return [builder.fpext(half, vec(F32, lanes))]
-        bits = builder.zext(load_at(builder, address, vec(I16, lanes), offset, align=2), vec(I32, lanes))
+        bits = builder.zext(
+            load_at(builder, address, vec(I16, lanes), offset, align=2), vec(I32, lanes)
+        )
         return [_half_to_float(builder, bits, lanes)]
     cells = load_at(builder, address, vec(I32, lanes), offset)
     if shape.dtype == "bfloat16":
@@ -127,11 +143,14 @@ def _accumulate_fma(builder, shape, tile_type, tile, operands, cells, of_keys: b
         for vector in range(tile_type.vectors)
     ]
     for part in range(shape.pack):
-        scalars = [_operand(builder, operands, row, 4 * part, lanes, F32) for row in range(tile_type.rows)]
+        scalars = [
+            _operand(builder, operands, row, 4 * part, lanes, F32) for row in range(tile_type.rows)
+        ]
         parts = [vector[part] for vector in vectors]
         tile = _multiply(
             builder, tile_type, tile, scalars, parts,
-            lambda value, scalar, vector: multiply_add(builder, scalar, vector, value, shape.has_fma),
+            lambda value, scalar, vector: multiply_add(builder, scalar, vector, value,
+                shape.has_fma),
         )  # fmt: skip
     return tile
 
@@ -164,19 +183,29 @@ def _integer_cells(builder, shape, cells, vector: int, of_keys: bool):
     if of_keys:
         return halves
     bias = constant(I8, 64, 8)
-    return [builder.bitcast(builder.sub(builder.bitcast(half, vec(I8, 64)), bias), vec(I32, 16)) for half in halves]
+    return [
+        builder.bitcast(builder.sub(builder.bitcast(half, vec(I8, 64)), bias), vec(I32, 16))
+        for half in halves
+    ]
 
 
 def _accumulate_int8(builder, shape, tile_type, tile, operands, cells, of_keys: bool):
-    vectors = [_integer_cells(builder, shape, cells, vector, of_keys) for vector in range(tile_type.vectors)]
+    vectors = [
+        _integer_cells(builder, shape, cells, vector, of_keys)
+        for vector in range(tile_type.vectors)
+    ]
 
     def emit(value, scalar, vector):
         pair = [vector, scalar] if of_keys else [scalar, vector]  # unsigned, signed
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", value.type, [value, *pair])
 
     for part in range(len(vectors[0])):
-        scalars = [_operand(builder, operands, row, 4 * part, 16, I32) for row in range(tile_type.rows)]
-        tile = _multiply(builder, tile_type, tile, scalars, [vector[part] for vector in vectors], emit)
+        scalars = [
+            _operand(builder, operands, row, 4 * part, 16, I32) for row in range(tile_type.rows)
+        ]
+        tile = _multiply(
+            builder, tile_type, tile, scalars, [vector[part] for vector in vectors], emit
+        )
     return tile
 
 
@@ -188,7 +217,9 @@ def _accumulator(of_keys: bool):
         def codegen(context, builder, signature, args):
             if isinstance(tile, AmxTileType):
                 return accumulate_totals(context, builder, shape, tile, *args[1:], of_keys)
-            emit = {"bf16": _accumulate_bf16, "int8": _accumulate_int8, "fma": _accumulate_fma}[shape.dot]
+            emit = {"bf16": _accumulate_bf16, "int8": _accumulate_int8, "fma": _accumulate_fma}[
+                shape.dot
+            ]
             return emit(builder, shape, tile, *args[1:4], of_keys)
 
         return tile(variant, tile, *[types.int64] * 4), codegen
@@ -197,10 +228,12 @@ def _accumulator(of_keys: bool):
 
 
 accumulate_scores = _accumulator(True)
-"""tile += (query operands of one dim word) · (K cells of one dim word). In AMX tiles ``variant.step_words`` words at
-once, whose cells are ``row_bytes`` apart, or the ``words_left``."""
+"""tile += (query operands of one dim word) · (K cells of one dim word). In AMX
+tiles ``variant.step_words`` words at once, whose cells are ``row_bytes`` apart,
+or the ``words_left``."""
 accumulate_values = _accumulator(False)
-"""tile += (weight operands of one token word) · (V cells of one token word), or of ``variant.step_words`` words."""
+"""tile += (weight operands of one token word) · (V cells of one token word), or
+of ``variant.step_words`` words."""
 
 
 def _low_plane(bits: int):
@@ -225,7 +258,8 @@ begin_low_values = _low_plane(8)
 
 @intrinsic
 def prefetch_share(typingctx, variant, tile, address):
-    """Ask for as many lines as the cells of a step cover, shared out over ``variant.spread`` tiles of rows."""
+    """Ask for as many lines as the cells of a step cover, shared out over
+    ``variant.spread`` tiles of rows."""
     shape = variant.variant
     num_bytes = tile.vectors * tile.lanes * shape.cell_bytes * shape.step_words // shape.spread
 
@@ -237,7 +271,8 @@ def prefetch_share(typingctx, variant, tile, address):
     return types.void(variant, tile, types.int64), codegen
 
 
-# --- tiles and memory ---------------------------------------------------------------------------------------------
+# --- tiles and memory
+# ------------------------------------------------------------------------------
 
 
 @intrinsic
@@ -269,8 +304,9 @@ def _row_addresses(builder, tile, address, stride):
 
 @intrinsic
 def begin_values(typingctx, variant, file, factors, state, row_bytes, rescaling):
-    """The tile that a block's weights · V is added to: the state (times its rescale factor, if that's still due), or
-    zeros where products are summed in integers."""
+    """The tile that a block's weights · V is added to: the state (times its
+    rescale factor, if that's still due), or zeros where products are summed in
+    integers."""
     result = values_type(variant.variant)
 
     def codegen(context, builder, signature, args):
@@ -292,7 +328,10 @@ def begin_values(typingctx, variant, file, factors, state, row_bytes, rescaling)
 
 
 def _due_factors(builder, tile, address, due):
-    return [builder.select(due, load_at(builder, address, F32, 4 * row), F32(1.0)) for row in range(tile.rows)]
+    return [
+        builder.select(due, load_at(builder, address, F32, 4 * row), F32(1.0))
+        for row in range(tile.rows)
+    ]
 
 
 @intrinsic
@@ -312,13 +351,17 @@ def end_values(typingctx, variant, tile, factors, state, row_bytes, rescaling):
         for row in range(tile.rows):
             if tile.integer:
                 factor = broadcast(builder, factors[row], lanes)
-                unit = broadcast(builder, load_at(builder, scales, F32, FACTOR_BYTES + 4 * row), lanes)
+                unit = broadcast(
+                    builder, load_at(builder, scales, F32, FACTOR_BYTES + 4 * row), lanes
+                )
             for vector in range(tile.vectors):
                 result = builder.extract_value(value, row * tile.vectors + vector)
                 if tile.integer:
                     old = load_at(builder, targets[row], vec(F32, lanes), vector * lanes * 4)
                     exact = builder.sitofp(result, vec(F32, lanes))
-                    result = multiply_add(builder, exact, unit, builder.fmul(old, factor), shape.has_fma)
+                    result = multiply_add(
+                        builder, exact, unit, builder.fmul(old, factor), shape.has_fma
+                    )
                 store_at(builder, result, targets[row], vector * lanes * 4)
         return context.get_dummy_value()
 

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose types are not Python's.
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
 """What a kernel is compiled for, as a value whose fields compiled code reads as constants."""
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Variant:
     dtype: str
     """Element type of the cache."""
     dot: str
-    """How products are summed: "fma" on unpacked floats, "bf16", "int8" on packed words, "amx" on tiles of them."""
+    """How products are summed: "fma" on unpacked floats, "bf16", "int8" on
+    packed words, "amx" on tiles of them."""
     lanes: int
     has_fma: bool
     has_f16c: bool
@@ -39,7 +41,8 @@ class Variant:
     value_vectors: int
     """Vectors of dims in a register tile of outputs."""
     q_planes: int
-    """Operands that a query is split into, so that low-precision products lose nothing that matters."""
+    """Operands that a query is split into, so that low-precision products lose
+    nothing that matters."""
     p_planes: int
     """The same for the softmax weights."""
     spread: int
@@ -88,7 +91,8 @@ class Variant:
 
     @property
     def passes(self) -> int:
-        """Times that a piece is multiplied: once for each plane where planes can't be summed in one go."""
+        """Times that a piece is multiplied: once for each plane where planes
+        can't be summed in one go."""
         return self.q_planes if self.is_integer else 1
 
     @property
@@ -113,8 +117,9 @@ class Variant:
 
     @property
     def plain(self) -> Variant:
-        """What is left for code that only needs to know the vectors: the same for all kernels of a level, so that a
-        process compiles the parts that take it once."""
+        """What is left for code that only needs to know the vectors: the same
+        for all kernels of a level, so that a process compiles the parts that
+        take it once."""
         return plain_variant(self.lanes, self.has_fma)
 
     @property
@@ -125,8 +130,8 @@ class Variant:
 def plain_variant(lanes: int, has_fma: bool) -> Variant:
     """For functions that aren't made for a cache's elements or tiles of rows."""
     return Variant(
-        dtype="float32", dot="fma", lanes=lanes, has_fma=has_fma, has_f16c=has_fma, rows=1, score_vectors=1,
-        value_vectors=1, q_planes=1, p_planes=1, spread=1,
+        dtype="float32", dot="fma", lanes=lanes, has_fma=has_fma, has_f16c=has_fma, rows=1,
+        score_vectors=1, value_vectors=1, q_planes=1, p_planes=1, spread=1,
     )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
     python examples/offline_batch.py [MODEL_DIR]
 
-The model's weights stay with the S-worker (here the CPU; ``device="cuda"`` for a GPU); the KV cache and attention live
-on two R-workers.
+The model's weights stay with the S-worker (here the CPU; ``device="cuda"`` for
+a GPU); the KV cache and attention live on two R-workers.
 """
 
 import sys

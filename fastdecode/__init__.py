@@ -1,15 +1,17 @@
 """FastDecode: decode large batches on few GPUs.
 
-GPU S-workers run every layer that has weights; CPU R-workers keep the KV cache in their DRAM and compute attention.
+GPU S-workers run every layer that has weights; CPU R-workers keep the KV cache
+in their DRAM and compute attention.
 
     from fastdecode import LLM, SamplingParams
 
-    with LLM("path/to/model", r_workers=2) as llm:
-        for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+    with LLM("path/to/model", r_workers=2) as llm: for output in
+        llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
             print(output.text)
 
-Importing the package is cheap: ``LLM``, and with it torch, is loaded when it is first asked for (PEP 562), so that an
-R-worker host or a planner's laptop needs no torch.
+Importing the package is cheap: ``LLM``, and with it torch, is loaded when it is
+first asked for (PEP 562), so that an R-worker host or a planner's laptop needs
+no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Carries out what the state machine has decided: the KV cache's memory, and the kernels that append and attend."""
+"""Carries out what the state machine has decided: the KV cache's memory, and
+the kernels that append and attend."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class _Cache:
 
 
 class AttentionExecutor:
-    """Owns the KV caches of one R-worker, and computes on them in the calling thread and the kernels' own threads.
+    """Owns the KV caches of one R-worker, and computes on them in the calling
+    thread and the kernels' own threads.
 
     Args:
         num_threads: threads that a kernel may use.
@@ -89,17 +91,22 @@ class AttentionExecutor:
         self._caches: dict[HolderId, _Cache] = {}
 
     def prepare(self, prepare: Prepare) -> None:
-        """Make a KV cache (its memory is committed as it is written), and compile the kernels that it needs.
+        """Make a KV cache (its memory is committed as it is written), and
+        compile the kernels that it needs.
 
         Raises:
-            CapacityError: there isn't that much free memory, or the address space for it can't be had.
+            CapacityError: there isn't that much free memory, or the address
+                space for it can't be had.
         """
         self._caches.pop(prepare.holder, None)
         started = self._clock()
         self._warm_up(prepare)
         warm = self._clock()
         layout, num_layers = prepare.layout, len(prepare.attention)
-        total_bytes, free_bytes = num_layers * prepare.num_blocks * layout.block_bytes, self._free_bytes()
+        total_bytes, free_bytes = (
+            num_layers * prepare.num_blocks * layout.block_bytes,
+            self._free_bytes(),
+        )
         if total_bytes > free_bytes:  # the system would promise it, and kill whoever fills it
             raise CapacityError(
                 f"the KV cache would take {total_bytes} bytes, but {free_bytes} are free here: "
@@ -115,7 +122,8 @@ class AttentionExecutor:
         layers = [_make_layer(*x) for x in zip(pool, prepare.attention, strict=True)]
         self._caches[prepare.holder] = _Cache(prepare, pool, layers)
         logger.info(
-            "KV cache of %d blocks of %d tokens (%d layers, %s, %.1f GB); kernels ready after %.1f s",
+            "KV cache of %d blocks of %d tokens (%d layers, %s, %.1f GB); kernels ready after "
+            "%.1f s",
             prepare.num_blocks,
             layout.block_size,
             num_layers,
@@ -132,20 +140,31 @@ class AttentionExecutor:
         self._caches.pop(drop.holder, None)
 
     def compute(self, compute: Compute) -> AttendResult:
-        """Append k and v, attend q. The result's arrays hold until the lane's next ``compute`` that has queries."""
+        """Append k and v, attend q. The result's arrays hold until the lane's
+        next ``compute`` that has queries."""
         plan, cache = compute.plan, self._caches[compute.holder]
         started = self._clock()
-        o, lse = self._run(cache, plan, cache.layers[compute.layer], compute.q, compute.k, compute.v)
+        o, lse = self._run(
+            cache, plan, cache.layers[compute.layer], compute.q, compute.k, compute.v
+        )
         seconds = self._clock() - started
         return AttendResult(plan.step, plan.lane, compute.layer, o, lse, seconds)
 
     def _run(
-        self, cache: _Cache, plan: StepPlan, layer: _Layer, q: Activations, k: Activations, v: Activations
+        self,
+        cache: _Cache,
+        plan: StepPlan,
+        layer: _Layer,
+        q: Activations,
+        k: Activations,
+        v: Activations,
     ) -> tuple[Activations, NDArray[np.float32] | None]:
         """o [T_q, Hq, D], and lse float32 [T_q, Hq] if the step wants it."""
         prepare = cache.prepared
         source = prepare.activation_dtype.value
-        self._kernels.append(prepare.layout, layer.pool, k, v, plan.slots, source=source, **self._threads)
+        self._kernels.append(
+            prepare.layout, layer.pool, k, v, plan.slots, source=source, **self._threads
+        )
         spec = layer.spec
         o = _output(cache, plan, q.dtype, (plan.num_queries, spec.num_q_heads, spec.head_dim))
         lse = np.empty(o.shape[:2], np.float32) if plan.want_lse else None
@@ -169,9 +188,11 @@ class AttentionExecutor:
         return o, lse
 
     def _warm_up(self, prepare: Prepare) -> None:
-        """Append and attend once for every kind of layer and step, on a cache of one layer, so that no step compiles.
+        """Append and attend once for every kind of layer and step, on a cache
+        of one layer, so that no step compiles.
 
-        Kernels differ by what several queries of one sequence allow, and are kept on disk once compiled.
+        Kernels differ by what several queries of one sequence allow, and are
+        kept on disk once compiled.
         """
         layout = prepare.layout
         carrier = prepare.activation_dtype.carrier
@@ -189,7 +210,9 @@ class AttentionExecutor:
         self._kernels.copy_blocks(pool, np.array([0], np.int64), np.array([1], np.int64))
 
 
-def _output(cache: _Cache, plan: StepPlan, dtype: np.dtype[Any], shape: tuple[int, int, int]) -> NDArray[Any]:
+def _output(
+    cache: _Cache, plan: StepPlan, dtype: np.dtype[Any], shape: tuple[int, int, int]
+) -> NDArray[Any]:
     """Room for a lane's o: the same memory in every layer, so that no page is faulted in anew."""
     size = shape[0] * shape[1] * shape[2]
     room = cache.outputs.get(plan.lane)

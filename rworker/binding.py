@@ -1,5 +1,6 @@
-"""Which CPUs an R-worker runs on. One R-worker a NUMA node, bound to it, reads its KV cache at full bandwidth: memory
-is taken from the node whose thread first writes to it, and a thread that never moves never reads across sockets."""
+"""Which CPUs an R-worker runs on. One R-worker a NUMA node, bound to it, reads
+its KV cache at full bandwidth: memory is taken from the node whose thread first
+writes to it, and a thread that never moves never reads across sockets."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def numa_node_cpus(node: int, *, nodes: Path = _NODES) -> frozenset[int]:
         ConfigError: this host has no such node; the message says which it has.
     """
     try:
-        return parse_cpu_list((nodes / f"node{node}" / "cpulist").read_text(), option=f"cpulist of node {node}")
+        return parse_cpu_list(
+            (nodes / f"node{node}" / "cpulist").read_text(), option=f"cpulist of node {node}"
+        )
     except OSError:
         found = sorted(int(path.name[4:]) for path in nodes.glob("node[0-9]*"))
         has = f"has {', '.join(map(str, found))}" if found else "doesn't say that it has any"
@@ -50,7 +53,8 @@ def numa_node_cpus(node: int, *, nodes: Path = _NODES) -> frozenset[int]:
 
 
 def bind(cpus: frozenset[int]) -> None:
-    """Keep this process, and the threads that it will start, on these CPUs. Call it before anything computes.
+    """Keep this process, and the threads that it will start, on these CPUs.
+    Call it before anything computes.
 
     Raises:
         ConfigError: some of them aren't there, or may not be used.
@@ -58,12 +62,16 @@ def bind(cpus: frozenset[int]) -> None:
     try:
         os.sched_setaffinity(0, cpus)
     except AttributeError:
-        raise ConfigError("this operating system doesn't bind processes to CPUs: leave --cpus out") from None
+        raise ConfigError(
+            "this operating system doesn't bind processes to CPUs: leave --cpus out"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't run on the CPUs {sorted(cpus)}: {error}") from None
     missing = cpus - os.sched_getaffinity(0)
     if missing:
-        raise ConfigError(f"the CPUs {sorted(missing)} aren't there, or this process may not use them")
+        raise ConfigError(
+            f"the CPUs {sorted(missing)} aren't there, or this process may not use them"
+        )
 
 
 def usable_cpus() -> int:

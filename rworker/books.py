@@ -1,8 +1,10 @@
-"""The books of one cache: which sequences are open, which steps are under way, and whether what a peer says fits.
+"""The books of one cache: which sequences are open, which steps are under way,
+and whether what a peer says fits.
 
-Every message about a cache is checked here, before it reaches the KV store or a kernel. One that breaks the protocol
-raises ``ProtocolError`` and changes nothing. An R-worker keeps such books for each of its caches, and the S-worker for
-the one on its own device.
+Every message about a cache is checked here, before it reaches the KV store or a
+kernel. One that breaks the protocol raises ``ProtocolError`` and changes
+nothing. An R-worker keeps such books for each of its caches, and the S-worker
+for the one on its own device.
 """
 
 from __future__ import annotations
@@ -57,18 +59,24 @@ class Books:
         max_sequences: most sequences open at once.
     """
 
-    def __init__(self, hello: Hello, num_blocks: int, *, max_sequences: int = DEFAULT_MAX_SEQUENCES) -> None:
+    def __init__(
+        self, hello: Hello, num_blocks: int, *, max_sequences: int = DEFAULT_MAX_SEQUENCES
+    ) -> None:
         self.hello = hello
         self.store = KVStore(num_blocks, hello.kv.block_size, max_sequences=max_sequences)
         self._carrier = hello.activation_dtype.carrier
         self._steps: dict[int, OpenStep] = {}  # by lane
-        self._settled: dict[int, int] = {}  # sequence in an open step → tokens cached before that step
+        self._settled: dict[
+            int, int
+        ] = {}  # sequence in an open step → tokens cached before that step
 
     def reserve(self, message: OpenSequence | ForkSequence | ExtendSequence) -> Accepted | Refused:
         """Open a sequence, or enlarge its room."""
         store = self.store
         sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
-        num_reserved = check_integer("num_reserved_tokens", message.num_reserved_tokens, 1, MAX_SEQUENCE_TOKENS)
+        num_reserved = check_integer(
+            "num_reserved_tokens", message.num_reserved_tokens, 1, MAX_SEQUENCE_TOKENS
+        )
         try:
             if isinstance(message, OpenSequence):
                 store.open(sequence, num_reserved)
@@ -85,23 +93,29 @@ class Books:
         """Free a sequence's blocks."""
         sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
         if sequence in self._settled:
-            raise ProtocolError(f"sequence {sequence} is in an open step: close it after the step's last layer")
+            raise ProtocolError(
+                f"sequence {sequence} is in an open step: close it after the step's last layer"
+            )
         self.store.close(sequence)
 
     def begin_step(self, begin: BeginStep) -> Appended:
-        """Open a lane's step and make room for its tokens. Copies that it asks for come before anything is written."""
+        """Open a lane's step and make room for its tokens. Copies that it asks
+        for come before anything is written."""
         check_integer("step", begin.step, 0, MAX_ID)
         check_integer("lane", begin.lane, 0, MAX_LANES - 1)
         if begin.lane in self._steps:
             raise ProtocolError(
-                f"lane {begin.lane} begins step {begin.step}, but its step {self._steps[begin.lane].step} is open"
+                f"lane {begin.lane} begins step {begin.step}, but its step "
+                f"{self._steps[begin.lane].step} is open"
             )
         sequence_ids = self._check_members(begin)
         num_past = self.store.num_tokens(begin.sequence_ids)
         _check_counts(begin, num_past)
         num_queries = int(begin.num_queries.sum())
         if num_queries and self.hello.role is Role.NEIGHBOUR:
-            raise ProtocolError("a neighbour's replica is stored, and not attended: num_queries must be 0")
+            raise ProtocolError(
+                "a neighbour's replica is stored, and not attended: num_queries must be 0"
+            )
         growing = begin.num_new > 0
         appended = self.store.append(begin.sequence_ids[growing], begin.num_new[growing])
         step = OpenStep(begin.step, sequence_ids, len(appended.slots), num_queries)
@@ -110,13 +124,16 @@ class Books:
         return appended
 
     def attend(self, attend: Attend) -> bool:
-        """A layer is attended: it is the one that is due, with arrays of the sizes that ``BeginStep`` announced.
-        Returns whether it was the last, which ends the step."""
+        """A layer is attended: it is the one that is due, with arrays of the
+        sizes that ``BeginStep`` announced. Returns whether it was the last,
+        which ends the step."""
         check_integer("lane", attend.lane, 0, MAX_LANES - 1)
         step = self._due(attend.lane, attend.step, attend.layer)
         spec: AttentionSpec = self.hello.attention[step.next_layer]
         kv_shape = (step.num_new, spec.num_kv_heads, spec.head_dim)
-        check_array("q", attend.q, self._carrier, (step.num_queries, spec.num_q_heads, spec.head_dim))
+        check_array(
+            "q", attend.q, self._carrier, (step.num_queries, spec.num_q_heads, spec.head_dim)
+        )
         check_array("k", attend.k, self._carrier, kv_shape)
         check_array("v", attend.v, self._carrier, kv_shape)
         return self._finish_layer(attend.lane, step)
@@ -131,7 +148,9 @@ class Books:
         assert sorted(busy) == sorted(self._settled), "open steps and busy sequences differ"
         self.store.check_invariants()
         lengths = self.store.num_tokens(np.array(list(self._settled), np.int64))
-        assert (lengths >= list(self._settled.values())).all() or not busy, "a step took tokens away"
+        assert (lengths >= list(self._settled.values())).all() or not busy, (
+            "a step took tokens away"
+        )
 
     def _finish_layer(self, lane: int, step: OpenStep) -> bool:
         step.next_layer += 1
@@ -156,11 +175,14 @@ class Books:
     def _check_settled(self, message: ForkSequence) -> None:
         """The shared tokens' K and V are there in every layer."""
         check_integer("parent_id", message.parent_id, 0, MAX_ID)
-        num_shared = check_integer("num_shared_tokens", message.num_shared_tokens, 1, MAX_SEQUENCE_TOKENS)
+        num_shared = check_integer(
+            "num_shared_tokens", message.num_shared_tokens, 1, MAX_SEQUENCE_TOKENS
+        )
         settled = self._settled.get(message.parent_id)
         if settled is not None and num_shared > settled:
             raise ProtocolError(
-                f"sequence {message.sequence_id} would share {num_shared} tokens of sequence {message.parent_id}, "
+                f"sequence {message.sequence_id} would share {num_shared} tokens of sequence "
+                f"{message.parent_id}, "
                 f"which has {settled} in every layer until its open step ends"
             )
 
@@ -168,7 +190,9 @@ class Books:
         """The step's sequences, each there once and free to step."""
         shape = np.shape(begin.sequence_ids)
         if len(shape) != 1 or shape[0] < 1:
-            raise ProtocolError(f"sequence_ids must have one dimension and an entry at least, not shape {shape}")
+            raise ProtocolError(
+                f"sequence_ids must have one dimension and an entry at least, not shape {shape}"
+            )
         check_array("sequence_ids", begin.sequence_ids, np.dtype(np.int64), shape)
         for name in ("num_past", "num_new", "num_queries", "num_visible"):
             check_array(name, getattr(begin, name), np.dtype(np.int32), shape)
@@ -192,7 +216,8 @@ def check_hello(hello: Hello) -> None:
     """
     if hello.protocol_version != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"the S-worker speaks protocol version {hello.protocol_version}, this R-worker {PROTOCOL_VERSION}: "
+            f"the S-worker speaks protocol version {hello.protocol_version}, this R-worker "
+            f"{PROTOCOL_VERSION}: "
             "install the same version of fastdecode on both",
             code="protocol_version",
         )
@@ -204,7 +229,8 @@ def check_hello(hello: Hello) -> None:
     for layer, spec in enumerate(hello.attention):
         if (spec.num_kv_heads, spec.head_dim) != (kv.num_kv_heads, kv.head_dim):
             raise ProtocolError(
-                f"layer {layer} attends over {spec.num_kv_heads} KV heads of {spec.head_dim}, but the KV cache has "
+                f"layer {layer} attends over {spec.num_kv_heads} KV heads of {spec.head_dim}, but "
+                "the KV cache has "
                 f"{kv.num_kv_heads} of {kv.head_dim}"
             )
 
@@ -224,43 +250,73 @@ def blocks_within(num_bytes: int, block_bytes: int, hello: Hello) -> int:
     if num_blocks < 1:
         raise CapacityError(
             f"{num_bytes} bytes of KV memory don't hold one KV block of {block_bytes} bytes "
-            f"({kv.num_layers} layers, {kv.block_size} tokens): give it more memory (--kv-memory-gb)"
+            f"({kv.num_layers} layers, {kv.block_size} tokens): give it more memory "
+            "(--kv-memory-gb)"
         )
     return num_blocks
 
 
 def _check_counts(begin: BeginStep, cached: NDArray[np.int64]) -> None:
     """``cached``: the worker's own token counts, [N]."""
-    past, new, queries, visible = begin.num_past, begin.num_new, begin.num_queries, begin.num_visible
-    beyond = np.zeros_like(cached) if begin.num_beyond is None else begin.num_beyond.astype(np.int64)
+    past, new, queries, visible = (
+        begin.num_past,
+        begin.num_new,
+        begin.num_queries,
+        begin.num_visible,
+    )
+    beyond = (
+        np.zeros_like(cached) if begin.num_beyond is None else begin.num_beyond.astype(np.int64)
+    )
     for wrong, rule in (
         (past != cached, "num_past must equal the {cached} tokens cached here"),
-        ((new < 0) | ((new == 0) & (queries == 0)), "num_new must be at least 1, or 0 where something is attended"),
+        (
+            (new < 0) | ((new == 0) & (queries == 0)),
+            "num_new must be at least 1, or 0 where something is attended",
+        ),
         # Where nothing is beyond, the reservation is the limit.
         ((beyond < 0) | ((beyond > 0) & (cached + new + beyond > MAX_SEQUENCE_TOKENS)), _BEYOND),
-        ((queries < 0) | (queries > new + beyond), "num_queries must be within 0 … num_new + num_beyond"),
-        ((visible != past) & (visible != cached + new), "num_visible must be num_past or num_past + num_new"),
+        (
+            (queries < 0) | (queries > new + beyond),
+            "num_queries must be within 0 … num_new + num_beyond",
+        ),
+        (
+            (visible != past) & (visible != cached + new),
+            "num_visible must be num_past or num_past + num_new",
+        ),
     ):
         if wrong.any():
             i = int(wrong.argmax())
             raise ProtocolError(
-                f"sequence {begin.sequence_ids[i]} (num_past={past[i]}, num_new={new[i]}, num_beyond={beyond[i]}, "
-                f"num_queries={queries[i]}, num_visible={visible[i]}): {rule.format(cached=cached[i])}"
+                f"sequence {begin.sequence_ids[i]} (num_past={past[i]}, num_new={new[i]}, "
+                f"num_beyond={beyond[i]}, "
+                f"num_queries={queries[i]}, num_visible={visible[i]}): "
+                f"{rule.format(cached=cached[i])}"
             )
     for what, counts in (("appends", new), ("attends", queries)):
         num_tokens = int(counts.sum(dtype=np.int64))
         if num_tokens > MAX_STEP_TOKENS:
-            raise ProtocolError(f"the step {what} {num_tokens} tokens; {MAX_STEP_TOKENS} is the most")
+            raise ProtocolError(
+                f"the step {what} {num_tokens} tokens; {MAX_STEP_TOKENS} is the most"
+            )
 
 
-_BEYOND = f"num_beyond must be at least 0, and no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens"
+_BEYOND = (
+    f"num_beyond must be at least 0, and no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens"
+)
 
 
-def check_array(name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
+def check_array(
+    name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic], shape: tuple[int, ...]
+) -> None:
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
-        raise ProtocolError(f"{name} must be an array of {dtype}, not {getattr(array, 'dtype', type(array).__name__)}")
+        raise ProtocolError(
+            f"{name} must be an array of {dtype}, not "
+            f"{getattr(array, 'dtype', type(array).__name__)}"
+        )
     if array.shape != shape:
-        raise ProtocolError(f"{name} has shape {list(array.shape)}, but {list(shape)} was announced")
+        raise ProtocolError(
+            f"{name} has shape {list(array.shape)}, but {list(shape)} was announced"
+        )
     if not array.flags.c_contiguous:
         raise ProtocolError(f"{name} must be C-contiguous")
 

@@ -1,4 +1,5 @@
-"""The caches of one R-worker, by holder: whose each is, and how the R-worker's memory is shared out among them."""
+"""The caches of one R-worker, by holder: whose each is, and how the R-worker's
+memory is shared out among them."""
 
 from __future__ import annotations
 
@@ -43,10 +44,12 @@ class Caches:
         return iter(self._caches.values())
 
     def open(self, peer: int, hello: Hello, layout: BlockLayout) -> Cache:
-        """A cache as ``hello`` asks for it, empty, in place of the one that the peer had under that name.
+        """A cache as ``hello`` asks for it, empty, in place of the one that the
+        peer had under that name.
 
         Raises:
-            ProtocolError: (``busy``) it is another peer's, or others have the memory.
+            ProtocolError: (``busy``) it is another peer's, or others have the
+                memory.
             CapacityError: there isn't the memory for one KV block.
         """
         holder = HolderId(hello.holder)
@@ -59,7 +62,9 @@ class Caches:
             num_blocks = blocks_within(free_bytes, block_bytes, hello)
         except CapacityError:
             if any(cache.owner != peer for cache in self):
-                raise ProtocolError("it serves another S-worker, which has its memory", code="busy") from None
+                raise ProtocolError(
+                    "it serves another S-worker, which has its memory", code="busy"
+                ) from None
             raise
         books = Books(hello, num_blocks, max_sequences=self._max_sequences)
         self._caches[holder] = Cache(holder, peer, books, num_blocks * block_bytes)
@@ -69,7 +74,8 @@ class Caches:
         """The cache that a peer's message is for.
 
         Raises:
-            ProtocolError: the peer has no such cache, or several and names none.
+            ProtocolError: the peer has no such cache, or several and names
+                none.
         """
         if holder != THE_ONLY:
             cache = self._caches.get(HolderId(holder))
@@ -79,7 +85,9 @@ class Caches:
         owned = [cache for cache in self if cache.owner == peer]
         if len(owned) != 1:
             raise ProtocolError(
-                f"it names no holder, but has {len(owned)}" if owned else "the first message must be Hello"
+                f"it names no holder, but has {len(owned)}"
+                if owned
+                else "the first message must be Hello"
             )
         return owned[0]
 

@@ -1,4 +1,5 @@
-"""What an R-worker takes of its host: threads, memory for K and V, CPUs to run on; and how it serves as an MPI rank."""
+"""What an R-worker takes of its host: threads, memory for K and V, CPUs to run
+on; and how it serves as an MPI rank."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def make_worker(
     keeps_serving: bool = False,
     awaits_return: bool = False,
 ) -> tuple[RWorkerState, AttentionExecutor]:
-    """An R-worker's two halves, with its share of a host that ``num_sharing`` processes use.
+    """An R-worker's two halves, with its share of a host that ``num_sharing``
+    processes use.
 
     Args:
         kv_memory_gb: KV cache in GB; None: its share of half the free memory.
@@ -47,7 +49,9 @@ def make_worker(
     if threads is None:
         threads = usable_cpus() if is_bound() else max(1, usable_cpus() // num_sharing)
     if not 1 <= threads <= MAX_THREADS:
-        raise ConfigError(Given("threads", threads), f" is not a whole number from 1 to {MAX_THREADS}")
+        raise ConfigError(
+            Given("threads", threads), f" is not a whole number from 1 to {MAX_THREADS}"
+        )
     state = RWorkerState(
         name,
         kv_bytes=kv_bytes_of(kv_memory_gb, num_sharing),
@@ -68,12 +72,15 @@ def kv_bytes_of(kv_memory_gb: float | None, num_sharing: int) -> int:
     if kv_memory_gb is None:
         return default_kv_bytes(num_sharing)
     if not 0 < kv_memory_gb <= 1e6:
-        raise ConfigError(Given("kv_memory_gb", kv_memory_gb), " is not a number of GB above 0 and at most 1e6")
+        raise ConfigError(
+            Given("kv_memory_gb", kv_memory_gb), " is not a number of GB above 0 and at most 1e6"
+        )
     return int(kv_memory_gb * 1e9)
 
 
 def bind_cpus(cpus: str | None, numa_node: str | None) -> int | None:
-    """Run on these CPUs only, or on those of a NUMA node (``auto``: the ranks on this host take turns).
+    """Run on these CPUs only, or on those of a NUMA node (``auto``: the ranks
+    on this host take turns).
 
     Returns:
         How many ranks share the CPUs, if that is known.
@@ -98,14 +105,22 @@ def bind_cpus(cpus: str | None, numa_node: str | None) -> int | None:
 
 
 def serve_rank(
-    job: MpiJob, *, kv_memory_gb: float | None, num_threads: int | None, num_sharing_cpus: int | None = None
+    job: MpiJob,
+    *,
+    kv_memory_gb: float | None,
+    num_threads: int | None,
+    num_sharing_cpus: int | None = None,
 ) -> NoReturn:
-    """Serve the S-worker of an MPI job until it says Shutdown or is gone; then leave the job.
+    """Serve the S-worker of an MPI job until it says Shutdown or is gone; then
+    leave the job.
 
     Args:
-        kv_memory_gb: KV cache in GB; None: this rank's share of half the free memory.
-        num_threads: CPU threads; None: this rank's CPUs, or its share of the host's.
-        num_sharing_cpus: ranks that run on this one's CPUs; None: all of its host, unless it is bound.
+        kv_memory_gb: KV cache in GB; None: this rank's share of half the free
+            memory.
+        num_threads: CPU threads; None: this rank's CPUs, or its share of the
+            host's.
+        num_sharing_cpus: ranks that run on this one's CPUs; None: all of its
+            host, unless it is bound.
 
     Raises:
         ConfigError: an option is out of range, or this is the S-worker's rank.
@@ -123,7 +138,11 @@ def serve_rank(
     )
     serve(hub, state, executor)
     hub.close()
-    if mpi_job.S_RANK in job.dead:  # it can't say itself that the job has failed, and mpirun doesn't
-        logger.critical("the S-worker has died: the job ends, with exit code %d", WorkerError.exit_code)
+    if (
+        mpi_job.S_RANK in job.dead
+    ):  # it can't say itself that the job has failed, and mpirun doesn't
+        logger.critical(
+            "the S-worker has died: the job ends, with exit code %d", WorkerError.exit_code
+        )
         mpi_job.leave(WorkerError.exit_code, end_job=True)
     mpi_job.leave(0)

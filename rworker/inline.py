@@ -1,7 +1,9 @@
-"""An R-worker without a thread: it works when the S-worker waits for it, in the S-worker's own thread.
+"""An R-worker without a thread: it works when the S-worker waits for it, in the
+S-worker's own thread.
 
-Where S-part and R-part share their cores and take turns anyway, a thread of its own gives an R-worker nothing, and
-every layer would pay for two hand-overs and for two sets of threads that spin on the same cores.
+Where S-part and R-part share their cores and take turns anyway, a thread of its
+own gives an R-worker nothing, and every layer would pay for two hand-overs and
+for two sets of threads that spin on the same cores.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ WORKER: Final = 0
 
 
 class InlineConnection:
-    """The S-worker's side; see ``fastdecode.wire.transport.Connection``. What is sent is done by the next call that
-    looks for an answer, and its time counts as waiting, as it does with any other R-worker.
+    """The S-worker's side; see ``fastdecode.wire.transport.Connection``. What
+    is sent is done by the next call that looks for an answer, and its time
+    counts as waiting, as it does with any other R-worker.
 
     Args:
         state: decides.
@@ -48,7 +51,8 @@ class InlineConnection:
         self._requests.append(message)
 
     def receive(self, timeout_s: float | None = None) -> FromRWorker:
-        """See ``Connection``. Nobody waits for an R-worker that was asked for nothing: it would be for ever."""
+        """See ``Connection``. Nobody waits for an R-worker that was asked for
+        nothing: it would be for ever."""
         answer = self.poll()
         assert answer is not None, f"{self.peer} owes no answer"
         return answer
@@ -82,7 +86,9 @@ class InlineConnection:
             goes_on = goes_on and not self._answers.are_over
         except Exception as error:
             self._answers.send(last_words(self._name, error))
-        except BaseException:  # Ctrl-C in the middle of a layer: whoever goes on must not wait for its answer
+        except (
+            BaseException
+        ):  # Ctrl-C in the middle of a layer: whoever goes on must not wait for its answer
             self._answers.send(Failed(self._name, "interrupted", "it was interrupted"))
             raise
         finally:
@@ -119,8 +125,10 @@ def make_inline_worker(
     Args:
         kv_bytes: memory for K and V.
         num_threads: CPU threads that its kernels use.
-        openmp_library: the file of the OpenMP runtime whose regions of ``num_threads`` threads the S-part runs in this
-            thread: its threads run the kernels, too. None, or if it can't be used: the kernels have their own.
+        openmp_library: the file of the OpenMP runtime whose regions of
+            ``num_threads`` threads the S-part runs in this
+            thread: its threads run the kernels, too. None, or if it can't be
+                used: the kernels have their own.
 
     Raises:
         ConfigError: an option is out of range.

@@ -1,4 +1,5 @@
-"""What the state machine tells its loop to do. Everything is resolved and checked: carrying it out decides nothing.
+"""What the state machine tells its loop to do. Everything is resolved and
+checked: carrying it out decides nothing.
 
 Peers are the numbers that the loop's hub has for them."""
 
@@ -59,7 +60,8 @@ class CopyBlocks:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """Where a step's tokens go and what its queries see: the same in every layer. N sequences have queries."""
+    """Where a step's tokens go and what its queries see: the same in every
+    layer. N sequences have queries."""
 
     step: int
     lane: int
@@ -77,8 +79,9 @@ class StepPlan:
 
     @cached_property
     def groups(self) -> tuple[slice, ...]:
-        """Sequences that are attended together: first those in front that have one query each, then the others. Kernels
-        for one query are their own, so what a sequence decodes to doesn't depend on the prompts beside it."""
+        """Sequences that are attended together: first those in front that have
+        one query each, then the others. Kernels for one query are their own, so
+        what a sequence decodes to doesn't depend on the prompts beside it."""
         single = np.diff(self.query_starts) == 1
         num_sequences = len(single)
         num_single = num_sequences if single.all() else int(single.argmin())
@@ -120,4 +123,6 @@ class Stop:
     """Leave the loop."""
 
 
-Instruction: TypeAlias = Send | TellAboutHost | Prepare | CopyBlocks | Compute | Drop | HangUp | Stop
+Instruction: TypeAlias = (
+    Send | TellAboutHost | Prepare | CopyBlocks | Compute | Drop | HangUp | Stop
+)

@@ -1,19 +1,24 @@
-"""Which KV block holds which token: block pool, block tables, reference counts, reservations. Bookkeeping only.
+"""Which KV block holds which token: block pool, block tables, reference counts,
+reservations. Bookkeeping only.
 
-A sequence's cached tokens fill its blocks in order; its block table lists them. A block is freed when the last
-sequence that refers to it is closed.
+A sequence's cached tokens fill its blocks in order; its block table lists them.
+A block is freed when the last sequence that refers to it is closed.
 
-**Forks share blocks.** A block that several sequences refer to is never written: a sequence that appends into its
-partly filled last block (its **tail**) first gets a copy of its own, unless it is the only one left to refer to it.
+**Forks share blocks.** A block that several sequences refer to is never
+written: a sequence that appends into its partly filled last block (its
+**tail**) first gets a copy of its own, unless it is the only one left to refer
+to it.
 
-**Reservations.** Opening a sequence promises it room for ``num_reserved_tokens``. Blocks are taken from the pool as
-tokens arrive, and the pool never promises more than it has::
+**Reservations.** Opening a sequence promises it room for
+``num_reserved_tokens``. Blocks are taken from the pool as tokens arrive, and
+the pool never promises more than it has::
 
     num_promised = sum over sequences of (blocks for its reserved tokens - blocks it has)
                  + sum over blocks of min(num_tails, refcount - 1)         <= num_free_blocks
 
-The second sum is the copies that forks may still cost: of the ``refcount`` sequences that refer to a block,
-``num_tails`` have it as their tail and will copy it when they append, save for the last one left.
+The second sum is the copies that forks may still cost: of the ``refcount``
+sequences that refer to a block, ``num_tails`` have it as their tail and will
+copy it when they append, save for the last one left.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ _FIRST_WIDTH = 16
 
 @dataclass(frozen=True, eq=False)
 class Appended:
-    """Where the new tokens of a step go, and which blocks must be copied before anything is written."""
+    """Where the new tokens of a step go, and which blocks must be copied before
+    anything is written."""
 
     slots: NDArray[np.int64]  # [T] in the order of the sequences, each sequence's tokens in order
     copy_sources: NDArray[np.int64]  # [C] block ids
@@ -42,7 +48,8 @@ class Appended:
 
 
 class KVStore:
-    """KV blocks of one R-worker. Every method that raises leaves the store as it was.
+    """KV blocks of one R-worker. Every method that raises leaves the store as
+    it was.
 
     Args:
         num_blocks: block ids are 0 … num_blocks - 1.
@@ -50,19 +57,23 @@ class KVStore:
         max_sequences: most sequences open at once.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, max_sequences: int = DEFAULT_MAX_SEQUENCES) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, max_sequences: int = DEFAULT_MAX_SEQUENCES
+    ) -> None:
         assert 1 <= num_blocks <= MAX_BLOCKS and block_size >= 1 and max_sequences >= 1
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_sequences = max_sequences
-        # Free blocks are those given back, on a stack, and those never taken yet, from _num_taken on. So memory that
-        # was touched before is used again first, both the cache's and that of the arrays here.
+        # Free blocks are those given back, on a stack, and those never taken
+        # yet, from _num_taken on. So memory that was touched before is used
+        # again first, both the cache's and that of the arrays here.
         self._returned = np.empty(num_blocks, np.int32)
         self._num_returned = 0
         self._num_taken = 0
         self._num_promised = 0
         self._refcount = np.zeros(num_blocks, np.int32)
-        # Sequences whose tail the block is. Kept for shared blocks only: an append need not touch it.
+        # Sequences whose tail the block is. Kept for shared blocks only: an
+        # append need not touch it.
         self._num_tails = np.zeros(num_blocks, np.int32)
         # One row a sequence.
         self._row_of: dict[int, int] = {}
@@ -105,19 +116,21 @@ class KVStore:
         return lengths
 
     def block_tables(self, sequence_ids: NDArray[np.int64]) -> NDArray[np.int32]:
-        """A copy of the sequences' block tables, [N, most blocks of any of them]; entries past a table's end are block
-        ids, but mean nothing."""
+        """A copy of the sequences' block tables, [N, most blocks of any of
+        them]; entries past a table's end are block ids, but mean nothing."""
         rows = self._rows(sequence_ids)
         width = int(self._widths[rows].max(initial=0))
         tables: NDArray[np.int32] = self._tables[:, :width][rows]
         return tables
 
     def open(self, sequence_id: int, num_reserved_tokens: int) -> None:
-        """A new, empty sequence that may grow to ``num_reserved_tokens`` (>= 1) tokens.
+        """A new, empty sequence that may grow to ``num_reserved_tokens`` (>= 1)
+        tokens.
 
         Raises:
             ProtocolError: the id is in use.
-            CapacityError: no room for the reservation (code ``exceeds_capacity``: nor in an empty store).
+            CapacityError: no room for the reservation (code
+                ``exceeds_capacity``: nor in an empty store).
         """
         assert num_reserved_tokens >= 1
         self._check_new(sequence_id)
@@ -127,16 +140,19 @@ class KVStore:
         self._num_promised += num_blocks
 
     def extend(self, sequence_id: int, num_reserved_tokens: int) -> None:
-        """Enlarge an open sequence's reservation to ``num_reserved_tokens`` tokens.
+        """Enlarge an open sequence's reservation to ``num_reserved_tokens``
+        tokens.
 
         Raises:
             ProtocolError: it is not open, or has more than that reserved.
-            CapacityError: no room for the rest (code ``exceeds_capacity``: nor in an empty store).
+            CapacityError: no room for the rest (code ``exceeds_capacity``: nor
+                in an empty store).
         """
         row = self._row(sequence_id)
         if num_reserved_tokens < self._reserved[row]:
             raise ProtocolError(
-                f"sequence {sequence_id} has {self._reserved[row]} tokens reserved, more than {num_reserved_tokens}"
+                f"sequence {sequence_id} has {self._reserved[row]} tokens reserved, more than "
+                f"{num_reserved_tokens}"
             )
         num_blocks = self._blocks_for(num_reserved_tokens)
         num_needed = num_blocks - self._blocks_for(int(self._reserved[row]))
@@ -145,21 +161,25 @@ class KVStore:
         self._num_promised += num_needed
         self._reserved[row] = num_reserved_tokens
 
-    def fork(self, parent_id: int, sequence_id: int, num_shared_tokens: int, num_reserved_tokens: int) -> None:
-        """A new sequence whose first ``num_shared_tokens`` tokens are the parent's; it may grow to
-        ``num_reserved_tokens`` tokens, those included.
+    def fork(
+        self, parent_id: int, sequence_id: int, num_shared_tokens: int, num_reserved_tokens: int
+    ) -> None:
+        """A new sequence whose first ``num_shared_tokens`` tokens are the
+        parent's; it may grow to ``num_reserved_tokens`` tokens, those included.
 
         Raises:
-            ProtocolError: the parent isn't open or has fewer tokens, the id is in use, or
-                ``num_reserved_tokens < num_shared_tokens``.
-            CapacityError: no room for the reservation (code ``exceeds_capacity``: nor in an empty store).
+            ProtocolError: the parent isn't open or has fewer tokens, the id is
+                in use, or ``num_reserved_tokens < num_shared_tokens``.
+            CapacityError: no room for the reservation (code
+                ``exceeds_capacity``: nor in an empty store).
         """
         self._check_new(sequence_id)
         parent = self._row(parent_id)
         num_cached = int(self._lengths[parent])
         if not 1 <= num_shared_tokens <= num_cached:
             raise ProtocolError(
-                f"sequence {sequence_id} would share {num_shared_tokens} tokens of sequence {parent_id}, "
+                f"sequence {sequence_id} would share {num_shared_tokens} tokens of sequence "
+                f"{parent_id}, "
                 f"which has {num_cached} cached"
             )
         if num_reserved_tokens < num_shared_tokens:
@@ -167,7 +187,10 @@ class KVStore:
                 f"sequence {sequence_id} reserves {num_reserved_tokens} tokens, fewer than the "
                 f"{num_shared_tokens} that it shares with sequence {parent_id}"
             )
-        num_blocks, num_shared = self._blocks_for(num_reserved_tokens), self._blocks_for(num_shared_tokens)
+        num_blocks, num_shared = (
+            self._blocks_for(num_reserved_tokens),
+            self._blocks_for(num_shared_tokens),
+        )
         has_tail = num_shared_tokens % self.block_size != 0
         num_needed = num_blocks - num_shared + has_tail
         self._check_room(num_reserved_tokens, num_blocks, num_needed)
@@ -180,13 +203,18 @@ class KVStore:
         # From here on these blocks are shared, and their tails are counted.
         self._num_tails[shared[self._refcount[shared] == 1]] = 0
         last = int(shared[-1])
-        if self._refcount[last] == 1 and num_shared == self._widths[parent] and num_cached % self.block_size:
+        if (
+            self._refcount[last] == 1
+            and num_shared == self._widths[parent]
+            and num_cached % self.block_size
+        ):
             self._num_tails[last] = 1
         self._num_tails[last] += has_tail
         self._refcount[shared] += 1
 
     def close(self, sequence_id: int) -> None:
-        """Forget the sequence; blocks that no other sequence refers to are free again.
+        """Forget the sequence; blocks that no other sequence refers to are free
+        again.
 
         Raises:
             ProtocolError: it is not open.
@@ -212,7 +240,8 @@ class KVStore:
         self._free_rows.append(row)
 
     def append(self, sequence_ids: NDArray[np.int64], num_new: NDArray[np.int32]) -> Appended:
-        """Make room for ``num_new`` (>= 1) more tokens in each of N distinct sequences.
+        """Make room for ``num_new`` (>= 1) more tokens in each of N distinct
+        sequences.
 
         Raises:
             ProtocolError: one of them is not open.
@@ -225,7 +254,8 @@ class KVStore:
         if over.size:
             i = int(over[0])
             raise CapacityError(
-                f"sequence {sequence_ids[i]} would grow to {total[i]} tokens, but room was reserved for "
+                f"sequence {sequence_ids[i]} would grow to {total[i]} tokens, but room was "
+                "reserved for "
                 f"{self._reserved[rows[i]]}: reserve room for all of its tokens when it is opened"
             )
         sources, targets = self._copy_shared_tails(rows, past)
@@ -236,7 +266,8 @@ class KVStore:
     def _copy_shared_tails(
         self, rows: NDArray[np.int64], past: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Give every sequence that is about to write into a shared tail a block of its own: (sources, targets)."""
+        """Give every sequence that is about to write into a shared tail a block
+        of its own: (sources, targets)."""
         last = np.maximum(self._widths[rows] - 1, 0)
         tails = self._tables[rows, last]
         suspects = np.flatnonzero((past % self.block_size != 0) & (self._refcount[tails] > 1))
@@ -267,12 +298,18 @@ class KVStore:
         self._tables[np.repeat(rows, num_fresh), columns] = self._pop(int(ends[-1]))
         self._widths[rows] += num_fresh
 
-    def _slots(self, rows: NDArray[np.int64], past: NDArray[np.int64], num_new: NDArray[np.int32]) -> NDArray[np.int64]:
+    def _slots(
+        self, rows: NDArray[np.int64], past: NDArray[np.int64], num_new: NDArray[np.int32]
+    ) -> NDArray[np.int64]:
         """Slot of each new token, [T]."""
         ends = np.cumsum(num_new, dtype=np.int64)
-        positions = np.arange(ends[-1] if ends.size else 0) + np.repeat(past + num_new - ends, num_new)
+        positions = np.arange(ends[-1] if ends.size else 0) + np.repeat(
+            past + num_new - ends, num_new
+        )
         blocks = self._tables[np.repeat(rows, num_new), positions // self.block_size]
-        slots: NDArray[np.int64] = blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        slots: NDArray[np.int64] = (
+            blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        )
         return slots
 
     def _pop(self, count: int) -> NDArray[np.int32]:
@@ -282,7 +319,9 @@ class KVStore:
         num_again = min(count, self._num_returned)
         self._num_returned -= num_again
         blocks = np.empty(count, np.int32)
-        blocks[:num_again] = self._returned[self._num_returned : self._num_returned + num_again][::-1]
+        blocks[:num_again] = self._returned[self._num_returned : self._num_returned + num_again][
+            ::-1
+        ]
         blocks[num_again:] = np.arange(self._num_taken, self._num_taken + count - num_again)
         self._num_taken += count - num_again
         self._refcount[blocks] = 1
@@ -314,19 +353,23 @@ class KVStore:
         if sequence_id in self._row_of:
             raise ProtocolError(f"sequence {sequence_id} is open already")
         if len(self._row_of) == self.max_sequences:
-            raise CapacityError(f"{self.max_sequences} sequences are open, the most that this R-worker takes")
+            raise CapacityError(
+                f"{self.max_sequences} sequences are open, the most that this R-worker takes"
+            )
 
     def _check_room(self, num_tokens: int, num_blocks: int, num_needed: int) -> None:
         asked = f"room for {num_tokens} tokens ({num_blocks} KV blocks) was asked"
         if num_blocks > self.num_blocks:
             raise CapacityError(
-                f"{asked}, but all of the KV cache is {self.num_blocks} blocks of {self.block_size} tokens: "
+                f"{asked}, but all of the KV cache is {self.num_blocks} blocks of "
+                f"{self.block_size} tokens: "
                 "lower max_tokens, shorten the prompt, or give the R-worker more memory",
                 code="exceeds_capacity",
             )
         if num_needed > self.num_available_blocks:
             raise CapacityError(
-                f"{asked}, {num_needed} of them new, but {self.num_available_blocks} of {self.num_blocks} "
+                f"{asked}, {num_needed} of them new, but {self.num_available_blocks} of "
+                f"{self.num_blocks} "
                 "are neither in use nor reserved: try again when running sequences have ended"
             )
 
@@ -359,7 +402,8 @@ class KVStore:
         self._widths = np.pad(self._widths, (0, more_rows))
 
     def check_invariants(self) -> None:
-        """Recount everything from the block tables alone; for tests and debugging. O(blocks + table entries)."""
+        """Recount everything from the block tables alone; for tests and
+        debugging. O(blocks + table entries)."""
         refcount = np.zeros(self.num_blocks, np.int64)
         num_tails = np.zeros(self.num_blocks, np.int64)
         growth = 0
@@ -376,7 +420,9 @@ class KVStore:
         assert (refcount == self._refcount).all(), "reference counts are off"
         shared = refcount > 1
         assert (num_tails == self._num_tails)[shared].all(), "tails of shared blocks are miscounted"
-        free = np.concatenate((self._returned[: self._num_returned], np.arange(self._num_taken, self.num_blocks)))
+        free = np.concatenate(
+            (self._returned[: self._num_returned], np.arange(self._num_taken, self.num_blocks))
+        )
         assert len(np.unique(free)) == len(free) == self.num_free_blocks, "a block is free twice"
         assert (refcount[free] == 0).all(), "a block in use is free"
         assert len(free) + np.count_nonzero(refcount) == self.num_blocks, "a block is lost"

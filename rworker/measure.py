@@ -1,7 +1,9 @@
-"""Measures the R-part on this host: decode steps over sequences and contexts, and the read bandwidth beside them.
+"""Measures the R-part on this host: decode steps over sequences and contexts,
+and the read bandwidth beside them.
 
-What is timed is what an R-worker does between a message and its answer: the real state machine and executor, driven
-without a transport. Several R-workers run at once, as they will, since they share the host's memory bandwidth.
+What is timed is what an R-worker does between a message and its answer: the
+real state machine and executor, driven without a transport. Several R-workers
+run at once, as they will, since they share the host's memory bandwidth.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from rworker.worker import obey
 T = TypeVar("T")
 
 WARM_UP_STEPS = 2
-# Random K and V are drawn for so many tokens and repeated: what they hold doesn't matter, but that they aren't zeros.
+# Random K and V are drawn for so many tokens and repeated: what they hold
+# doesn't matter, but that they aren't zeros.
 DRAWN_TOKENS = 256
 APPEND_TOKENS = 8192
 READ_CHUNKS = 64
@@ -69,8 +72,9 @@ class Effort:
     max_kv_bytes: int = 2 << 30
     """Pairs of the above that need more than this on one R-worker are left out."""
     rest_s: float = 0.001
-    """Before each layer of a decode step. R-workers rest while the S-worker computes, and a call after a rest takes
-    some 50 us longer than one that follows another: caches, branch predictors and clocks have cooled down."""
+    """Before each layer of a decode step. R-workers rest while the S-worker
+    computes, and a call after a rest takes some 50 us longer than one that
+    follows another: caches, branch predictors and clocks have cooled down."""
     read_bytes: int = 1 << 29
     """Read by each thread in one repeat of the ceiling's measurement."""
 
@@ -85,24 +89,35 @@ def measure_r_part(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> RProfile:
-    """Measure this host's R-workers, the read ceiling before and after the decode points.
+    """Measure this host's R-workers, the read ceiling before and after the
+    decode points.
 
     Args:
         memory_bytes: that the KV cache of each R-worker will take in earnest.
 
     Raises:
-        ConfigError: not even the smallest size fits into ``effort.max_kv_bytes``.
+        ConfigError: not even the smallest size fits into
+            ``effort.max_kv_bytes``.
         CapacityError, WorkerError: as ``measure_decode``.
     """
     sizes = decode_sizes(kv, effort.max_kv_bytes, effort.sequences, effort.contexts)
     if len(sizes) < 3:
         raise ConfigError(
-            f"only {len(sizes)} sizes fit into {effort.max_kv_bytes} bytes of KV cache, of {kv.token_bytes} bytes a "
-            "token; 3 are needed: allow more memory, or measure fewer sequences and shorter contexts"
+            f"only {len(sizes)} sizes fit into {effort.max_kv_bytes} bytes of KV cache, of "
+            f"{kv.token_bytes} bytes a "
+            "token; 3 are needed: allow more memory, or measure fewer sequences and shorter "
+            "contexts"
         )
     before = measure_read_bandwidth(host, num_bytes=effort.read_bytes, repeats=3, clock=clock)
     decode = measure_decode(
-        host, kv, attention, activation_dtype, sizes, repeats=effort.repeats, rest_s=effort.rest_s, clock=clock
+        host,
+        kv,
+        attention,
+        activation_dtype,
+        sizes,
+        repeats=effort.repeats,
+        rest_s=effort.rest_s,
+        clock=clock,
     )
     after = measure_read_bandwidth(host, num_bytes=effort.read_bytes, repeats=3, clock=clock)
     return RProfile(
@@ -134,7 +149,8 @@ def measure_decode(
     """Time one layer's append-then-attend of decode steps.
 
     Args:
-        kv: the cache; all of its layers are filled and stepped through, so that each layer's K and V come from memory.
+        kv: the cache; all of its layers are filled and stepped through, so that
+            each layer's K and V come from memory.
         attention: one a layer.
         sizes: (sequences on each R-worker, context tokens of each).
         repeats: steps a size, after ``WARM_UP_STEPS``.
@@ -149,24 +165,31 @@ def measure_decode(
         num_steps = WARM_UP_STEPS + repeats
         num_reserved = context_tokens + num_steps
         blocks = num_sequences * kv.num_blocks_for(num_reserved)
-        workers = [_Worker(i, host, kv, attention, activation_dtype, blocks, clock) for i in range(host.num_workers)]
+        workers = [
+            _Worker(i, host, kv, attention, activation_dtype, blocks, clock)
+            for i in range(host.num_workers)
+        ]
         for worker in workers:
             worker.fill(num_sequences, context_tokens - 1, num_reserved)
         steps = []
         for _ in range(num_steps):
             seconds = _at_once([partial(worker.step, rest_s) for worker in workers])
             steps.append(max(seconds) / kv.num_layers)
-        points.append(DecodePoint(num_sequences, context_tokens, Timing(tuple(steps[WARM_UP_STEPS:]))))
+        points.append(
+            DecodePoint(num_sequences, context_tokens, Timing(tuple(steps[WARM_UP_STEPS:])))
+        )
     return tuple(points)
 
 
 def measure_read_bandwidth(
     host: Host, *, num_bytes: int, repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, ...]:
-    """What one R-worker can read while the others read too, in bytes/s, once a repeat.
+    """What one R-worker can read while the others read too, in bytes/s, once a
+    repeat.
 
-    Every thread folds a memory area of its own, far larger than the caches, into one word (NumPy's OR reduction, which
-    runs at the memory's speed and releases the GIL).
+    Every thread folds a memory area of its own, far larger than the caches,
+    into one word (NumPy's OR reduction, which runs at the memory's speed and
+    releases the GIL).
 
     Args:
         num_bytes: read by each thread in each repeat.
@@ -194,7 +217,12 @@ def decode_sizes(
 ) -> list[tuple[int, int]]:
     """All pairs whose KV cache fits into ``max_kv_bytes`` on one R-worker."""
     most_tokens = max_kv_bytes // kv.token_bytes
-    return [(n, context) for n in sequences for context in contexts if n * (context + kv.block_size) <= most_tokens]
+    return [
+        (n, context)
+        for n in sequences
+        for context in contexts
+        if n * (context + kv.block_size) <= most_tokens
+    ]
 
 
 class _Worker:
@@ -212,7 +240,9 @@ class _Worker:
     ) -> None:
         # The layout may pad a block, so leave room.
         kv_bytes = int(1.1 * (num_blocks + 1) * kv.block_bytes) + (1 << 20)
-        self._state = RWorkerState(f"measured-{index}", kv_bytes=kv_bytes, num_threads=host.num_threads)
+        self._state = RWorkerState(
+            f"measured-{index}", kv_bytes=kv_bytes, num_threads=host.num_threads
+        )
         self._executor = AttentionExecutor(num_threads=host.num_threads, clock=clock)
         self._kv, self._spec = kv, attention[0]
         self._drawn = _random_rows(DRAWN_TOKENS, self._spec, activation_dtype, seed=index)
@@ -230,7 +260,8 @@ class _Worker:
             self._step(min(share, num_tokens - first), num_queries=0)
 
     def step(self, rest_s: float) -> float:
-        """One decode step through all layers: the seconds that the executor took, the rest before each layer aside."""
+        """One decode step through all layers: the seconds that the executor
+        took, the rest before each layer aside."""
         return self._step(1, num_queries=1, rest_s=rest_s)
 
     def _step(self, num_new: int, num_queries: int, rest_s: float = 0.0) -> float:
@@ -286,11 +317,16 @@ class _Answers:
         pass
 
 
-def _random_rows(num_rows: int, spec: AttentionSpec, dtype: DType, seed: int) -> tuple[Activations, ...]:
+def _random_rows(
+    num_rows: int, spec: AttentionSpec, dtype: DType, seed: int
+) -> tuple[Activations, ...]:
     """q [T, Hq, D], k and v [T, Hkv, D] in the activation dtype."""
     rng = np.random.default_rng(seed)
     heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
-    return tuple(_carried(rng.standard_normal((num_rows, h, spec.head_dim), np.float32), dtype) for h in heads)
+    return tuple(
+        _carried(rng.standard_normal((num_rows, h, spec.head_dim), np.float32), dtype)
+        for h in heads
+    )
 
 
 def _carried(x: NDArray[np.float32], dtype: DType) -> Activations:
@@ -303,7 +339,8 @@ def _carried(x: NDArray[np.float32], dtype: DType) -> Activations:
 
 
 def _huge_pages(num_bytes: int) -> NDArray[np.uint64]:
-    """Memory that has been written, in huge pages where the system gives them. [READ_CHUNKS, words]"""
+    """Memory that has been written, in huge pages where the system gives them.
+    [READ_CHUNKS, words]"""
     words = max(1, num_bytes // 8 // READ_CHUNKS)
     memory = mmap.mmap(-1, READ_CHUNKS * words * 8)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -315,7 +352,8 @@ def _huge_pages(num_bytes: int) -> NDArray[np.uint64]:
 
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Run calls at the same time, each in a thread of its own; a single one here.
+    """Run calls at the same time, each in a thread of its own; a single one
+    here.
 
     Raises:
         Exception: the first that any of them raised.

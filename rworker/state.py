@@ -1,8 +1,10 @@
-"""What an R-worker decides: a peer's message in, instructions out. No sockets, threads, clocks or kernels.
+"""What an R-worker decides: a peer's message in, instructions out. No sockets,
+threads, clocks or kernels.
 
-Everything that a peer says is checked here and in ``rworker.books``, before it reaches the KV store or a kernel. A
-message that breaks the protocol changes nothing; it is answered with ``Failed``, and the worker stops serving that
-peer. Other peers notice nothing of it.
+Everything that a peer says is checked here and in ``rworker.books``, before it
+reaches the KV store or a kernel. A message that breaks the protocol changes
+nothing; it is answered with ``Failed``, and the worker stops serving that peer.
+Other peers notice nothing of it.
 """
 
 from __future__ import annotations
@@ -65,12 +67,14 @@ class RWorkerState:
 
     Args:
         name: what the worker calls itself towards people.
-        kv_bytes: memory for K and V of all caches; as many blocks as fit in it are offered.
+        kv_bytes: memory for K and V of all caches; as many blocks as fit in it
+            are offered.
         num_threads: what to tell peers; the loop's executor has them.
         max_sequences: most sequences open at once in each cache.
         model_hash: serve S-workers that run this model only; None: any.
         keeps_serving: whether to stay when the last S-worker has left.
-        awaits_return: whether to stay for a while when the last S-worker is lost, and hasn't taken its leave.
+        awaits_return: whether to stay for a while when the last S-worker is
+            lost, and hasn't taken its leave.
 
     Raises:
         ConfigError: an option is out of range.
@@ -127,8 +131,12 @@ class RWorkerState:
         """For tests and debugging."""
         for cache in self._caches:
             cache.books.check_invariants()
-            assert self._peers[cache.owner].role in (Role.S_WORKER, Role.NEIGHBOUR), "a cache of nobody's"
-        assert sum(cache.num_bytes for cache in self._caches) <= self._kv_bytes, "more memory than there is"
+            assert self._peers[cache.owner].role in (Role.S_WORKER, Role.NEIGHBOUR), (
+                "a cache of nobody's"
+            )
+        assert sum(cache.num_bytes for cache in self._caches) <= self._kv_bytes, (
+            "more memory than there is"
+        )
 
     @property
     def _is_done(self) -> bool:
@@ -156,7 +164,9 @@ class RWorkerState:
                 raise _unknown(message)
 
     def _cache(
-        self, number: int, message: OpenSequence | ForkSequence | ExtendSequence | CloseSequence | BeginStep | Attend
+        self,
+        number: int,
+        message: OpenSequence | ForkSequence | ExtendSequence | CloseSequence | BeginStep | Attend,
     ) -> Cache:
         role = self._peers[number].role
         if role is not None and role not in message.said_by:
@@ -181,7 +191,8 @@ class RWorkerState:
             raise ProtocolError(f"it greeted as {peer.role.value}, and now as {hello.role.value}")
         if self._model_hash not in (None, hello.model_hash) and not peer.only_looks:
             raise ProtocolError(
-                f"the S-worker runs the model {hello.model_hash}, this R-worker is kept for {self._model_hash}",
+                f"the S-worker runs the model {hello.model_hash}, this R-worker is kept for "
+                f"{self._model_hash}",
                 code="model_mismatch",
             )
         kv = hello.kv

@@ -13,7 +13,15 @@ from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.host import this_host
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.messages import PROTOCOL_VERSION, AttendResult, Failed, FromRWorker, Report, Shutdown, ToRWorker
+from fastdecode.wire.messages import (
+    PROTOCOL_VERSION,
+    AttendResult,
+    Failed,
+    FromRWorker,
+    Report,
+    Shutdown,
+    ToRWorker,
+)
 from fastdecode.wire.transport import CLOSED, Hub, PeerLostError
 from rworker.attention import AttentionExecutor
 from rworker.instructions import (
@@ -56,14 +64,19 @@ class Peer(Protocol):
 
 
 def serve(
-    hub: Hub[FromRWorker, ToRWorker], state: RWorkerState, executor: Executor, return_s: float | None = None
+    hub: Hub[FromRWorker, ToRWorker],
+    state: RWorkerState,
+    executor: Executor,
+    return_s: float | None = None,
 ) -> None:
-    """Serve the peers of a hub until the state says that all is done, or none is left; then close all connections.
+    """Serve the peers of a hub until the state says that all is done, or none
+    is left; then close all connections.
 
-    A state that awaits the return of an S-worker is given ``return_s`` seconds for it.
+    A state that awaits the return of an S-worker is given ``return_s`` seconds
+    for it.
 
-    Whatever goes wrong with one peer is logged, and told to that peer as ``Failed`` before its connection closes. The
-    others go on.
+    Whatever goes wrong with one peer is logged, and told to that peer as
+    ``Failed`` before its connection closes. The others go on.
     """
     logger.info("R-worker %s serves", state.name)
     try:
@@ -76,7 +89,10 @@ def serve(
 
 
 def _serve_next(
-    hub: Hub[FromRWorker, ToRWorker], state: RWorkerState, executor: Executor, return_s: float | None
+    hub: Hub[FromRWorker, ToRWorker],
+    state: RWorkerState,
+    executor: Executor,
+    return_s: float | None,
 ) -> bool:
     """Deal with what comes next. False: leave the loop."""
     try:
@@ -86,7 +102,12 @@ def _serve_next(
             logger.info("R-worker %s goes on without a peer: %s", state.name, error)
         else:
             _tell(hub.connections[error.index], last_words(state.name, error))
-        return obey((HangUp(error.index, may_return=error.code == CLOSED),), hub.connections, state, executor)
+        return obey(
+            (HangUp(error.index, may_return=error.code == CLOSED),),
+            hub.connections,
+            state,
+            executor,
+        )
     except WorkerError as error:
         logger.info("R-worker %s stops: %s", state.name, error)
         return False
@@ -99,7 +120,12 @@ def _serve_next(
         return obey((HangUp(peer),), hub.connections, state, executor)
 
 
-def obey(instructions: tuple[Instruction, ...], peers: Sequence[Peer], state: RWorkerState, executor: Executor) -> bool:
+def obey(
+    instructions: tuple[Instruction, ...],
+    peers: Sequence[Peer],
+    state: RWorkerState,
+    executor: Executor,
+) -> bool:
     """Carry out instructions in order. False: leave the loop."""
     for instruction in instructions:
         match instruction:
@@ -107,10 +133,17 @@ def obey(instructions: tuple[Instruction, ...], peers: Sequence[Peer], state: RW
                 peers[instruction.to].send(executor.compute(instruction))
             case Send(to, message):
                 if isinstance(message, Failed):
-                    logger.error("R-worker %s gives up on %s: %s", state.name, peers[to].peer, message.message)
+                    logger.error(
+                        "R-worker %s gives up on %s: %s",
+                        state.name,
+                        peers[to].peer,
+                        message.message,
+                    )
                 peers[to].send(message)
             case TellAboutHost(to, num_threads, kv_bytes, model_hash):
-                report = Report(state.name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash)
+                report = Report(
+                    state.name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash
+                )
                 peers[to].send(report)
             case CopyBlocks():
                 executor.copy_blocks(instruction)
@@ -157,7 +190,8 @@ class WorkerThread:
     """The R-worker's, to which others may be connected at any time."""
 
     def stop(self) -> None:
-        """Ask the R-worker to end once it has done what it was sent; does nothing if it has ended."""
+        """Ask the R-worker to end once it has done what it was sent; does
+        nothing if it has ended."""
         try:
             self.connection.send(Shutdown())
         except WorkerError:
@@ -171,7 +205,9 @@ class WorkerThread:
         """
         self.thread.join(timeout_s)
         if self.thread.is_alive():
-            raise WorkerError(f"R-worker {self.name} has not ended within {timeout_s:g} s", code="worker_timeout")
+            raise WorkerError(
+                f"R-worker {self.name} has not ended within {timeout_s:g} s", code="worker_timeout"
+            )
 
 
 def start_worker_thread(
@@ -189,7 +225,8 @@ def start_worker_thread(
         name: of the worker and its thread.
         kv_bytes: memory for K and V.
         num_threads: CPU threads that its kernels use.
-        hub: the S-worker's, which gets a connection more; None: a hub of its own.
+        hub: the S-worker's, which gets a connection more; None: a hub of its
+            own.
         clock: seconds, for the times that the worker reports.
         executor: in place of ``AttentionExecutor``, for tests.
 
@@ -199,7 +236,11 @@ def start_worker_thread(
     state = RWorkerState(name, kv_bytes=kv_bytes, num_threads=num_threads)
     runner = executor or AttentionExecutor(num_threads=num_threads, clock=clock)
     peers: InprocHub[FromRWorker, ToRWorker] = InprocHub()
-    here, _ = connect(InprocHub() if hub is None else hub, "the S-worker", peers, f"R-worker {name}")
-    thread = threading.Thread(target=serve, args=(peers, state, runner), name=f"rworker-{name}", daemon=True)
+    here, _ = connect(
+        InprocHub() if hub is None else hub, "the S-worker", peers, f"R-worker {name}"
+    )
+    thread = threading.Thread(
+        target=serve, args=(peers, state, runner), name=f"rworker-{name}", daemon=True
+    )
     thread.start()
     return WorkerThread(name, here, thread, peers)

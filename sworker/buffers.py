@@ -1,4 +1,5 @@
-"""Between the device and the host: pinned memory and copy streams of one lane, so that no copy waits for compute.
+"""Between the device and the host: pinned memory and copy streams of one lane,
+so that no copy waits for compute.
 
 ::
 
@@ -6,11 +7,13 @@
     copy out                          | q, k, v of A |                                   ^
     copy in                                                     | o of A | ── event ─────┘
 
-The host waits for the device in one place: before it sends a lane's q, k and v, for their copy (``Staged.wait``). On a
-CPU nothing is copied, every wait is over at once, and the same code runs.
+The host waits for the device in one place: before it sends a lane's q, k and v,
+for their copy (``Staged.wait``). On a CPU nothing is copied, every wait is over
+at once, and the same code runs.
 
-A slot of the ring is written again after ``LENT_LAYERS`` layers: by then its messages have been answered, which is what
-lets it be lent to them without a copy (``fastdecode.wire.transport``, "Whose is an array?").
+A slot of the ring is written again after ``LENT_LAYERS`` layers: by then its
+messages have been answered, which is what lets it be lent to them without a
+copy (``fastdecode.wire.transport``, "Whose is an array?").
 """
 
 from __future__ import annotations
@@ -24,15 +27,19 @@ from torch import Tensor
 from fastdecode.wire.messages import Activations
 
 LENT_LAYERS = 5
-"""Layers of a lane whose q, k and v may be on loan at a time: R-workers that only store them may owe the answers of all
-but the one that is being written."""
+"""Layers of a lane whose q, k and v may be on loan at a time: R-workers that
+only store them may owe the answers of all but the one that is being written."""
 
 
 class Staged:
     """A layer's q, k and v on their way to the host."""
 
-    def __init__(self, arrays: tuple[Activations, Activations, Activations], event: torch.cuda.Event | None) -> None:
-        self.q, self.k, self.v = arrays  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]; to be read after ``wait``
+    def __init__(
+        self, arrays: tuple[Activations, Activations, Activations], event: torch.cuda.Event | None
+    ) -> None:
+        self.q, self.k, self.v = (
+            arrays  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]; to be read after ``wait``
+        )
         self._event = event
 
     @property
@@ -46,7 +53,8 @@ class Staged:
 
 
 class Staging:
-    """One lane's pinned memory, and its copies both ways. Memory grows to the largest step and is kept.
+    """One lane's pinned memory, and its copies both ways. Memory grows to the
+    largest step and is kept.
 
     Args:
         device: where q, k, v come from and o goes.
@@ -73,8 +81,9 @@ class Staging:
         return sum(room.nbytes for room in (*self._slots, self._arriving)) if self._is_cuda else 0
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> Staged:
-        """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never waits. The arrays hold for
-        ``LENT_LAYERS`` calls; on a CPU they are the tensors' own memory."""
+        """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never
+        waits. The arrays hold for ``LENT_LAYERS`` calls; on a CPU they are the
+        tensors' own memory."""
         sources = [x.contiguous() for x in (q, k, v)]
         if not self._is_cuda:
             return Staged(_as_arrays(sources), None)
@@ -92,15 +101,17 @@ class Staging:
         return Staged(_as_arrays(targets), event)
 
     def begin_layer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Room for a layer's o [T, Hq, D] on the device, and for what arrives of it; the same memory in every layer.
-        The layer before has been consumed."""
+        """Room for a layer's o [T, Hq, D] on the device, and for what arrives
+        of it; the same memory in every layer. The layer before has been
+        consumed."""
         if self._is_cuda:
             (self._landing,) = self._arriving.take([torch.Size(shape)], dtype)
         (o,) = self._o.take([torch.Size(shape)], dtype)
         return o
 
     def receive(self, array: Activations, o: Tensor, rows: slice) -> None:
-        """Copy arrived rows [n, Hq, D] to ``o[rows]``; returns when the array may be written again."""
+        """Copy arrived rows [n, Hq, D] to ``o[rows]``; returns when the array
+        may be written again."""
         source = as_tensor(array, o.dtype)
         if not self._is_cuda:
             o[rows] = source
@@ -130,10 +141,12 @@ class _Room:
         return self._memory.nbytes
 
     def take(self, shapes: list[torch.Size], dtype: torch.dtype) -> list[Tensor]:
-        """Tensors of these shapes, side by side; they hold until the next call. Grows by half, so that growing ends."""
+        """Tensors of these shapes, side by side; they hold until the next call.
+        Grows by half, so that growing ends."""
         if (shapes, dtype) == self._taken:
             return self._pieces
-        # An inference tensor may be written by whoever runs in inference mode and by nobody else: make it a plain one.
+        # An inference tensor may be written by whoever runs in inference mode
+        # and by nobody else: make it a plain one.
         with torch.inference_mode(False):
             sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
             starts = [0]
@@ -142,9 +155,13 @@ class _Room:
             if starts[-1] > self._memory.nbytes:
                 num_bytes = max(starts[-1], self._memory.nbytes * 3 // 2)
                 device = self._memory.device
-                self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=self._pinned)
+                self._memory = torch.empty(
+                    num_bytes, dtype=torch.uint8, device=device, pin_memory=self._pinned
+                )
             pieces = zip(shapes, starts, sizes, strict=False)
-            self._pieces = [self._memory[a : a + size].view(dtype).view(shape) for shape, a, size in pieces]
+            self._pieces = [
+                self._memory[a : a + size].view(dtype).view(shape) for shape, a, size in pieces
+            ]
         self._taken = shapes, dtype
         return self._pieces
 
@@ -156,13 +173,16 @@ def as_tensor(array: Activations, dtype: torch.dtype) -> Tensor:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy of host memory, or that memory if the device is the host. Never waits for the device: a GPU copies it from
-    pinned memory, which its allocator lends to nobody else until then."""
+    """A copy of host memory, or that memory if the device is the host. Never
+    waits for the device: a GPU copies it from pinned memory, which its
+    allocator lends to nobody else until then."""
     if device.type != "cuda":
         return host
     return host.pin_memory().to(device, non_blocking=True)
 
 
 def _as_arrays(tensors: Sequence[Tensor]) -> tuple[Activations, Activations, Activations]:
-    q, k, v = (x.numpy() if x.dtype == torch.float32 else x.view(torch.uint16).numpy() for x in tensors)
+    q, k, v = (
+        x.numpy() if x.dtype == torch.float32 else x.view(torch.uint16).numpy() for x in tensors
+    )
     return q, k, v

@@ -1,4 +1,5 @@
-"""What torch raises when a device, its memory or another rank has failed: not a mistake of ours, which raises as is."""
+"""What torch raises when a device, its memory or another rank has failed: not a
+mistake of ours, which raises as is."""
 
 from __future__ import annotations
 

@@ -1,12 +1,16 @@
-"""S-steps without launch overhead: a lane's rows in fixed memory, padded to a bucket, each unit of work a CUDA graph.
+"""S-steps without launch overhead: a lane's rows in fixed memory, padded to a
+bucket, each unit of work a CUDA graph.
 
-A **unit** is what the S-worker does between two attentions: unit 0 embeds and runs the first layer's ``pre_attention``;
-unit i runs ``post_attention`` of layer i - 1 and ``pre_attention`` of layer i; the last one ends with hidden states.
-Everything that a unit reads and writes lies in its lane's buffers, so a graph that was captured once is right for
-every later step of so many rows. Rows are independent: what stands in the padding changes nobody's result but the
+A **unit** is what the S-worker does between two attentions: unit 0 embeds and
+runs the first layer's ``pre_attention``; unit i runs ``post_attention`` of
+layer i - 1 and ``pre_attention`` of layer i; the last one ends with hidden
+states. Everything that a unit reads and writes lies in its lane's buffers, so a
+graph that was captured once is right for every later step of so many rows. Rows
+are independent: what stands in the padding changes nobody's result but the
 shape of the matrix products, whose rounding may depend on it.
 
-Without capture, as on a CPU, the same code runs the units as they are; that is how it is tested there.
+Without capture, as on a CPU, the same code runs the units as they are; that is
+how it is tested there.
 """
 
 from __future__ import annotations
@@ -32,20 +36,25 @@ _EAGER_USES = 1
 
 @dataclass(frozen=True)
 class Buckets:
-    """Row counts that steps are padded to: 1, 2, 4, 8, then ``parts`` of them from each power of two to the next, but
-    no less than 8 rows apart. Up to 64 rows or more a layer is bound by reading its weights, so padding costs nothing;
-    beyond, less than one part in ``parts``."""
+    """Row counts that steps are padded to: 1, 2, 4, 8, then ``parts`` of them
+    from each power of two to the next, but no less than 8 rows apart. Up to 64
+    rows or more a layer is bound by reading its weights, so padding costs
+    nothing; beyond, less than one part in ``parts``."""
 
     max_rows: int = MAX_GRAPH_ROWS
     """Steps of more rows aren't padded."""
     parts: int = 8
 
     @classmethod
-    def choose(cls, num_lanes: int, num_units: int, max_graphs: int, max_rows: int = MAX_GRAPH_ROWS) -> Buckets:
-        """The finest whose graphs, one for each lane, unit and bucket, are no more than ``max_graphs``; else the
-        coarsest."""
+    def choose(
+        cls, num_lanes: int, num_units: int, max_graphs: int, max_rows: int = MAX_GRAPH_ROWS
+    ) -> Buckets:
+        """The finest whose graphs, one for each lane, unit and bucket, are no
+        more than ``max_graphs``; else the coarsest."""
         choices = [cls(max_rows, parts) for parts in (8, 4, 2, 1)]
-        return next((b for b in choices if b.num_graphs(num_lanes, num_units) <= max_graphs), choices[-1])
+        return next(
+            (b for b in choices if b.num_graphs(num_lanes, num_units) <= max_graphs), choices[-1]
+        )
 
     def of(self, num_rows: int) -> int:
         """The least bucket for so many rows."""
@@ -67,17 +76,21 @@ class Buckets:
 
 @dataclass(frozen=True)
 class LaneBuffers:
-    """The fixed memory of one lane, M rows. o is read by a unit, x by the next one, qkv by whoever attends."""
+    """The fixed memory of one lane, M rows. o is read by a unit, x by the next
+    one, qkv by whoever attends."""
 
     token_ids: Tensor  # int64 [M]
     positions: Tensor  # int64 [M]
     x: Tensor  # [M, hidden]
     o: Tensor  # [M, Hq, D]
     qkv: tuple[tuple[Tensor, Tensor, Tensor], ...]
-    """q [M, Hq, D], k and v [M, Hkv, D], as often as layers may be on loan: unit i writes i modulo their number."""
+    """q [M, Hq, D], k and v [M, Hkv, D], as often as layers may be on loan:
+    unit i writes i modulo their number."""
 
     @classmethod
-    def allocate(cls, spec: ModelSpec, num_rows: int, dtype: torch.dtype, device: torch.device) -> LaneBuffers:
+    def allocate(
+        cls, spec: ModelSpec, num_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> LaneBuffers:
         def rows(*dims: int) -> Tensor:
             return torch.zeros((num_rows, *dims), dtype=dtype, device=device)
 
@@ -120,7 +133,9 @@ class StepGraphs:
         self._max_graphs = max_graphs
         self._lanes: dict[int, LaneBuffers] = {}
         self._uses: dict[tuple[int, int, int], int] = {}
-        self._graphs: dict[tuple[int, int, int], Any] = {}  # (lane, unit, bucket) → torch.cuda.CUDAGraph
+        self._graphs: dict[
+            tuple[int, int, int], Any
+        ] = {}  # (lane, unit, bucket) → torch.cuda.CUDAGraph
         self._pool: Any = torch.cuda.graph_pool_handle() if capture else None
         self._stream = torch.cuda.Stream(device) if capture else None
         self.regroup(num_lanes)
@@ -134,18 +149,25 @@ class StepGraphs:
         return len(self.model.layers) + 1
 
     def regroup(self, num_lanes: int) -> None:
-        """There are so many lanes from now on; none has a step under way. With more lanes there are fewer buckets, so
-        that graphs don't take ever more memory; those that nobody can use any more are dropped."""
+        """There are so many lanes from now on; none has a step under way. With
+        more lanes there are fewer buckets, so that graphs don't take ever more
+        memory; those that nobody can use any more are dropped."""
         self.buckets = Buckets.choose(num_lanes, self.num_units, self._max_graphs, self._max_rows)
         sizes = set(self.buckets.sizes)
-        kept = {key: graph for key, graph in self._graphs.items() if key[0] < num_lanes and key[2] in sizes}
+        kept = {
+            key: graph
+            for key, graph in self._graphs.items()
+            if key[0] < num_lanes and key[2] in sizes
+        }
         if len(kept) < len(self._graphs):
             if self._stream is not None:
                 torch.cuda.synchronize(self.device)  # they may still be running
             self._graphs = kept
             self._uses = {key: uses for key, uses in self._uses.items() if key in kept}
             if self._stream is not None and not kept:
-                self._pool = torch.cuda.graph_pool_handle()  # one that no graph uses any more can't be used again
+                self._pool = (
+                    torch.cuda.graph_pool_handle()
+                )  # one that no graph uses any more can't be used again
 
     def buffers(self, lane: int) -> LaneBuffers:
         """A lane's memory, the same at every call."""
@@ -153,13 +175,16 @@ class StepGraphs:
             dtype = self.model.embed_tokens.weight.dtype
             with torch.inference_mode(False):
                 num_rows = self.buckets.of(self.buckets.max_rows)
-                self._lanes[lane] = LaneBuffers.allocate(self.model.spec, num_rows, dtype, self.device)
+                self._lanes[lane] = LaneBuffers.allocate(
+                    self.model.spec, num_rows, dtype, self.device
+                )
         return self._lanes[lane]
 
     @torch.inference_mode()
     def run(self, lane: int, unit: int, bucket: int) -> None:
-        """One unit on the first ``bucket`` rows of a lane. Captured at its second use, for the first one makes
-        libraries choose their kernels and get their workspaces.
+        """One unit on the first ``bucket`` rows of a lane. Captured at its
+        second use, for the first one makes libraries choose their kernels and
+        get their workspaces.
 
         Raises:
             WorkerError: it can't be captured.
@@ -192,7 +217,8 @@ class StepGraphs:
         x.copy_(y)
 
     def _captured(self, lane: int, unit: int, bucket: int) -> Any:
-        """All graphs share one memory pool: they run one after another, and leave nothing behind in it."""
+        """All graphs share one memory pool: they run one after another, and
+        leave nothing behind in it."""
         assert self._stream is not None
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
@@ -211,7 +237,8 @@ class StepGraphs:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise WorkerError(
-                f"unit {unit} of the S-part, of {bucket} rows, can't be captured as a CUDA graph on {self.device}: "
+                f"unit {unit} of the S-part, of {bucket} rows, can't be captured as a CUDA graph "
+                f"on {self.device}: "
                 f"{reason}. Run with ",
                 Given("cuda_graphs", "off"),
                 code="cuda_graph_failed",

@@ -1,7 +1,9 @@
-"""Measures the S-part of a model on its device: one layer over batch sizes, the rest of a step, and whole prompts.
+"""Measures the S-part of a model on its device: one layer over batch sizes, the
+rest of a step, and whole prompts.
 
-Attention is left out of decode steps, where it isn't the S-worker's, and is part of the prompts, which are asked for
-where it is. What the model computes from doesn't matter here: tokens are drawn, attention's output is zeros.
+Attention is left out of decode steps, where it isn't the S-worker's, and is
+part of the prompts, which are asked for where it is. What the model computes
+from doesn't matter here: tokens are drawn, attention's output is zeros.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def measure_s_part(
 
     Args:
         batches: tokens of a decode step.
-        prompts: tokens of a prompt that the S-worker attends; those beyond the model's limit are left out.
+        prompts: tokens of a prompt that the S-worker attends; those beyond the
+            model's limit are left out.
         repeats: of each size, after ``WARM_UP``.
     """
     rng = np.random.default_rng(0)
@@ -63,7 +66,9 @@ def measure_s_part(
     prefill = []
     for num_tokens in prompts:
         if num_tokens <= worker.spec.max_model_len:
-            seconds = [_time_prompt(worker, num_tokens, rng, clock) for _ in range(WARM_UP + repeats)]
+            seconds = [
+                _time_prompt(worker, num_tokens, rng, clock) for _ in range(WARM_UP + repeats)
+            ]
             prefill.append(Point(num_tokens, Timing(tuple(seconds[WARM_UP:]))))
     return SPartTimes(tuple(layer), tuple(head), tuple(prefill))
 
@@ -71,14 +76,18 @@ def measure_s_part(
 def _time_step(
     worker: SWorker, batch: int, rng: np.random.Generator, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """(seconds of all layers, seconds of embedding, logits and greedy sampling) of one decode step."""
+    """(seconds of all layers, seconds of embedding, logits and greedy sampling)
+    of one decode step."""
     spec = worker.spec
     token_ids = rng.integers(0, spec.vocab_size, batch)
     positions = np.full(batch, min(POSITION, spec.max_model_len - 1), np.int64)
     states = [_greedy(spec.vocab_size) for _ in range(batch)]
     times = [_now(worker, clock)]
     with torch.inference_mode():
-        worker.model.embed(torch.from_numpy(token_ids).to(worker.device), torch.from_numpy(positions).to(worker.device))
+        worker.model.embed(
+            torch.from_numpy(token_ids).to(worker.device),
+            torch.from_numpy(positions).to(worker.device),
+        )
     times.append(_now(worker, clock))
     step = worker.begin(token_ids, positions)
     o = torch.zeros_like(step.q)
@@ -91,7 +100,9 @@ def _time_step(
     return max(pass_s - embed_s, 1e-9), embed_s + sample_s
 
 
-def _time_prompt(worker: SWorker, num_tokens: int, rng: np.random.Generator, clock: Callable[[], float]) -> float:
+def _time_prompt(
+    worker: SWorker, num_tokens: int, rng: np.random.Generator, clock: Callable[[], float]
+) -> float:
     """Seconds of one prompt through all layers, attention included."""
     spec = worker.spec
     token_ids = torch.from_numpy(rng.integers(0, spec.vocab_size, num_tokens)).to(worker.device)
@@ -109,7 +120,12 @@ def _time_prompt(worker: SWorker, num_tokens: int, rng: np.random.Generator, clo
 
 def _greedy(vocab_size: int) -> SamplingState:
     return SamplingState(
-        params=SamplingParams(), seed=0, prompt_token_ids=(0,), eos_token_ids=(), vocab_size=vocab_size, sample_index=0
+        params=SamplingParams(),
+        seed=0,
+        prompt_token_ids=(0,),
+        eos_token_ids=(),
+        vocab_size=vocab_size,
+        sample_index=0,
     )
 
 

@@ -1,15 +1,19 @@
-"""A KV cache in blocks on the S-worker's own device, and attention over it: what ``--kv-placement gpu`` runs.
+"""A KV cache in blocks on the S-worker's own device, and attention over it:
+what ``--kv-placement gpu`` runs.
 
-The cache of a layer is K and V, each [num_blocks · block_size, Hkv, D]; a token's **slot** is its row. Which slot is
-whose is decided elsewhere (``rworker.kv_store``); here a step's slots and block tables are followed. Every row of a
-step is one of three kinds, as in ``fastdecode.engine.step.layout``:
+The cache of a layer is K and V, each [num_blocks · block_size, Hkv, D]; a
+token's **slot** is its row. Which slot is whose is decided elsewhere
+(``rworker.kv_store``); here a step's slots and block tables are followed. Every
+row of a step is one of three kinds, as in ``fastdecode.engine.step.layout``:
 
 * a **decoded** token attends to all of its sequence, its own K and V included;
-* a **later chunk** of a prompt attends to its sequence's past and causally to itself;
+* a **later chunk** of a prompt attends to its sequence's past and causally to
+  itself;
 * a **first chunk** attends causally to itself.
 
-Decoded tokens have two ways: a Triton kernel that reads blocks where they lie (``sworker.paged_triton``; on CUDA), and
-``gathered_decode`` in plain torch, which copies a group of sequences' K and V side by side first.
+Decoded tokens have two ways: a Triton kernel that reads blocks where they lie
+(``sworker.paged_triton``; on CUDA), and ``gathered_decode`` in plain torch,
+which copies a group of sequences' K and V side by side first.
 """
 
 from __future__ import annotations
@@ -29,7 +33,12 @@ from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.buffers import to_device
 from sworker.dtypes import torch_dtype
-from sworker.prefill import can_take_together, chunk_attention, chunks_together, local_causal_attention
+from sworker.prefill import (
+    can_take_together,
+    chunk_attention,
+    chunks_together,
+    local_causal_attention,
+)
 
 MAX_GATHERED_BYTES = 256 << 20
 MAX_CPU_GATHERED_BYTES = 4 << 20
@@ -38,7 +47,8 @@ MAX_CPU_GATHERED_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt chunk: its rows in the step, and the slots of all of its sequence so far, these rows' own last."""
+    """A prompt chunk: its rows in the step, and the slots of all of its
+    sequence so far, these rows' own last."""
 
     rows: slice
     slots: Tensor  # int64 [L]; L = rows for a first chunk
@@ -46,7 +56,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PagedStep:
-    """Where a step's rows go and what they see: the same in every layer. The decoded rows are the first."""
+    """Where a step's rows go and what they see: the same in every layer. The
+    decoded rows are the first."""
 
     slots: Tensor  # int64 [T]
     tables: Tensor  # int32 [N, W] block tables of the decoded rows
@@ -72,17 +83,21 @@ class PagedKV:
         CapacityError: the device hasn't the memory.
     """
 
-    def __init__(self, kv: KVSpec, attention: Sequence[AttentionSpec], num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, kv: KVSpec, attention: Sequence[AttentionSpec], num_blocks: int, device: torch.device
+    ) -> None:
         self.kv = kv
         self.attention = tuple(attention)
         shape = (kv.num_layers, 2, num_blocks * kv.block_size, kv.num_kv_heads, kv.head_dim)
         try:
-            # Not zeroed: a CPU's memory is taken as blocks are used. What was never written is never weighed in.
+            # Not zeroed: a CPU's memory is taken as blocks are used. What was
+            # never written is never weighed in.
             self.pool = torch.empty(shape, dtype=torch_dtype(kv.dtype), device=device)
         except RuntimeError:
             size_gib = num_blocks * kv.block_bytes / (1 << 30)
             raise CapacityError(
-                f"a KV cache of {num_blocks} blocks takes {size_gib:.2f} GiB, which {device} hasn't free: give ",
+                f"a KV cache of {num_blocks} blocks takes {size_gib:.2f} GiB, which {device} "
+                "hasn't free: give ",
                 Given("kv_memory_gb"),
                 ", lower ",
                 Given("gpu_memory_fraction"),
@@ -94,13 +109,17 @@ class PagedKV:
             for spec in self.attention
             if spec.alibi_slopes is not None
         }
-        self._reads_blocks = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        self._reads_blocks = (
+            device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        )
 
     def copy_blocks(self, source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:
         """Copy blocks [C] in every layer."""
         blocks = self.pool.view(*self.pool.shape[:2], -1, self.kv.block_size, *self.pool.shape[3:])
         # [layers, 2, num_blocks, block_size, Hkv, D]
-        source, target = (to_device(torch.from_numpy(ids), self.pool.device) for ids in (source_ids, target_ids))
+        source, target = (
+            to_device(torch.from_numpy(ids), self.pool.device) for ids in (source_ids, target_ids)
+        )
         blocks[:, :, target] = blocks[:, :, source]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: PagedStep) -> Tensor:
@@ -119,11 +138,19 @@ class PagedKV:
         if rows.start < rows.stop:
             # K and V as the cache holds them, so that where a prompt is cut leaves no trace.
             k_seen, v_seen = k[rows].to(q.dtype), v[rows].to(q.dtype)
-            o[rows], _ = local_causal_attention(q[rows], k_seen, v_seen, step.first_starts, spec, want_lse=False)
+            o[rows], _ = local_causal_attention(
+                q[rows], k_seen, v_seen, step.first_starts, spec, want_lse=False
+            )
         return o
 
     def _attend_later(
-        self, q: Tensor, keys: Tensor, values: Tensor, chunks: Sequence[Prompt], spec: AttentionSpec, o: Tensor
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        chunks: Sequence[Prompt],
+        spec: AttentionSpec,
+        o: Tensor,
     ) -> None:
         num_keys = [len(chunk.slots) for chunk in chunks]
         fits = sum(num_keys) * keys[0].numel() * q.element_size() <= MAX_GATHERED_BYTES
@@ -136,20 +163,47 @@ class PagedKV:
             return
         for chunk in chunks:
             rows, slots = chunk.rows, chunk.slots
-            o[rows] = chunk_attention(q[rows], keys[slots].to(q.dtype), values[slots].to(q.dtype), spec)
+            o[rows] = chunk_attention(
+                q[rows], keys[slots].to(q.dtype), values[slots].to(q.dtype), spec
+            )
 
-    def _decode(self, q: Tensor, keys: Tensor, values: Tensor, step: PagedStep, spec: AttentionSpec, o: Tensor) -> None:
+    def _decode(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: PagedStep,
+        spec: AttentionSpec,
+        o: Tensor,
+    ) -> None:
         slopes = self._slopes.get(spec)
         if self._reads_blocks:
             from sworker.paged_triton import paged_decode
 
             longest = int(step.context_lens_host.max())
             paged_decode(
-                q, keys, values, step.tables, step.context_lens, spec, slopes, self.kv.block_size, longest, out=o
+                q,
+                keys,
+                values,
+                step.tables,
+                step.context_lens,
+                spec,
+                slopes,
+                self.kv.block_size,
+                longest,
+                out=o,
             )
         else:
             gathered_decode(
-                q, keys, values, step.tables, step.context_lens_host, spec, slopes, self.kv.block_size, out=o
+                q,
+                keys,
+                values,
+                step.tables,
+                step.context_lens_host,
+                spec,
+                slopes,
+                self.kv.block_size,
+                out=o,
             )
 
 
@@ -167,7 +221,8 @@ def gathered_decode(
 ) -> None:
     """One query a sequence over its cached tokens, in plain torch.
 
-    Sequences are taken in groups of like length; a group's K and V are copied side by side, [n, c, Hkv, D].
+    Sequences are taken in groups of like length; a group's K and V are copied
+    side by side, [n, c, Hkv, D].
 
     Args:
         q: [N, Hq, D].
@@ -179,7 +234,9 @@ def gathered_decode(
     """
     Hkv, G, D = spec.num_kv_heads, spec.group_size, spec.head_dim
     on_cpu = q.device.type == "cpu"
-    most = (MAX_CPU_GATHERED_BYTES if on_cpu else MAX_GATHERED_BYTES) // (Hkv * D * keys.element_size())
+    most = (MAX_CPU_GATHERED_BYTES if on_cpu else MAX_GATHERED_BYTES) // (
+        Hkv * D * keys.element_size()
+    )
     lens = torch.from_numpy(context_lens).to(q.device)  # [N]
     for members, first, last in _groups(context_lens, spec.sliding_window, most):
         rows = torch.from_numpy(members).to(q.device)  # [n]
@@ -190,9 +247,13 @@ def gathered_decode(
         if spec.sliding_window is not None:
             hidden |= places < ends - spec.sliding_window
         slots = blocks * block_size + places % block_size
-        # Past a table's end stands some block's id, whose slots may hold anything, NaN included: what isn't seen is
-        # read from the query's own slot.
-        own = tables[rows].gather(1, ((ends - 1) // block_size).long()).long() * block_size + (ends - 1) % block_size
+        # Past a table's end stands some block's id, whose slots may hold
+        # anything, NaN included: what isn't seen is read from the query's own
+        # slot.
+        own = (
+            tables[rows].gather(1, ((ends - 1) // block_size).long()).long() * block_size
+            + (ends - 1) % block_size
+        )
         slots = torch.where(hidden, own, slots).long()
         k, v = (x[slots].transpose(1, 2) for x in (keys, values))  # [n, Hkv, c, D]
         queries = q[rows].view(-1, Hkv, G, D)
@@ -201,20 +262,32 @@ def gathered_decode(
 
 
 def _attend_group(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, ahead: Tensor, spec: AttentionSpec, slopes: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor,
+    ahead: Tensor,
+    spec: AttentionSpec,
+    slopes: Tensor | None,
 ) -> Tensor:
-    """q [n, Hkv, G, D], k and v [n, Hkv, c, D], hidden and ahead (key - query) [n, c] → [n, Hkv, G, D].
+    """q [n, Hkv, G, D], k and v [n, Hkv, c, D], hidden and ahead (key - query)
+    [n, c] → [n, Hkv, G, D].
 
-    A KV head's group of query heads takes the place of the queries: GQA without copies, and a mask for all of them.
+    A KV head's group of query heads takes the place of the queries: GQA without
+    copies, and a mask for all of them.
     """
     if slopes is None and spec.logit_softcap is None:
         visible = ~hidden[:, None, None]  # [n, 1, 1, c]
-        return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=visible, scale=spec.scale)
+        return F.scaled_dot_product_attention(
+            q, k.to(q.dtype), v.to(q.dtype), attn_mask=visible, scale=spec.scale
+        )
     scores = torch.matmul(q.float() * spec.scale, k.float().mT)  # [n, Hkv, G, c]
     if spec.logit_softcap is not None:
         scores.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
     if slopes is not None:
-        scores.addcmul_(slopes.view(spec.num_kv_heads, spec.group_size, 1), ahead[:, None, None].float())
+        scores.addcmul_(
+            slopes.view(spec.num_kv_heads, spec.group_size, 1), ahead[:, None, None].float()
+        )
     weights = scores.masked_fill_(hidden[:, None, None], -math.inf).softmax(dim=-1)
     return torch.matmul(weights, v.float())
 
@@ -222,8 +295,9 @@ def _attend_group(
 def _groups(
     context_lens: NDArray[np.int32], window: int | None, most_tokens: int
 ) -> Iterator[tuple[NDArray[np.int64], int, int]]:
-    """Rows of like length, and the first and past-the-last token that any of them sees: at most ``most_tokens`` of a
-    group, padding included, or one row."""
+    """Rows of like length, and the first and past-the-last token that any of
+    them sees: at most ``most_tokens`` of a group, padding included, or one
+    row."""
     order = np.argsort(-context_lens, kind="stable")
     begin = 0
     while begin < len(order):

@@ -1,16 +1,22 @@
-"""A prompt chunk's attention on the S-worker: the new tokens of one or several sequences, causal among themselves.
+"""A prompt chunk's attention on the S-worker: the new tokens of one or several
+sequences, causal among themselves.
 
-What the tokens see of an earlier chunk, the R-worker that holds it attends to; ``merge_attention`` puts the two
-together by their log-sum-exp. Attention knows tokens by their distance only (window, ALiBi), so a chunk's place in its
-sequence doesn't matter here. Every sequence is computed alone: its result doesn't depend on the others.
+What the tokens see of an earlier chunk, the R-worker that holds it attends to;
+``merge_attention`` puts the two together by their log-sum-exp. Attention knows
+tokens by their distance only (window, ALiBi), so a chunk's place in its
+sequence doesn't matter here. Every sequence is computed alone: its result
+doesn't depend on the others.
 
 Two ways, by what the layer needs:
 
-* **fused**: torch's own kernels, for plain causal attention; on CUDA all sequences in one call, on a CPU one after
-  another, since laying them side by side costs more than the calls;
-* **tiled**: tiles of queries × keys with a running softmax (Milakov & Gimelshein, "Online normalizer calculation for
-  softmax", 2018), for soft-caps, ALiBi, windows shorter than the chunk, and devices whose kernels don't give the
-  log-sum-exp. A tile's scores take ``MAX_TILE_BYTES`` at most, however long the chunk.
+* **fused**: torch's own kernels, for plain causal attention; on CUDA all
+  sequences in one call, on a CPU one after another, since laying them side by
+  side costs more than the calls;
+* **tiled**: tiles of queries × keys with a running softmax (Milakov &
+  Gimelshein, "Online normalizer calculation for softmax", 2018), for soft-caps,
+  ALiBi, windows shorter than the chunk, and devices whose kernels don't give
+  the log-sum-exp. A tile's scores take ``MAX_TILE_BYTES`` at most, however long
+  the chunk.
 """
 
 from __future__ import annotations
@@ -30,7 +36,8 @@ from sworker.dtypes import torch_dtype
 MAX_TILE_BYTES = 64 << 20
 """Of float32 scores, over all heads."""
 MAX_CPU_TILE_BYTES, MAX_CPU_TILE_QUERIES = 4 << 20, 64
-"""On a CPU small tiles are as fast or faster: they stay in its caches, and less of a tile lies beyond the diagonal."""
+"""On a CPU small tiles are as fast or faster: they stay in its caches, and less
+of a tile lies beyond the diagonal."""
 
 
 def as_cached(x: Tensor, dtype: DType) -> Tensor:
@@ -40,8 +47,9 @@ def as_cached(x: Tensor, dtype: DType) -> Tensor:
         x: [T, Hkv, D].
 
     Returns:
-        [T, Hkv, D] in x's dtype. int8 and int4 round to whole multiples of a float32 scale, one for each token and
-        head: the largest magnitude is 127 of them, or 7.
+        [T, Hkv, D] in x's dtype. int8 and int4 round to whole multiples of a
+        float32 scale, one for each token and head: the largest magnitude is 127
+        of them, or 7.
     """
     if dtype.is_float:
         return x.to(torch_dtype(dtype)).to(x.dtype)
@@ -55,18 +63,22 @@ def as_cached(x: Tensor, dtype: DType) -> Tensor:
 def local_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Sequence[int], spec: AttentionSpec, *, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of new tokens to the new tokens of their own sequence, up to their own position.
+    """Attention of new tokens to the new tokens of their own sequence, up to
+    their own position.
 
     Args:
         q: [T, Hq, D], the rows of all sequences, one sequence after the other.
         k, v: [T, Hkv, D], in q's dtype.
-        starts: the first row of each sequence, ascending from 0; T may stand at the end.
+        starts: the first row of each sequence, ascending from 0; T may stand at
+            the end.
         spec: the layer's attention.
-        want_lse: whether the log-sum-exp of the scores is wanted, to merge with a past.
+        want_lse: whether the log-sum-exp of the scores is wanted, to merge with
+            a past.
 
     Returns:
-        o [T, Hq, D] in q's dtype, and the natural log-sum-exp, float32 [T, Hq], or None. Scores, softmax and sums are
-        float32 (on CUDA, the fused kernel rounds softmax weights to q's dtype for its second product).
+        o [T, Hq, D] in q's dtype, and the natural log-sum-exp, float32 [T, Hq],
+        or None. Scores, softmax and sums are float32 (on CUDA, the fused kernel
+        rounds softmax weights to q's dtype for its second product).
     """
     num_tokens = q.shape[0]
     assert q.shape == (num_tokens, spec.num_q_heads, spec.head_dim)
@@ -74,9 +86,17 @@ def local_causal_attention(
     bounds = [*starts, num_tokens]
     assert bounds[0] == 0 and all(a <= b for a, b in itertools.pairwise(bounds))
     o = torch.empty((num_tokens, spec.num_q_heads, spec.head_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((num_tokens, spec.num_q_heads), dtype=torch.float32, device=q.device) if want_lse else None
+    lse = (
+        torch.empty((num_tokens, spec.num_q_heads), dtype=torch.float32, device=q.device)
+        if want_lse
+        else None
+    )
     lengths = [end - start for start, end in itertools.pairwise(bounds) if start < end]
-    if len(lengths) > 1 and can_take_together(q, lengths, spec) and _fused_together(q, k, v, lengths, spec, o, lse):
+    if (
+        len(lengths) > 1
+        and can_take_together(q, lengths, spec)
+        and _fused_together(q, k, v, lengths, spec, o, lse)
+    ):
         return o, lse
     for start, end in itertools.pairwise(bounds):
         if start < end:
@@ -87,7 +107,8 @@ def local_causal_attention(
 
 
 def chunk_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """The last n tokens of one sequence attend to all of it, up to their own position.
+    """The last n tokens of one sequence attend to all of it, up to their own
+    position.
 
     Args:
         q: [n, Hq, D].
@@ -107,12 +128,19 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Ten
 
 
 def chunks_together(
-    q: Tensor, k: Tensor, v: Tensor, num_new: Sequence[int], num_keys: Sequence[int], spec: AttentionSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_new: Sequence[int],
+    num_keys: Sequence[int],
+    spec: AttentionSpec,
 ) -> Tensor:
-    """``chunk_attention`` of several sequences in one call. Only if ``can_take_together``.
+    """``chunk_attention`` of several sequences in one call. Only if
+    ``can_take_together``.
 
     Args:
-        q: [sum(num_new), Hq, D], the rows of all sequences, one sequence after the other.
+        q: [sum(num_new), Hq, D], the rows of all sequences, one sequence after
+            the other.
         k, v: [sum(num_keys), Hkv, D], likewise; num_keys[i] >= num_new[i].
     """
     # The kernel's causal mask is aligned with the last query and the last key.
@@ -124,11 +152,13 @@ def can_take_together(q: Tensor, num_keys: Sequence[int], spec: AttentionSpec) -
     return _is_plain(spec, max(num_keys)) and _has_ragged_kernel(q)
 
 
-def merge_attention(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_attention(
+    o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
     """Attention to two disjoint sets of keys, from the attention to each.
 
-    A side that saw nothing (lse -inf) leaves exactly the other, whatever its own o holds; if neither saw anything, o is
-    zero and lse -inf.
+    A side that saw nothing (lse -inf) leaves exactly the other, whatever its
+    own o holds; if neither saw anything, o is zero and lse -inf.
 
     Args:
         o_a, o_b: [T, Hq, D].
@@ -150,7 +180,9 @@ def merge_attention(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> t
     return (part_a + part_b).to(o_a.dtype), greatest + total.log()
 
 
-def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None) -> None:
+def _attend_sequence(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None
+) -> None:
     """One sequence: q [n, Hq, D], k and v [n, Hkv, D] → written to o [n, Hq, D] and lse [n, Hq]."""
     if _is_plain(spec, q.shape[0]) and _fused(q, k, v, spec, o, lse):
         return
@@ -163,11 +195,15 @@ def _is_plain(spec: AttentionSpec, num_tokens: int) -> bool:
     return sees_all and spec.alibi_slopes is None and spec.logit_softcap is None
 
 
-# --- torch's kernels -------------------------------------------------------------------------------------------------
+# --- torch's kernels
+# ------------------------------------------------------------------------------
 
 
-def _fused_chunk(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, num_past: int, o: Tensor) -> bool:
-    """Plain attention of a chunk to its past, and causally to itself, merged. False if torch has no kernel."""
+def _fused_chunk(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, num_past: int, o: Tensor
+) -> bool:
+    """Plain attention of a chunk to its past, and causally to itself, merged.
+    False if torch has no kernel."""
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     past_o, past_lse = torch.empty_like(o), torch.empty_like(lse)
     if not _fused(q, k[num_past:], v[num_past:], spec, o, lse):
@@ -179,11 +215,18 @@ def _fused_chunk(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, num_past:
 
 
 def _fused_together(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], spec: AttentionSpec, o: Tensor, lse: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    spec: AttentionSpec,
+    o: Tensor,
+    lse: Tensor | None,
 ) -> bool:
-    """Plain causal attention of all sequences in one call: FlashAttention's for variable lengths, which reads each KV
-    head once for its group (arXiv 2307.08691). A sequence's result is the one that it has alone. False if torch's gives
-    the log-sum-exp in another way."""
+    """Plain causal attention of all sequences in one call: FlashAttention's for
+    variable lengths, which reads each KV head once for its group (arXiv
+    2307.08691). A sequence's result is the one that it has alone. False if
+    torch's gives the log-sum-exp in another way."""
     found, log_sum = _ragged_kernel(q, k, v, lengths, lengths, spec)
     if lse is not None:
         if log_sum.shape != lse.shape[::-1]:  # older ones give it padded, by sequence
@@ -194,11 +237,18 @@ def _fused_together(
 
 
 def _ragged_kernel(
-    q: Tensor, k: Tensor, v: Tensor, num_new: Sequence[int], num_keys: Sequence[int], spec: AttentionSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_new: Sequence[int],
+    num_keys: Sequence[int],
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
     """o [T, Hq, D], and the log-sum-exp, [Hq, T] in newer versions of torch."""
     starts, key_starts = (
-        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(q.device, non_blocking=True)
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(
+            q.device, non_blocking=True
+        )
         for lengths in (num_new, num_keys)
     )
     attend = torch.ops.aten._flash_attention_forward
@@ -213,7 +263,11 @@ def _has_ragged_kernel(q: Tensor) -> bool:
     """Whether torch has attention for variable lengths, for such a q [T, Hq, D]."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or q.numel() == 0:
         return False
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    fits = (
+        q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
     return fits and torch.backends.cuda.is_flash_attention_available()
 
 
@@ -227,19 +281,25 @@ def _fused(
     *,
     causal: bool = True,
 ) -> bool:
-    """Plain attention, causal or to all keys, by a kernel that never holds all scores. False if torch has none that
-    fits."""
+    """Plain attention, causal or to all keys, by a kernel that never holds all
+    scores. False if torch has none that fits."""
     num_tokens, Hkv, G = q.shape[0], spec.num_kv_heads, spec.group_size
     if q.device.type == "cpu":
-        # The 16-bit kernels round the softmax weights, and without AMX are no faster (bfloat16) or slower (float16).
+        # The 16-bit kernels round the softmax weights, and without AMX are no
+        # faster (bfloat16) or slower (float16).
         q, k, v = q.float(), k.float(), v.float()
-    # KV heads as the batch and groups as the heads: GQA without copies, by strides, whatever the kernel knows of it.
+    # KV heads as the batch and groups as the heads: GQA without copies, by
+    # strides, whatever the kernel knows of it.
     queries = q.reshape(num_tokens, Hkv, G, -1).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
-    keys, values = (x.transpose(0, 1)[:, None].expand(-1, G, -1, -1) for x in (k, v))  # [Hkv, G, n, D]
+    keys, values = (
+        x.transpose(0, 1)[:, None].expand(-1, G, -1, -1) for x in (k, v)
+    )  # [Hkv, G, n, D]
     if lse is None:
         if not _has_kernel(queries, keys, values):
             return False
-        found = F.scaled_dot_product_attention(queries, keys, values, is_causal=causal, scale=spec.scale)
+        found = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=causal, scale=spec.scale
+        )
     else:
         both = _fused_with_lse(queries, keys, values, spec.scale, causal)
         if both is None:
@@ -253,13 +313,24 @@ def _fused(
 def _fused_with_lse(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """The kernels under ``scaled_dot_product_attention`` that also give the log-sum-exp, where there is one."""
+    """The kernels under ``scaled_dot_product_attention`` that also give the
+    log-sum-exp, where there is one."""
     aten = torch.ops.aten
-    if queries.device.type == "cpu" and hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu"):
-        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, causal, scale=scale)
+    if queries.device.type == "cpu" and hasattr(
+        aten, "_scaled_dot_product_flash_attention_for_cpu"
+    ):
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, causal, scale=scale
+        )
         return o, lse
-    if queries.device.type == "cuda" and queries.shape[-1] % 8 == 0 and _has_flash(queries, keys, values):
-        o, lse, *_ = aten._scaled_dot_product_flash_attention(queries, keys, values, 0.0, causal, scale=scale)
+    if (
+        queries.device.type == "cuda"
+        and queries.shape[-1] % 8 == 0
+        and _has_flash(queries, keys, values)
+    ):
+        o, lse, *_ = aten._scaled_dot_product_flash_attention(
+            queries, keys, values, 0.0, causal, scale=scale
+        )
         return o, lse
     return None
 
@@ -275,24 +346,40 @@ def _has_kernel(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 def _has_flash(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     backends = torch.backends.cuda
-    return backends.can_use_flash_attention(backends.SDPAParams(queries, keys, values, None, 0.0, True, False))
+    return backends.can_use_flash_attention(
+        backends.SDPAParams(queries, keys, values, None, 0.0, True, False)
+    )
 
 
-# --- tiles -----------------------------------------------------------------------------------------------------------
+# --- tiles
+# ------------------------------------------------------------------------------
 
 
-def tile_shape(num_q_heads: int, num_tokens: int, *, on_cpu: bool, num_keys: int | None = None) -> tuple[int, int]:
-    """Queries and keys of a tile: its num_q_heads · queries · keys scores take at most ``MAX_TILE_BYTES``, whatever the
-    length of the sequence. No fewer keys than queries, so that every query of a block sees a key in its first tile: the
-    window of its last query begins less than ``queries`` after that of its first."""
-    most = max(1, (MAX_CPU_TILE_BYTES if on_cpu else MAX_TILE_BYTES) // (4 * num_q_heads))  # queries · keys
+def tile_shape(
+    num_q_heads: int, num_tokens: int, *, on_cpu: bool, num_keys: int | None = None
+) -> tuple[int, int]:
+    """Queries and keys of a tile: its num_q_heads · queries · keys scores take
+    at most ``MAX_TILE_BYTES``, whatever the length of the sequence. No fewer
+    keys than queries, so that every query of a block sees a key in its first
+    tile: the window of its last query begins less than ``queries`` after that
+    of its first."""
+    most = max(
+        1, (MAX_CPU_TILE_BYTES if on_cpu else MAX_TILE_BYTES) // (4 * num_q_heads)
+    )  # queries · keys
     num_queries = min(num_tokens, MAX_CPU_TILE_QUERIES if on_cpu else num_tokens, math.isqrt(most))
     return num_queries, min(num_keys or num_tokens, most // num_queries)
 
 
-def _tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None) -> None:
+def _tiled(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None
+) -> None:
     """The queries are the last of the keys' tokens: q [n, Hq, D], k and v [L, Hkv, D]."""
-    num_tokens, num_past, Hkv, G = q.shape[0], k.shape[0] - q.shape[0], spec.num_kv_heads, spec.group_size
+    num_tokens, num_past, Hkv, G = (
+        q.shape[0],
+        k.shape[0] - q.shape[0],
+        spec.num_kv_heads,
+        spec.group_size,
+    )
     keys = k.transpose(0, 1).float()  # [Hkv, L, D]
     values = v.transpose(0, 1).float()
     tile_queries, tile_keys = tile_shape(
@@ -300,7 +387,9 @@ def _tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse:
     )
     slopes = None
     if spec.alibi_slopes is not None:
-        slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=q.device).view(Hkv, G, 1, 1)
+        slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=q.device).view(
+            Hkv, G, 1, 1
+        )
     for start in range(0, num_tokens, tile_queries):
         end = min(start + tile_queries, num_tokens)
         queries = (q[start:end].float() * spec.scale).view(end - start, Hkv, G, -1)
@@ -314,13 +403,18 @@ def _tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse:
             _shape_scores(scores.view(Hkv, G, end - start, -1), place, key_start, spec, slopes)
             total.add(scores, values[:, seen])
         found, log_sum = total.result()  # [Hkv, G·b, D], [Hkv, G·b]
-        o[start:end].view(-1, Hkv, G, o.shape[-1]).copy_(found.view(Hkv, G, end - start, -1).permute(2, 0, 1, 3))
+        o[start:end].view(-1, Hkv, G, o.shape[-1]).copy_(
+            found.view(Hkv, G, end - start, -1).permute(2, 0, 1, 3)
+        )
         if lse is not None:
             lse[start:end].view(-1, Hkv, G).copy_(log_sum.view(Hkv, G, -1).permute(2, 0, 1))
 
 
-def _shape_scores(scores: Tensor, start: int, key_start: int, spec: AttentionSpec, slopes: Tensor | None) -> None:
-    """Soft-cap, ALiBi and mask of one tile, in place. scores [Hkv, G, b, c]; its corner is (start, key_start)."""
+def _shape_scores(
+    scores: Tensor, start: int, key_start: int, spec: AttentionSpec, slopes: Tensor | None
+) -> None:
+    """Soft-cap, ALiBi and mask of one tile, in place. scores [Hkv, G, b, c];
+    its corner is (start, key_start)."""
     num_queries, num_keys = scores.shape[-2:]
     if spec.logit_softcap is not None:
         scores.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
@@ -330,7 +424,9 @@ def _shape_scores(scores: Tensor, start: int, key_start: int, spec: AttentionSpe
     if not (is_causal_edge or is_window_edge or slopes is not None):
         return
     places = torch.arange(key_start, key_start + num_keys, device=scores.device)
-    ahead = places - torch.arange(start, start + num_queries, device=scores.device)[:, None]  # [b, c] key - query
+    ahead = (
+        places - torch.arange(start, start + num_queries, device=scores.device)[:, None]
+    )  # [b, c] key - query
     if slopes is not None:
         scores.addcmul_(slopes, ahead.float())
     if is_causal_edge:
@@ -348,7 +444,8 @@ class _RunningSoftmax:
         self._weighted = torch.zeros_like(queries)  # [Hkv, G·b, D]
 
     def add(self, scores: Tensor, values: Tensor) -> None:
-        """scores [Hkv, G·b, c], overwritten; values [Hkv, c, D]. Every query sees a key of the first tile."""
+        """scores [Hkv, G·b, c], overwritten; values [Hkv, c, D]. Every query
+        sees a key of the first tile."""
         greatest = torch.maximum(self._greatest, scores.amax(dim=-1, keepdim=True))
         rescale = (self._greatest - greatest).exp_()
         weights = scores.sub_(greatest).exp_()

@@ -1,20 +1,26 @@
 """Batched sampling: logits of a running batch in, one token a row out.
 
-A row's token depends on that row alone, to the bit: nothing is summed in an order that could change with the batch.
-Probabilities become **fixed-point weights** (``exp`` scaled by a power of two and rounded to int64), so that every sum
-(the mass, the running sums of top-p and of the inverse CDF) is exact, in whatever order a device adds. A draw costs
-one uniform number and one prefix sum. The alternative, Gumbel's arg max, needs no sums, but a random number for every
-token of the vocabulary, and leaves top-p unsolved.
+A row's token depends on that row alone, to the bit: nothing is summed in an
+order that could change with the batch. Probabilities become **fixed-point
+weights** (``exp`` scaled by a power of two and rounded to int64), so that every
+sum (the mass, the running sums of top-p and of the inverse CDF) is exact, in
+whatever order a device adds. A draw costs one uniform number and one prefix
+sum. The alternative, Gumbel's arg max, needs no sums, but a random number for
+every token of the vocabulary, and leaves top-p unsolved.
 
-Truncated rows (top-k, top-p) are ranked, likeliest first, ties by ascending id: there top-k, top-p and min-p are all
-prefixes, and combining them is taking the shortest. Rank decides which tokens are kept and nothing else: all rows are
-drawn in order of id. The last bits of logits differ with the way a model is run (chunks, parts, lanes), and swap
-tokens that are nearly tied; a draw in order of rank would move with them.
+Truncated rows (top-k, top-p) are ranked, likeliest first, ties by ascending id:
+there top-k, top-p and min-p are all prefixes, and combining them is taking the
+shortest. Rank decides which tokens are kept and nothing else: all rows are
+drawn in order of id. The last bits of logits differ with the way a model is run
+(chunks, parts, lanes), and swap tokens that are nearly tied; a draw in order of
+rank would move with them.
 
-What is left: a draw changes if its number is as close to a border between two tokens as that border moves, which is as
-little as the probabilities do; or if another token is the last that is kept, because two are nearly tied at the edge or
-the sum of top-p is met almost exactly. Then borders move by up to the probability of the token that came or went:
-little, but with thousands of tokens kept there are as many borders. Any rule for what to keep has such an edge.
+What is left: a draw changes if its number is as close to a border between two
+tokens as that border moves, which is as little as the probabilities do; or if
+another token is the last that is kept, because two are nearly tied at the edge
+or the sum of top-p is met almost exactly. Then borders move by up to the
+probability of the token that came or went: little, but with thousands of tokens
+kept there are as many borders. Any rule for what to keep has such an edge.
 """
 
 from __future__ import annotations
@@ -35,15 +41,17 @@ from sworker.sampling_state import SamplingState, uniforms, validate_for_vocab
 __all__ = ["SampledToken", "SamplingState", "sample", "validate_for_vocab"]
 
 SHORT_LIST = 1024
-"""Likeliest tokens that a truncated row looks at first: sorting 1,024 of 128k costs a twentieth of sorting all. A row
-that needs more (a nearly flat distribution under top-p, or a greater top-k) is drawn again from the whole row, with
-the same result as if it had been at once."""
+"""Likeliest tokens that a truncated row looks at first: sorting 1,024 of 128k
+costs a twentieth of sorting all. A row that needs more (a nearly flat
+distribution under top-p, or a greater top-k) is drawn again from the whole row,
+with the same result as if it had been at once."""
 
 MAX_BLOCK_ELEMENTS = 1 << 24
 """Rows are worked on so many logits at a time: 128 MiB for each int64 temporary."""
 
 _MIN_TEMPERATURE = 1e-30
-"""Keeps (logit - max) / temperature away from 0 / 0; it is greedy but for exact ties long before."""
+"""Keeps (logit - max) / temperature away from 0 / 0; it is greedy but for exact
+ties long before."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +80,21 @@ class _Controls:
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-    """Draw the next token of every row. The order of operations is ``SamplingParams``'s.
+    """Draw the next token of every row. The order of operations is
+    ``SamplingParams``'s.
 
-    A row whose logits hold a NaN or +Inf, or nothing but -Inf, gives a ``SampledToken`` with an ``error``; no other row
-    notices. The states are only read: call ``observe`` with the tokens that are kept.
+    A row whose logits hold a NaN or +Inf, or nothing but -Inf, gives a
+    ``SampledToken`` with an ``error``; no other row notices. The states are
+    only read: call ``observe`` with the tokens that are kept.
 
     Args:
-        logits: float32 [B, V], on any device. Bias and penalties are applied **in place**.
+        logits: float32 [B, V], on any device. Bias and penalties are applied
+            **in place**.
         states: one a row.
 
     Returns:
-        One result a row, in order. Results come to the host in one copy; only rows that outrun ``SHORT_LIST`` take
-        a second pass.
+        One result a row, in order. Results come to the host in one copy; only
+        rows that outrun ``SHORT_LIST`` take a second pass.
     """
     assert logits.dtype == torch.float32 and logits.dim() == 2 and len(states) == logits.shape[0]
     assert all(state.vocab_size == logits.shape[1] for state in states)
@@ -105,13 +116,16 @@ def _sure(result: SampledToken | None) -> SampledToken:
     return result
 
 
-# --- bias, penalties, masks ------------------------------------------------------------------------------------------
+# --- bias, penalties, masks
+# ------------------------------------------------------------------------------
 
 
 def _adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    """Apply logit_bias, min_tokens and penalties in place. Only the tokens concerned are touched.
+    """Apply logit_bias, min_tokens and penalties in place. Only the tokens
+    concerned are touched.
 
-    The min_tokens mask adds -inf, so it may as well come first: no penalty moves -inf, and a NaN stays a NaN.
+    The min_tokens mask adds -inf, so it may as well come first: no penalty
+    moves -inf, and a NaN stays a NaN.
     """
     device = logits.device
     additive = _entries([(row, entry) for row, s in enumerate(states) if (entry := s.additive)])
@@ -125,8 +139,13 @@ def _adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
     rows, ids, counts = (_to_device(x, device) for x in entries)
     lengths = [len(entry[0]) for _, entry in penalised]
     of_rows = [states[row].params for row, _ in penalised]
-    factors = np.array([(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in of_rows], np.float32)
-    repetition, frequency, presence = _to_device(np.repeat(factors, lengths, axis=0).T.copy(), device)
+    factors = np.array(
+        [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in of_rows],
+        np.float32,
+    )
+    repetition, frequency, presence = _to_device(
+        np.repeat(factors, lengths, axis=0).T.copy(), device
+    )
     picked = logits[rows, ids]
     picked = torch.where(picked > 0, picked / repetition, picked * repetition)
     logits[rows, ids] = picked - frequency * counts - presence * (counts > 0)
@@ -144,11 +163,15 @@ def _entries(
     return rows, ids, np.concatenate([values for _, (_, values) in of_rows])
 
 
-# --- the draw --------------------------------------------------------------------------------------------------------
+# --- the draw
+# ------------------------------------------------------------------------------
 
 
-def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) -> list[SampledToken | None]:
-    """Draw from adjusted logits [B, V]. None: a row's ``short_list`` likeliest tokens weren't enough to decide."""
+def _choose(
+    logits: Tensor, states: Sequence[SamplingState], short_list: int
+) -> list[SampledToken | None]:
+    """Draw from adjusted logits [B, V]. None: a row's ``short_list`` likeliest
+    tokens weren't enough to decide."""
     num_rows, vocab_size = logits.shape
     greatest, tokens = logits.max(dim=-1)  # [B], [B]; the first of equals, and NaN if there is one
     decided = torch.ones(num_rows, dtype=torch.bool, device=logits.device)
@@ -161,7 +184,9 @@ def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) ->
         columns = _num_columns([states[row].params.top_k for row in rows], short_list, vocab_size)
         controls = _controls(states, rows, logits)
         tokens[at], decided[at] = _draw_truncated(logits[at], greatest[at, None], controls, columns)
-    asking = np.array([row for row, state in enumerate(states) if state.params.logprobs is not None], np.int64)
+    asking = np.array(
+        [row for row, state in enumerate(states) if state.params.logprobs is not None], np.int64
+    )
     found = []
     for rows in _blocks(asking, vocab_size):
         at = _to_device(rows, logits.device)
@@ -169,15 +194,20 @@ def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) ->
         found.append(_logprobs(logits[at], greatest[at, None], tokens[at, None], count))
     # From here on the host waits for the device.
     drawn = torch.stack([tokens.double(), greatest.double(), decided.double()]).tolist()
-    logprobs = dict(zip(asking.tolist(), (row for block in found for row in block.tolist()), strict=True))
+    logprobs = dict(
+        zip(asking.tolist(), (row for block in found for row in block.tolist()), strict=True)
+    )
     return [
-        _result(state, int(token), top, logprobs.get(row)) if sure or not math.isfinite(top) else None
+        _result(state, int(token), top, logprobs.get(row))
+        if sure or not math.isfinite(top)
+        else None
         for row, (state, token, top, sure) in enumerate(zip(states, *drawn, strict=True))
     ]
 
 
 def _split(states: Sequence[SamplingState]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows drawn from the whole distribution, and rows drawn from a truncated one. The rest is greedy."""
+    """Rows drawn from the whole distribution, and rows drawn from a truncated
+    one. The rest is greedy."""
     whole: list[int] = []
     truncated: list[int] = []
     for row, state in enumerate(states):
@@ -188,11 +218,14 @@ def _split(states: Sequence[SamplingState]) -> tuple[NDArray[np.int64], NDArray[
 
 
 def _num_columns(top_ks: list[int], short_list: int, vocab_size: int) -> int:
-    """How many of the likeliest tokens to look at: no more than the short list, no more than any row needs."""
+    """How many of the likeliest tokens to look at: no more than the short list,
+    no more than any row needs."""
     return min(short_list, vocab_size, max(top_k or vocab_size for top_k in top_ks))
 
 
-def _controls(states: Sequence[SamplingState], rows: NDArray[np.int64], logits: Tensor) -> _Controls:
+def _controls(
+    states: Sequence[SamplingState], rows: NDArray[np.int64], logits: Tensor
+) -> _Controls:
     chosen = [states[row] for row in rows]
     params = [state.params for state in chosen]
     table = np.stack(
@@ -204,7 +237,9 @@ def _controls(states: Sequence[SamplingState], rows: NDArray[np.int64], logits: 
             np.ceil(np.array([p.min_p for p in params]) * _scale(logits.shape[1])),
         ]
     )
-    u, temperature, top_k, top_p, min_weight = _to_device(table, logits.device)[:, :, None]  # each [n, 1]
+    u, temperature, top_k, top_p, min_weight = _to_device(table, logits.device)[
+        :, :, None
+    ]  # each [n, 1]
     return _Controls(
         u=u,
         temperature=temperature.float(),
@@ -224,10 +259,14 @@ def _draw_whole(logits: Tensor, greatest: Tensor, controls: _Controls) -> Tensor
     return _draw_in_order(weights, controls.u)
 
 
-def _draw_truncated(logits: Tensor, greatest: Tensor, controls: _Controls, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Inverse CDF over the tokens that top_k, top_p and min_p leave, in order of id.
+def _draw_truncated(
+    logits: Tensor, greatest: Tensor, controls: _Controls, num_columns: int
+) -> tuple[Tensor, Tensor]:
+    """Inverse CDF over the tokens that top_k, top_p and min_p leave, in order
+    of id.
 
-    logits [n, V] → token ids [n], and whether ``num_columns`` tokens were enough to know them [n].
+    logits [n, V] → token ids [n], and whether ``num_columns`` tokens were
+    enough to know them [n].
     """
     vocab_size = logits.shape[1]
     ids = _likeliest(logits, num_columns)  # [n, C]
@@ -256,7 +295,8 @@ def _draw_truncated(logits: Tensor, greatest: Tensor, controls: _Controls, num_c
 
 
 def _draw_listed(ids: Tensor, weights: Tensor, u: Tensor, vocab_size: int) -> Tensor:
-    """Inverse CDF over listed tokens in order of id. ids [n, C], their weights [n, C], u [n, 1] → [n]."""
+    """Inverse CDF over listed tokens in order of id. ids [n, C], their weights
+    [n, C], u [n, 1] → [n]."""
     if ids.shape[1] == vocab_size:
         return _draw_in_order(torch.empty_like(weights).scatter_(1, ids, weights), u)
     ids, order = ids.sort(dim=-1)
@@ -265,7 +305,8 @@ def _draw_listed(ids: Tensor, weights: Tensor, u: Tensor, vocab_size: int) -> Te
 
 
 def _draw_in_order(weights: Tensor, u: Tensor) -> Tensor:
-    """Inverse CDF over columns: the first at which the running sum exceeds u of the whole. [n, C], [n, 1] → [n].
+    """Inverse CDF over columns: the first at which the running sum exceeds u of
+    the whole. [n, C], [n, 1] → [n].
 
     The weights become running sums in place.
     """
@@ -275,20 +316,26 @@ def _draw_in_order(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _scale(vocab_size: int) -> float:
-    """The weight of the likeliest token: as great as keeps any row's total below 2^52, exact in a float64."""
+    """The weight of the likeliest token: as great as keeps any row's total
+    below 2^52, exact in a float64."""
     return 2.0 ** (52 - (vocab_size - 1).bit_length())
 
 
-def _weights(logits: Tensor, greatest: Tensor, temperature: Tensor | float, vocab_size: int) -> Tensor:
-    """exp((logits - greatest) / temperature) as fixed-point weights. [n, C], [n, 1] → int64 [n, C]."""
+def _weights(
+    logits: Tensor, greatest: Tensor, temperature: Tensor | float, vocab_size: int
+) -> Tensor:
+    """exp((logits - greatest) / temperature) as fixed-point weights. [n, C],
+    [n, 1] → int64 [n, C]."""
     scaled = (logits - greatest).div_(temperature)
     return scaled.exp_().mul_(_scale(vocab_size)).round_().long()
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """Ids of the greatest logits, descending, equals by ascending id. [n, V] → int64 [n, count].
+    """Ids of the greatest logits, descending, equals by ascending id. [n, V] →
+    int64 [n, count].
 
-    Order and id are packed into one integer key, so no two keys are equal and every algorithm gives the same answer.
+    Order and id are packed into one integer key, so no two keys are equal and
+    every algorithm gives the same answer.
     """
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes one zero of two
@@ -299,13 +346,15 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     return vocab_size - 1 - (torch.topk(keys, count, dim=-1).values & 0xFFFF_FFFF)
 
 
-# --- what comes back -------------------------------------------------------------------------------------------------
+# --- what comes back
+# ------------------------------------------------------------------------------
 
 
 def _logprobs(logits: Tensor, greatest: Tensor, tokens: Tensor, count: int) -> Tensor:
     """Log-probabilities of the drawn and of the likeliest tokens.
 
-    logits [m, V], greatest and tokens [m, 1] → float64 [m, 1 + 2 · count]: the token's logprob, ids, their logprobs.
+    logits [m, V], greatest and tokens [m, 1] → float64 [m, 1 + 2 · count]: the
+    token's logprob, ids, their logprobs.
     """
     vocab_size = logits.shape[1]
     total = _weights(logits, greatest, 1.0, vocab_size).sum(dim=-1, keepdim=True)
@@ -315,7 +364,9 @@ def _logprobs(logits: Tensor, greatest: Tensor, tokens: Tensor, count: int) -> T
     return torch.cat([picked[:, :1], ids.double(), picked[:, 1:]], dim=1)
 
 
-def _result(state: SamplingState, token: int, greatest: float, logprobs: list[float] | None) -> SampledToken:
+def _result(
+    state: SamplingState, token: int, greatest: float, logprobs: list[float] | None
+) -> SampledToken:
     if not math.isfinite(greatest):
         return SampledToken(-1, error=_row_error(greatest, state.num_generated))
     if logprobs is None:
@@ -331,12 +382,14 @@ def _result(state: SamplingState, token: int, greatest: float, logprobs: list[fl
 def _row_error(greatest: float, num_generated: int) -> RequestError:
     if greatest == -math.inf:
         return RequestError(
-            f"after {num_generated} generated tokens every token is masked: min_tokens forbids all that the model "
+            f"after {num_generated} generated tokens every token is masked: min_tokens forbids "
+            "all that the model "
             f"could say; lower min_tokens or give fewer stop_token_ids",
             code="no_token_left",
         )
     return RequestError(
-        f"the model's logits hold NaN or Inf after {num_generated} generated tokens: the weights are damaged or "
+        f"the model's logits hold NaN or Inf after {num_generated} generated tokens: the weights "
+        "are damaged or "
         f"overflow their dtype; try dtype float32 or bfloat16",
         code="non_finite_logits",
     )

@@ -1,4 +1,5 @@
-"""What the sampler must remember of one sequence between steps. NumPy only: nothing here is on the device."""
+"""What the sampler must remember of one sequence between steps. NumPy only:
+nothing here is on the device."""
 
 from __future__ import annotations
 
@@ -18,30 +19,38 @@ def validate_for_vocab(params: SamplingParams, vocab_size: int) -> None:
     """Check what ``SamplingParams`` couldn't check without knowing the model.
 
     Raises:
-        RequestError: (code ``invalid_sampling_params``) a token id in ``logit_bias`` or ``stop_token_ids`` isn't one
-            of the model's.
+        RequestError: (code ``invalid_sampling_params``) a token id in
+            ``logit_bias`` or ``stop_token_ids`` isn't one of the model's.
     """
-    for name, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+    for name, token_ids in (
+        ("logit_bias", params.logit_bias),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
         for token in token_ids:
             if token >= vocab_size:
                 raise RequestError(
-                    f"{name} names token {token}, but the model's token ids end at {vocab_size - 1}: "
+                    f"{name} names token {token}, but the model's token ids end at "
+                    f"{vocab_size - 1}: "
                     f"leave it out, or check that the ids are this model's",
                     code="invalid_sampling_params",
                 )
 
 
 class SamplingState:
-    """One sequence as the sampler sees it: how to sample, how far it has come, which tokens it holds.
+    """One sequence as the sampler sees it: how to sample, how far it has come,
+    which tokens it holds.
 
     Args:
         params: valid for this vocabulary (``validate_for_vocab``).
-        seed: names the stream of random numbers, together with ``sample_index``.
+        seed: names the stream of random numbers, together with
+            ``sample_index``.
         prompt_token_ids: what the repetition penalty counts beside the output.
-        eos_token_ids: any of them ends the sequence unless ``params.ignore_eos``.
+        eos_token_ids: any of them ends the sequence unless
+            ``params.ignore_eos``.
         vocab_size: width of the logits.
         sample_index: which of the request's n completions this is.
-        output_token_ids: tokens generated before a suspension; the next draw goes on as if there had been none.
+        output_token_ids: tokens generated before a suspension; the next draw
+            goes on as if there had been none.
     """
 
     __slots__ = (
@@ -89,12 +98,16 @@ class SamplingState:
 
     @property
     def additive(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Token ids and what to add to their logits now: ``logit_bias``, and -inf for ids that ``min_tokens`` masks."""
-        return self._additive_masked if self.num_generated < self.params.min_tokens else self._additive
+        """Token ids and what to add to their logits now: ``logit_bias``, and
+        -inf for ids that ``min_tokens`` masks."""
+        return (
+            self._additive_masked if self.num_generated < self.params.min_tokens else self._additive
+        )
 
     @property
     def penalised(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Token ids that a penalty looks at, and how often each occurs in the output (0: in the prompt alone)."""
+        """Token ids that a penalty looks at, and how often each occurs in the
+        output (0: in the prompt alone)."""
         if self._counts is None or self._counts.size == 0:
             return None
         return self._counts.ids, self._counts.counts
@@ -137,12 +150,15 @@ class _TokenCounts:
 
 
 def uniforms(states: Sequence[SamplingState]) -> NDArray[np.float64]:
-    """One number in [0, 1) a sequence, for the draw it is about to make. float64 [B], multiples of 2^-53.
+    """One number in [0, 1) a sequence, for the draw it is about to make.
+    float64 [B], multiples of 2^-53.
 
-    Counter-based: a pure function of (seed, sample index, number of tokens generated), so a draw is the same whatever
-    else is in the batch, on whichever device, and when it is made again after a suspension. The function is SplitMix64
-    (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) whose state is a hash of the
-    seed and the sample index. Philox would serve too, at five times the operations a number.
+    Counter-based: a pure function of (seed, sample index, number of tokens
+    generated), so a draw is the same whatever else is in the batch, on
+    whichever device, and when it is made again after a suspension. The function
+    is SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number
+    generators", OOPSLA 2014) whose state is a hash of the seed and the sample
+    index. Philox would serve too, at five times the operations a number.
     """
     streams = np.fromiter((state.stream for state in states), np.uint64, len(states))
     drawn = np.fromiter((state.num_generated for state in states), np.uint64, len(states))

@@ -1,9 +1,12 @@
-"""The S-worker: runs every layer that has weights over a step's rows, and draws tokens from the logits.
+"""The S-worker: runs every layer that has weights over a step's rows, and draws
+tokens from the logits.
 
-A ``Pass`` is one step's way through the layers, cut where attention is somebody else's: each ``advance`` runs
-``post_attention`` of one layer and ``pre_attention`` of the next as one unit of work (an S-step). Several passes can be
-under way at once; which of them goes on is the caller's affair. On a GPU nothing here waits for the device: units are
-queued, and results are tensors that will be there.
+A ``Pass`` is one step's way through the layers, cut where attention is somebody
+else's: each ``advance`` runs ``post_attention`` of one layer and
+``pre_attention`` of the next as one unit of work (an S-step). Several passes
+can be under way at once; which of them goes on is the caller's affair. On a GPU
+nothing here waits for the device: units are queued, and results are tensors
+that will be there.
 """
 
 from __future__ import annotations
@@ -28,18 +31,23 @@ class SWorker:
         spec: the whole model's.
         model: the model, or this rank's part of it.
         device: where it is.
-        graphs: runs small steps in fixed memory, as CUDA graphs; None: every step as it is.
+        graphs: runs small steps in fixed memory, as CUDA graphs; None: every
+            step as it is.
     """
 
-    def __init__(self, spec: ModelSpec, model: Model, device: torch.device, graphs: StepGraphs | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, model: Model, device: torch.device, graphs: StepGraphs | None = None
+    ) -> None:
         self.spec = spec
         self.model = model
         self.device = device
         self.graphs = graphs
 
-    def begin(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], lane: int = 0) -> Pass:
-        """Embed a step's rows and run the first layer up to its attention. token_ids, positions: [T]. At most one step
-        of a lane is under way."""
+    def begin(
+        self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], lane: int = 0
+    ) -> Pass:
+        """Embed a step's rows and run the first layer up to its attention.
+        token_ids, positions: [T]. At most one step of a lane is under way."""
         return self.begin_rows(torch.from_numpy(np.stack((token_ids, positions))), lane)
 
     def begin_rows(self, rows: Tensor, lane: int) -> Pass:
@@ -55,7 +63,8 @@ class SWorker:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-        """Draw the next token of each row's sequence. logits float32 [R, vocab], one state a row."""
+        """Draw the next token of each row's sequence. logits float32 [R,
+        vocab], one state a row."""
         return sample(logits, states) if states else []
 
 
@@ -78,8 +87,9 @@ class Pass:
 
     @torch.inference_mode()
     def advance(self, o: Tensor) -> bool:
-        """Go on with the attention's output o [T, Hq, D]. True: the next layer's q, k, v are there; False: that was
-        the last layer, and ``logits`` may be asked for."""
+        """Go on with the attention's output o [T, Hq, D]. True: the next
+        layer's q, k, v are there; False: that was the last layer, and
+        ``logits`` may be asked for."""
         is_last = self.layer + 1 == len(self._model.layers)
         self.layer += not is_last
         with self._timer:
@@ -90,11 +100,13 @@ class Pass:
     def logits(self, rows: NDArray[np.int64]) -> Tensor:
         """Logits of some rows [R], float32 [R, vocab], on the device."""
         with self._timer:
-            return self._model.logits(self._x[torch.from_numpy(rows).to(self._x.device, non_blocking=True)])
+            return self._model.logits(
+                self._x[torch.from_numpy(rows).to(self._x.device, non_blocking=True)]
+            )
 
     def device_s(self) -> float:
-        """Seconds that a GPU has computed for this step, as far as it has come; 0 on a CPU, where the caller's clock
-        tells."""
+        """Seconds that a GPU has computed for this step, as far as it has come;
+        0 on a CPU, where the caller's clock tells."""
         return self._timer.seconds()
 
     def _begin(self, rows: Tensor) -> None:
@@ -106,7 +118,9 @@ class Pass:
         before = self._model.layers[self.layer if is_last else self.layer - 1]
         self._x = before.post_attention(self._x, o)
         if not is_last:
-            self.q, self.k, self.v = self._model.layers[self.layer].pre_attention(self._x, self._positions)
+            self.q, self.k, self.v = self._model.layers[self.layer].pre_attention(
+                self._x, self._positions
+            )
 
 
 class PaddedPass(Pass):
@@ -119,7 +133,9 @@ class PaddedPass(Pass):
         super().__init__(worker, rows)
 
     def _begin(self, rows: Tensor) -> None:
-        for buffer, values in zip((self._buffers.token_ids, self._buffers.positions), rows, strict=True):
+        for buffer, values in zip(
+            (self._buffers.token_ids, self._buffers.positions), rows, strict=True
+        ):
             buffer[: self._num_rows].copy_(values)
             buffer[self._num_rows : self._bucket].zero_()
         self._run(0)
@@ -136,7 +152,8 @@ class PaddedPass(Pass):
 
 
 class DeviceTimer:
-    """Adds up what a GPU spends on the blocks that it is entered around, without waiting for any."""
+    """Adds up what a GPU spends on the blocks that it is entered around,
+    without waiting for any."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -154,4 +171,6 @@ class DeviceTimer:
             self._spans[-1][1].record(torch.cuda.current_stream(self._device))
 
     def seconds(self) -> float:
-        return float(sum(start.elapsed_time(end) / 1e3 for start, end in self._spans if end.query()))
+        return float(
+            sum(start.elapsed_time(end) / 1e3 for start, end in self._spans if end.query())
+        )

@@ -38,9 +38,13 @@ class Job:
 
     def open(self, begin: str = "new", **options: Any) -> BatchJob:
         config = EngineConfig.of(str(self.model), max_model_len=options.pop("max_model_len", None))
-        return open_job(JobOptions(self.input, self.output, begin=begin, **options), config, self.told.append)
+        return open_job(
+            JobOptions(self.input, self.output, begin=begin, **options), config, self.told.append
+        )
 
-    def run(self, llm: FakeLLM | None = None, stopping: Stopping | None = None, **options: Any) -> JobResult:
+    def run(
+        self, llm: FakeLLM | None = None, stopping: Stopping | None = None, **options: Any
+    ) -> JobResult:
         with self.open(**options) as job:
             return job.run(llm or FakeLLM(), stopping or Stopping(60), Progress(io.StringIO()))
 
@@ -56,5 +60,7 @@ class Job:
             assert answer["custom_id"] not in said
             body = answer["response"]["body"]
             error = body.get("error")
-            said[answer["custom_id"]] = error["code"] if error else [c["token_ids"] for c in body["choices"]]
+            said[answer["custom_id"]] = (
+                error["code"] if error else [c["token_ids"] for c in body["choices"]]
+            )
         return said

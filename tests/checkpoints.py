@@ -1,7 +1,10 @@
-"""Small random checkpoints of every model family, and transformers as the oracle of what they say.
+"""Small random checkpoints of every model family, and transformers as the
+oracle of what they say.
 
-Shapes are odd on purpose (head_dim that isn't hidden / heads, one or several KV heads, a prime vocabulary). Weights are
-drawn wide enough that greedy text wanders instead of repeating one token, and that two tokens are never nearly tied.
+Shapes are odd on purpose (head_dim that isn't hidden / heads, one or several KV
+heads, a prime vocabulary). Weights are drawn wide enough that greedy text
+wanders instead of repeating one token, and that two tokens are never nearly
+tied.
 """
 
 from __future__ import annotations
@@ -29,19 +32,22 @@ _GQA = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hi
 
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_GQA, "head_dim": 12}),
-    "mistral": ("MistralConfig", {**_GQA, "head_dim": 20, "sliding_window": 9, "num_key_value_heads": 1}),
+    "mistral": ("MistralConfig", {**_GQA, "head_dim": 20, "sliding_window": 9,
+                                  "num_key_value_heads": 1}),
     "qwen2": ("Qwen2Config", {**_GQA}),
     "qwen3": ("Qwen3Config", {**_GQA, "head_dim": 20, "num_key_value_heads": 3}),
     "phi3": ("Phi3Config", {**_GQA}),
-    "gemma2": ("Gemma2Config", {**_GQA, "head_dim": 20, "sliding_window": 7, "query_pre_attn_scalar": 10,
-                                "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
-    "opt": ("OPTConfig", {"vocab_size": VOCAB, "hidden_size": 48, "ffn_dim": 80, "num_hidden_layers": 3,
-                          "num_attention_heads": 6, "max_position_embeddings": 200}),
-    "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 200,
-                            "bos_token_id": 1, "eos_token_id": 2}),
+    "gemma2": ("Gemma2Config", {**_GQA, "head_dim": 20, "sliding_window": 7,
+                                "query_pre_attn_scalar": 10, "attn_logit_softcapping": 5.0,
+                                "final_logit_softcapping": 8.0}),
+    "opt": ("OPTConfig", {"vocab_size": VOCAB, "hidden_size": 48, "ffn_dim": 80,
+                          "num_hidden_layers": 3, "num_attention_heads": 6,
+                          "max_position_embeddings": 200}),
+    "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6,
+                            "n_positions": 200, "bos_token_id": 1, "eos_token_id": 2}),
     "gpt_neox": ("GPTNeoXConfig", {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80,
-                                   "num_hidden_layers": 3, "num_attention_heads": 4, "rotary_pct": 0.5,
-                                   "max_position_embeddings": 512}),
+                                   "num_hidden_layers": 3, "num_attention_heads": 4,
+                                   "rotary_pct": 0.5, "max_position_embeddings": 512}),
     "bloom": ("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 3, "n_head": 6}),
 }  # fmt: skip
 
@@ -51,7 +57,9 @@ FAMILIES = tuple(_FAMILIES)
 _SEEDS = {"mistral": 1, "qwen2": 1, "qwen3": 1, "phi3": 1, "gemma2": 30, "gpt2": 1, "bloom": 3}
 
 
-def save_checkpoint(directory: Path, family: str, overrides: dict[str, Any], seed: int | None = None) -> None:
+def save_checkpoint(
+    directory: Path, family: str, overrides: dict[str, Any], seed: int | None = None
+) -> None:
     """A random checkpoint in the Hugging Face layout; the same arguments give the same weights."""
     config_class, defaults = _FAMILIES[family]
     # transformers changes the nested dicts that it is given.
@@ -65,8 +73,9 @@ def save_checkpoint(directory: Path, family: str, overrides: dict[str, Any], see
     model.save_pretrained(directory)
 
 
-# Standard deviations, as multiples of 1 / sqrt(row length), by parts of names. Sharp attention and loud positions make
-# text depend on all of its past; a quiet last matrix keeps the MLP's mean from drowning everything else.
+# Standard deviations, as multiples of 1 / sqrt(row length), by parts of names.
+# Sharp attention and loud positions make text depend on all of its past; a
+# quiet last matrix keeps the MLP's mean from drowning everything else.
 _GAINS = {
     3.0: ("q_proj", "k_proj", "qkv", "c_attn", "query_key_value", "positions", "wpe"),
     1.0: ("embed", "wte", "fc2", "mlp.c_proj", "4h_to_h"),
@@ -79,7 +88,9 @@ def _draw(family: str, name: str, parameter: torch.Tensor, generator: torch.Gene
         centre = 1.0 if is_norm_weight and family != "gemma2" else 0.0
         parameter.normal_(centre, 0.3 if is_norm_weight else 0.05, generator=generator)
         return
-    gain = next((gain for gain, parts in _GAINS.items() if any(part in name for part in parts)), 1.5)
+    gain = next(
+        (gain for gain, parts in _GAINS.items() if any(part in name for part in parts)), 1.5
+    )
     if family == "gemma2" and "embed" in name:
         gain = 0.2  # its embeddings are multiplied by sqrt(hidden)
     parameter.normal_(0.0, gain / max(parameter.shape[-1], 32) ** 0.5, generator=generator)
@@ -87,7 +98,8 @@ def _draw(family: str, name: str, parameter: torch.Tensor, generator: torch.Gene
 
 @dataclass(frozen=True)
 class Oracle:
-    """transformers' own model in float32 with its plainest attention, run on one sequence at a time."""
+    """transformers' own model in float32 with its plainest attention, run on
+    one sequence at a time."""
 
     model: Any
 
@@ -99,7 +111,8 @@ class Oracle:
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], float]:
-        """``num_tokens`` tokens after the prompt, EOS ignored, and the least lead of a chosen logit over the next."""
+        """``num_tokens`` tokens after the prompt, EOS ignored, and the least
+        lead of a chosen logit over the next."""
         output = self.model.generate(
             torch.tensor([list(prompt)]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -118,7 +131,9 @@ class Oracle:
 @functools.cache
 def oracle(directory: Path, dtype: torch.dtype = torch.float32) -> Oracle:
     """The oracle of a checkpoint, which computes in ``dtype``."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager"
+    )
     return Oracle(model.eval())
 
 

@@ -15,7 +15,8 @@ import pytest
 with contextlib.suppress(ModuleNotFoundError):
     from hypothesis import HealthCheck, settings
 
-    # The same examples every time, and no example fails for being slow: machines differ, and are busy.
+    # The same examples every time, and no example fails for being slow:
+    # machines differ, and are busy.
     settings.register_profile(
         "everywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -27,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny_checkpoint(family, seed=None, **config) -> Path``: a small random model directory, made once a session."""
+    """``tiny_checkpoint(family, seed=None, **config) -> Path``: a small random
+    model directory, made once a session."""
     from checkpoints import save_checkpoint  # needs transformers
 
     made: dict[str, Path] = {}

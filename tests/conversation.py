@@ -34,7 +34,9 @@ PLAIN = AttentionSpec(HQ, HKV, D, scale=D**-0.5)
 LAYERS = (
     PLAIN,
     replace(PLAIN, sliding_window=11),
-    replace(PLAIN, alibi_slopes=tuple(2.0 ** -(i + 1) for i in range(HQ)), logit_softcap=5.0, scale=0.4),
+    replace(
+        PLAIN, alibi_slopes=tuple(2.0 ** -(i + 1) for i in range(HQ)), logit_softcap=5.0, scale=0.4
+    ),
 )
 
 
@@ -42,18 +44,28 @@ WAIT_S = 120.0
 
 
 def hello(kv_dtype: DType, activation_dtype: DType = DType.FLOAT32) -> Hello:
-    return Hello(PROTOCOL_VERSION, "hash", KVSpec(len(LAYERS), HKV, D, kv_dtype, BLOCK_SIZE), LAYERS, activation_dtype)
+    return Hello(
+        PROTOCOL_VERSION,
+        "hash",
+        KVSpec(len(LAYERS), HKV, D, kv_dtype, BLOCK_SIZE),
+        LAYERS,
+        activation_dtype,
+    )
 
 
 class Conversation:
     """Drives one R-worker at random, and knows all the K and V that it should hold."""
 
-    def __init__(self, worker: WorkerThread, kv_dtype: DType, activation_dtype: DType, seed: int) -> None:
+    def __init__(
+        self, worker: WorkerThread, kv_dtype: DType, activation_dtype: DType, seed: int
+    ) -> None:
         self.connection = worker.connection
         self.kv_dtype = kv_dtype
         self.activation_dtype = activation_dtype
         self.rng = np.random.default_rng(seed)
-        self.cached: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # per sequence and layer: k, v
+        self.cached: dict[
+            int, list[tuple[np.ndarray, np.ndarray]]
+        ] = {}  # per sequence and layer: k, v
         self.room: dict[int, int] = {}
         self.next_id = 0
         self.num_compared = 0
@@ -80,7 +92,9 @@ class Conversation:
             shared = int(self.rng.integers(1, self.length(parent) + 1))
             room = shared + int(self.rng.integers(0, 20))
             if self.ask(ForkSequence(parent, self.next_id, shared, room)) == Accepted(self.next_id):
-                self.cached[self.next_id] = [(k[:shared], v[:shared]) for k, v in self.cached[parent]]
+                self.cached[self.next_id] = [
+                    (k[:shared], v[:shared]) for k, v in self.cached[parent]
+                ]
                 self.room[self.next_id] = room
             self.next_id += 1
 
@@ -91,8 +105,8 @@ class Conversation:
             del self.cached[sequence], self.room[sequence]
 
     def begin(self, step: int, lane: int, sequences: list[int]) -> BeginStep:
-        """Each sequence decodes, stores a prompt's first chunk, attends a later chunk's past, or a chunk causally, or
-        attends without growing."""
+        """Each sequence decodes, stores a prompt's first chunk, attends a later
+        chunk's past, or a chunk causally, or attends without growing."""
         rows = []
         for sequence in sequences:
             past, kind = self.length(sequence), self.rng.integers(5)
@@ -105,7 +119,9 @@ class Conversation:
             rows.append((past, new, queries, past if kind == 2 else past + new, beyond))
         past, new, queries, visible, beyond = np.array(rows, np.int32).T.copy()
         ids, want_lse = np.array(sequences, np.int64), bool(self.rng.integers(2))
-        return BeginStep(step, lane, ids, past, new, queries, visible, want_lse, beyond if beyond.any() else None)
+        return BeginStep(
+            step, lane, ids, past, new, queries, visible, want_lse, beyond if beyond.any() else None
+        )
 
     def step(self, step: int) -> None:
         """One step in each of two lanes, their layers interleaved."""
@@ -124,11 +140,16 @@ class Conversation:
     def send_layer(self, begin: BeginStep, layer: int) -> np.ndarray:
         T_q, T_kv = int(begin.num_queries.sum()), int(begin.num_new.sum())
         shapes = ((T_q, HQ, D), (T_kv, HKV, D), (T_kv, HKV, D))
-        bits = [to_bits(self.rng.standard_normal(shape, np.float32), self.activation_dtype) for shape in shapes]
+        bits = [
+            to_bits(self.rng.standard_normal(shape, np.float32), self.activation_dtype)
+            for shape in shapes
+        ]
         self.connection.send(Attend(begin.step, begin.lane, layer, *bits))
         q, k, v = (to_float(x, self.activation_dtype) for x in bits)
         ends = np.cumsum(begin.num_new)
-        for sequence, end, new in zip(begin.sequence_ids.tolist(), ends, begin.num_new, strict=True):
+        for sequence, end, new in zip(
+            begin.sequence_ids.tolist(), ends, begin.num_new, strict=True
+        ):
             old_k, old_v = self.cached[sequence][layer]
             self.cached[sequence][layer] = (
                 np.concatenate([old_k, rounded(k[end - new : end], self.kv_dtype)]),
@@ -144,12 +165,17 @@ class Conversation:
         assert (result.lse is not None) == begin.want_lse
         assert result.compute_s >= 0
         o = to_float(result.o, self.activation_dtype)
-        # o is rounded once, to the activations' dtype; all else is float32, or split into pairs of bfloat16, which
-        # keep 16 bits, where bfloat16 K and V are multiplied as such.
+        # o is rounded once, to the activations' dtype; all else is float32, or
+        # split into pairs of bfloat16, which keep 16 bits, where bfloat16 K and
+        # V are multiplied as such.
         close = 3e-6 if self.kv_dtype is not DType.BFLOAT16 else 5e-5
-        both = DType.BFLOAT16 is self.kv_dtype is self.activation_dtype  # then q is rounded again, scaled
+        both = (
+            DType.BFLOAT16 is self.kv_dtype is self.activation_dtype
+        )  # then q is rounded again, scaled
         close_lse = 4e-3 if both else close
-        tolerance = {DType.FLOAT32: close, DType.FLOAT16: 1e-3, DType.BFLOAT16: 8e-3}[self.activation_dtype]
+        tolerance = {DType.FLOAT32: close, DType.FLOAT16: 1e-3, DType.BFLOAT16: 8e-3}[
+            self.activation_dtype
+        ]
         first = 0
         for i, sequence in enumerate(begin.sequence_ids.tolist()):
             num_queries, visible = int(begin.num_queries[i]), int(begin.num_visible[i])
@@ -161,7 +187,9 @@ class Conversation:
             want_o, want_lse = dense_attention(q[rows], k, v, position, visible, LAYERS[layer])
             np.testing.assert_allclose(o[rows], want_o, rtol=tolerance, atol=tolerance)
             if result.lse is not None:
-                np.testing.assert_allclose(result.lse[rows], want_lse, rtol=close_lse, atol=close_lse)
+                np.testing.assert_allclose(
+                    result.lse[rows], want_lse, rtol=close_lse, atol=close_lse
+                )
             self.num_compared += num_queries
 
 

@@ -1,4 +1,5 @@
-"""Plain dense attention of one sequence, and 16-bit floats as their bits: what R-workers are compared with."""
+"""Plain dense attention of one sequence, and 16-bit floats as their bits: what
+R-workers are compared with."""
 
 from __future__ import annotations
 
@@ -27,9 +28,15 @@ def rounded(x: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def dense_attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, num_visible: int, spec: AttentionSpec
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    position: int,
+    num_visible: int,
+    spec: AttentionSpec,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One sequence in float64: q [Q, Hq, D] from ``position`` on, k and v [n, Hkv, D] → o [Q, Hq, D], lse [Q, Hq]."""
+    """One sequence in float64: q [Q, Hq, D] from ``position`` on, k and v [n,
+    Hkv, D] → o [Q, Hq, D], lse [Q, Hq]."""
     num_queries = len(q)
     o, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
     for i in range(num_queries):

@@ -1,4 +1,5 @@
-"""An LLM for tests of what happens around one: it answers by hashing, in an order of its own, without a model."""
+"""An LLM for tests of what happens around one: it answers by hashing, in an
+order of its own, without a model."""
 
 from __future__ import annotations
 
@@ -12,18 +13,23 @@ from fastdecode.core.errors import FastDecodeError, RequestError, WorkerError
 from fastdecode.core.sequence import Completion, PromptRequest, RequestOutput
 from fastdecode.text.codec import TextCodec
 
-CONFIG = '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, \
+CONFIG = (
+    '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, \
 "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50, \
 "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "torch_dtype": "float32"}'
+)
 
 
 def model_dir(parent: Path) -> Path:
-    """A model directory for jobs that never load it: of the weights there are only the names and shapes."""
+    """A model directory for jobs that never load it: of the weights there are
+    only the names and shapes."""
     directory = parent / "model"
     directory.mkdir()
     (directory / "config.json").write_text(CONFIG)
     header = b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (directory / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(4)
+    )
     return directory
 
 
@@ -68,7 +74,10 @@ class FakeLLM:
                 self._before_step()
                 if self.num_live_r_workers == 0:
                     drained = True
-                    yield from [self._output(r, WorkerError("all are lost")) for r, _ in self._taken.values()]
+                    yield from [
+                        self._output(r, WorkerError("all are lost"))
+                        for r, _ in self._taken.values()
+                    ]
                     self._taken.clear()
                 yield from self._step()
                 if on_tick is not None:
@@ -102,7 +111,8 @@ class FakeLLM:
         self.num_served += 1
         self.stats.num_output_tokens += request.params.n
         completions = tuple(
-            Completion(index, "", (digest(request, index) % 50,), "length") for index in range(request.params.n)
+            Completion(index, "", (digest(request, index) % 50,), "length")
+            for index in range(request.params.n)
         )
         return RequestOutput(request.request_id, None, tuple(prompt), completions)
 

@@ -9,7 +9,8 @@ from rworker.kv_store import KVStore
 
 
 def keep_one_sequence_each(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on every R-worker refuses a second sequence. Returns the ids that were refused, as they are."""
+    """From now on every R-worker refuses a second sequence. Returns the ids
+    that were refused, as they are."""
     refused: list[int] = []
     really_open = KVStore.open
 

@@ -47,12 +47,17 @@ def same(one: Any, other: Any) -> bool:
         )
     if dataclasses.is_dataclass(one):
         names = [field.name for field in dataclasses.fields(one)]
-        return type(one) is type(other) and all(same(getattr(one, n), getattr(other, n)) for n in names)
+        return type(one) is type(other) and all(
+            same(getattr(one, n), getattr(other, n)) for n in names
+        )
     return type(one) is type(other) and bool(one == other)
 
 
-def attend(num_tokens: int, *, step: int = 0, num_queries: int | None = None, dtype: Any = np.uint16) -> Attend:
-    """1 KiB of q and 512 bytes of k and v a token (in uint16), filled with what tells steps apart."""
+def attend(
+    num_tokens: int, *, step: int = 0, num_queries: int | None = None, dtype: Any = np.uint16
+) -> Attend:
+    """1 KiB of q and 512 bytes of k and v a token (in uint16), filled with what
+    tells steps apart."""
     queries = num_tokens if num_queries is None else num_queries
     q = np.arange(queries * 512, dtype=np.int64).reshape(queries, 8, 64) + step
     k = np.arange(num_tokens * 256, dtype=np.int64).reshape(num_tokens, 4, 64) + 7 * step
@@ -67,7 +72,10 @@ def answer(message: Attend, *, want_lse: bool = False) -> AttendResult:
 def to_r_worker() -> list[ToRWorker]:
     """One of each, and attends of all sizes."""
     kv = KVSpec(2, 4, 64, DType.BFLOAT16)
-    layers = (AttentionSpec(8, 4, 64, 0.125, alibi_slopes=(0.5,) * 8), AttentionSpec(8, 4, 64, 0.1, sliding_window=9))
+    layers = (
+        AttentionSpec(8, 4, 64, 0.125, alibi_slopes=(0.5,) * 8),
+        AttentionSpec(8, 4, 64, 0.1, sliding_window=9),
+    )
     counts = [np.arange(5, dtype=np.int32) + i for i in range(4)]
     return [
         Hello(PROTOCOL_VERSION, "a hash", kv, layers, DType.FLOAT16),
@@ -91,7 +99,14 @@ def to_r_worker() -> list[ToRWorker]:
 def from_r_worker() -> list[FromRWorker]:
     return [
         Welcome("a worker", 100, 32, 4),
-        Report("a worker", 1, HostFacts("a", ("numpy 2.0",), "", (0, 2), 4, ("0-3",), "never", 5, ()), 2, 100, ""),
+        Report(
+            "a worker",
+            1,
+            HostFacts("a", ("numpy 2.0",), "", (0, 2), 4, ("0-3",), "never", 5, ()),
+            2,
+            100,
+            "",
+        ),
         Accepted(1),
         Refused(2, "out_of_capacity", "no room: é"),
         answer(attend(2)),

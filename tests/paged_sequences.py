@@ -25,10 +25,15 @@ CPU = torch.device("cpu")
 
 
 class Sequences:
-    """Sequences with a past in a cache, blocks in random order, and what the cache must hold for them."""
+    """Sequences with a past in a cache, blocks in random order, and what the
+    cache must hold for them."""
 
     def __init__(
-        self, spec: AttentionSpec, pasts: Sequence[int], news: Sequence[int], device: torch.device = CPU
+        self,
+        spec: AttentionSpec,
+        pasts: Sequence[int],
+        news: Sequence[int],
+        device: torch.device = CPU,
     ) -> None:
         kv = KVSpec(1, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, BLOCK_SIZE)
         rng = np.random.default_rng(5)
@@ -40,7 +45,9 @@ class Sequences:
         ends = np.cumsum(widths)
         self._tables = [blocks[end - width : end] for end, width in zip(ends, widths, strict=True)]
         self._draw = lambda n, heads: rng.standard_normal((n, heads, spec.head_dim), np.float32)
-        self.k, self.v = ([self._draw(total, spec.num_kv_heads) for total in totals] for _ in range(2))
+        self.k, self.v = (
+            [self._draw(total, spec.num_kv_heads) for total in totals] for _ in range(2)
+        )
         self.q = [self._draw(new, spec.num_q_heads) for new in news]
         self.pasts, self.news = pasts, news
         self._device = device
@@ -61,25 +68,35 @@ class Sequences:
         decoded = [i for i, new in enumerate(self.news) if new == 1]
         later = [i for i, new in enumerate(self.news) if new > 1 and self.pasts[i]]
         first = [i for i, new in enumerate(self.news) if new > 1 and not self.pasts[i]]
-        tables = np.full((len(decoded), max((len(self._tables[i]) for i in decoded), default=0)), 1, np.int32)
+        tables = np.full(
+            (len(decoded), max((len(self._tables[i]) for i in decoded), default=0)), 1, np.int32
+        )
         for row, i in enumerate(decoded):
             tables[row, : len(self._tables[i])] = self._tables[i]
         lens = np.array([self.pasts[i] + 1 for i in decoded], np.int32)
         first_row = int(ends[first[0]] - self.news[first[0]]) if first else int(ends[-1])
         return PagedStep(
-            slots=self._on_device(np.concatenate([self.slots(i)[past:] for i, past in enumerate(self.pasts)])),
+            slots=self._on_device(
+                np.concatenate([self.slots(i)[past:] for i, past in enumerate(self.pasts)])
+            ),
             tables=self._on_device(tables),
             context_lens=self._on_device(lens),
             context_lens_host=lens,
             later=tuple(
-                Prompt(slice(int(ends[i] - self.news[i]), int(ends[i])), self._on_device(self.slots(i))) for i in later
+                Prompt(
+                    slice(int(ends[i] - self.news[i]), int(ends[i])), self._on_device(self.slots(i))
+                )
+                for i in later
             ),
             first_rows=slice(first_row, int(ends[-1])),
             first_starts=tuple(int(ends[i] - self.news[i]) - first_row for i in first),
         )
 
     def attend(self) -> np.ndarray:
-        new_k, new_v = (np.concatenate([x[i][past:] for i, past in enumerate(self.pasts)]) for x in (self.k, self.v))
+        new_k, new_v = (
+            np.concatenate([x[i][past:] for i, past in enumerate(self.pasts)])
+            for x in (self.k, self.v)
+        )
         q, k, v = (self._on_device(x) for x in (np.concatenate(self.q), new_k, new_v))
         o: np.ndarray = self.cache.attend(0, q, k, v, self.step()).cpu().numpy()
         return o

@@ -1,7 +1,9 @@
-"""The other side of a connection, in a process of its own, that does as it is told.
+"""The other side of a connection, in a process of its own, that does as it is
+told.
 
-The test's process listens on a Unix socket; each puppet connects, says its number, and then obeys. What a call gives
-comes back as it is, errors as (type name, code, text).
+The test's process listens on a Unix socket; each puppet connects, says its
+number, and then obeys. What a call gives comes back as it is, errors as (type
+name, code, text).
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Puppet:
         return self.result()
 
     def start(self, name: str, *args: Any) -> None:
-        """Have it do that; ``result`` waits for the outcome. What it did before has ended, wanted or not."""
+        """Have it do that; ``result`` waits for the outcome. What it did before
+        has ended, wanted or not."""
         if self._is_busy:
             self._outcome()
         self.channel.send((name, args))
@@ -66,7 +69,11 @@ class Puppet:
         if outcome == "ok":
             return value
         kind, code, text = value
-        raise WorkerError(text, code=code) if kind == "WorkerError" else AssertionError(f"{kind}: {text}")
+        raise (
+            WorkerError(text, code=code)
+            if kind == "WorkerError"
+            else AssertionError(f"{kind}: {text}")
+        )
 
     def _outcome(self) -> tuple[str, Any]:
         if not self.channel.poll(WAIT_S):
@@ -120,8 +127,8 @@ class InThread:
 
 
 def obey(path: str, number: int, pid: int, open_connection: Callable[..., Any]) -> None:
-    """The puppet's loop, until the test's side hangs up; it listens by now. ``open_connection(*args)`` is what "open"
-    calls."""
+    """The puppet's loop, until the test's side hangs up; it listens by now.
+    ``open_connection(*args)`` is what "open" calls."""
     channel = Client(path, "AF_UNIX")
     channel.send((number, pid))
     connection: Any = None

@@ -25,8 +25,8 @@ def byte_level() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=340, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=340, special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator(LINES, trainer)
     tokenizer.add_tokens(["<tool call>", "名"])
@@ -38,17 +38,41 @@ def sentencepiece(decoder: decoders.Decoder) -> Tokenizer:
     words = sorted({"▁" + word for line in LINES for word in line.split() if word.isascii()})
     letters = sorted({char for char in "▁" + "".join(LINES) if char.isascii() or char == "▁"})
     scores = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
-    scores += [(byte, -9.0) for byte in BYTE_TOKENS] + [(x, -5.0) for x in letters] + [(x, -1.0) for x in words]
+    scores += (
+        [(byte, -9.0) for byte in BYTE_TOKENS]
+        + [(x, -5.0) for x in letters]
+        + [(x, -1.0) for x in words]
+    )
     tokenizer = Tokenizer(models.Unigram(list(dict(scores).items()), unk_id=0, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     tokenizer.decoder = decoder
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer
 
 
 def wordpiece() -> Tokenizer:
-    words = ["[UNK]", "[SEP]", "the", "quick", "fox", "##es", "##y", ".", ",", "o", "'", "clock", "ca", "n't", "##fé"]
-    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    words = [
+        "[UNK]",
+        "[SEP]",
+        "the",
+        "quick",
+        "fox",
+        "##es",
+        "##y",
+        ".",
+        ",",
+        "o",
+        "'",
+        "clock",
+        "ca",
+        "n't",
+        "##fé",
+    ]
+    tokenizer = Tokenizer(
+        models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(["[SEP]"])
@@ -56,11 +80,18 @@ def wordpiece() -> Tokenizer:
 
 
 LLAMA_DECODER = decoders.Sequence(
-    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
 )
 
 
-GEMMA_DECODER = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+GEMMA_DECODER = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+)
 
 
 METASPACE_DECODER = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
@@ -68,7 +99,9 @@ METASPACE_DECODER = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspa
 
 def bpe_with_suffix() -> Tokenizer:
     words = ["a", "b</w>", "c", "c</w>", "</w>", "é</w>"]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], end_of_word_suffix="</w>"))
+    tokenizer = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], end_of_word_suffix="</w>")
+    )
     tokenizer.decoder = decoders.BPEDecoder()
     return tokenizer
 

@@ -70,9 +70,14 @@ class Worker:
 
 
 def step_of(
-    *rows: tuple[int, int, int], step: int = 0, lane: int = 0, queries: list[int] | None = None, **more: Any
+    *rows: tuple[int, int, int],
+    step: int = 0,
+    lane: int = 0,
+    queries: list[int] | None = None,
+    **more: Any,
 ) -> BeginStep:
-    """Rows of (sequence, num_past, num_new); all new tokens are queries and are visible unless told."""
+    """Rows of (sequence, num_past, num_new); all new tokens are queries and are
+    visible unless told."""
     ids, past, new = (np.array(column) for column in zip(*rows, strict=True))
     fields = {
         "step": step,

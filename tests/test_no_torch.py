@@ -1,4 +1,5 @@
-"""An R-worker's host, and a planner's laptop, have no torch: these packages must import without it."""
+"""An R-worker's host, and a planner's laptop, have no torch: these packages
+must import without it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ print(len(names))
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_without_torch(package: str) -> None:
-    forbidden = FORBIDDEN[: 3 if package == "fastdecode.text" else 4]  # which is where tokenizers are read
+    forbidden = FORBIDDEN[
+        : 3 if package == "fastdecode.text" else 4
+    ]  # which is where tokenizers are read
     command = [sys.executable, "-c", SCRIPT, package, *forbidden]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -50,7 +53,10 @@ def test_imports_without_torch(package: str) -> None:
 
 def test_the_test_would_notice() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, "sworker", *FORBIDDEN], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SCRIPT, "sworker", *FORBIDDEN],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode != 0
     assert "torch is not for this package" in done.stderr

@@ -1,5 +1,6 @@
-"""A lifecycle that is put to work: what it wants is carried out on the R-workers' real KV stores, step by step, in
-lanes that finish in any order, and checked."""
+"""A lifecycle that is put to work: what it wants is carried out on the
+R-workers' real KV stores, step by step, in lanes that finish in any order, and
+checked."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ class Harness:
     lane_limits: list[int] | None = None
     """W_lim of each R-worker and lane, where lengths are known."""
     is_late: Callable[[], bool] = lambda: False
-    """Asked for each answer of an R-worker, whether it comes after the step that it was asked for has begun."""
+    """Asked for each answer of an R-worker, whether it comes after the step
+    that it was asked for has begun."""
     in_flight: dict[int, Run] = field(default_factory=dict)
     lane_of: dict[int, int] = field(default_factory=dict)
     parts: dict[int, dict[int, Part]] = field(default_factory=dict)
@@ -101,12 +103,16 @@ class Harness:
         """A request of one sequence a length. Returns whether it was taken."""
         first, n = self.num_arrived, len(lengths)
         self.num_arrived += n
-        request = Request(str(first), tuple(range(num_prompt_tokens)), SamplingParams(n=n), max_tokens, seed=0)
+        request = Request(
+            str(first), tuple(range(num_prompt_tokens)), SamplingParams(n=n), max_tokens, seed=0
+        )
         try:
             self._tell(Submitted(request))
         except CapacityError:
             return False
-        for sequence, length in zip(self.lifecycle.lives.sequences(request.request_id), lengths, strict=True):
+        for sequence, length in zip(
+            self.lifecycle.lives.sequences(request.request_id), lengths, strict=True
+        ):
             self.live[sequence.sequence_id] = sequence
             self.length_of[sequence.sequence_id] = length
         return True
@@ -133,7 +139,10 @@ class Harness:
                 part = last_part(chunk.sequence)
                 if part.holder not in self.lost:
                     store = self.stores[part.holder]
-                    assert store.num_cached(part.part_id) == chunk.sequence.num_cached - part.first_token
+                    assert (
+                        store.num_cached(part.part_id)
+                        == chunk.sequence.num_cached - part.first_token
+                    )
                     store.append(part.part_id, chunk.num_tokens)
             return run
         return None
@@ -151,7 +160,8 @@ class Harness:
         self._tell(Opened(part.part_id))
 
     def complete(self, lane: int) -> None:
-        """The lane's step is over: a token depends on the sequence alone, however often it was computed."""
+        """The lane's step is over: a token depends on the sequence alone,
+        however often it was computed."""
         run = self.in_flight.pop(lane)
         drawn = []
         wanted = [chunk.sequence for chunk in self.lifecycle.lives.wanted(run.chunks)]
@@ -165,7 +175,9 @@ class Harness:
         for sequence in wanted:
             if sequence.residence is not None:
                 parts = sequence.residence.parts
-                assert sequence.num_cached == sum(self.stores[p.holder].num_cached(p.part_id) for p in parts)
+                assert sequence.num_cached == sum(
+                    self.stores[p.holder].num_cached(p.part_id) for p in parts
+                )
 
     def cancel(self, sequence: Sequence) -> set[int]:
         """And all its siblings. Returns who they were."""
@@ -192,18 +204,26 @@ class Harness:
                 case Finish():
                     sequence = instruction.sequence
                     assert sequence.num_generated == self.length_of[sequence.sequence_id]
-                    self.finished[sequence.sequence_id] = sequence.token_ids[sequence.num_prompt_tokens :]
+                    self.finished[sequence.sequence_id] = sequence.token_ids[
+                        sequence.num_prompt_tokens :
+                    ]
                     del self.live[sequence.sequence_id]
                 case Fail():
                     assert self.lost
-                    failed = [i for i, s in self.live.items() if s.request.request_id == instruction.request_id]
+                    failed = [
+                        i
+                        for i, s in self.live.items()
+                        if s.request.request_id == instruction.request_id
+                    ]
                     for sequence_id in failed:
                         del self.live[sequence_id]
                 case Run():
                     left.append(instruction)
                 case Extend():
                     assert lane is not None
-                    self.stores[instruction.part.holder].extend(instruction.part.part_id, instruction.part.num_tokens)
+                    self.stores[instruction.part.holder].extend(
+                        instruction.part.part_id, instruction.part.num_tokens
+                    )
                     self.unanswered.append(instruction.part)
                 case Open() | Fork():
                     assert lane is not None
@@ -214,7 +234,9 @@ class Harness:
 
     def _open(self, instruction: Open | Fork, lane: int) -> None:
         part = instruction.part
-        (sequence,) = [s for s in self.live.values() if s.residence is not None and part in s.residence.parts]
+        (sequence,) = [
+            s for s in self.live.values() if s.residence is not None and part in s.residence.parts
+        ]
         self._owners[part.part_id] = sequence.sequence_id
         self.lane_of[sequence.sequence_id] = lane
         self.stepped.discard(sequence.sequence_id)
@@ -237,18 +259,26 @@ class Harness:
         """First come, first served."""
         parts = [x.part.part_id for x in opened if isinstance(x, (Open, Fork))]
         started = [self._owners[part_id] for part_id in parts]
-        waiting = [sequence_id for sequence_id, sequence in self.live.items() if sequence.residence is None]
-        assert started == sorted(started) and max(started, default=-1) < min(waiting, default=1 << 60)
+        waiting = [
+            sequence_id for sequence_id, sequence in self.live.items() if sequence.residence is None
+        ]
+        assert started == sorted(started) and max(started, default=-1) < min(
+            waiting, default=1 << 60
+        )
 
     def _members(self, lane: int) -> set[int]:
-        return {i for i, s in self.live.items() if s.residence is not None and self.lane_of[i] == lane}
+        return {
+            i for i, s in self.live.items() if s.residence is not None and self.lane_of[i] == lane
+        }
 
     def _check_run(self, lane: int, run: Run) -> None:
         chunks = {chunk.sequence.sequence_id: chunk for chunk in run.chunks}
         assert len(chunks) == len(run.chunks)
         self.together.add(tuple(sorted(chunks)))
         waits = {self._owners[part.part_id] for part in self.unanswered}
-        members = {i for i in self._members(lane) if self.lifecycle.lives.by_sequence[i].fate is None}
+        members = {
+            i for i in self._members(lane) if self.lifecycle.lives.by_sequence[i].fate is None
+        }
         assert set(chunks) <= members - waits
         opening_steps = self.scheduler._opening_steps
         if not opening_steps and not waits:
@@ -272,7 +302,8 @@ class Harness:
                 assert load <= limit or members_here == 1, "no start above the limit"
 
     def run_out(self) -> None:
-        """Until nothing is left, within as many turns as running one sequence after the other would take."""
+        """Until nothing is left, within as many turns as running one sequence
+        after the other would take."""
         turns = sum(2 * (len(s.token_ids) + s.request.max_tokens) for s in self.live.values()) + 1
         for _ in range(turns * (4 if self.scheduler._opening_steps else 2)):
             if not self.live and not self.in_flight and not self.unanswered:
@@ -312,7 +343,8 @@ def traffic(draw: st.DrawFn, *, forks: bool) -> Requests:
 
 
 def play(data: st.DataObject, harness: Harness, requests: Requests, *, lose: bool) -> None:
-    """Requests come in between turns of random lanes; sequences are cancelled and R-workers lost at random."""
+    """Requests come in between turns of random lanes; sequences are cancelled
+    and R-workers lost at random."""
     expected: dict[int, int] = {}
     cancelled: set[int] = set()
     for prompt, lengths, max_tokens in requests:

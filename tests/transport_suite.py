@@ -1,4 +1,5 @@
-"""What every transport must do, as tests to be inherited: ``class TestX(TransportSuite)`` gives a ``star`` fixture."""
+"""What every transport must do, as tests to be inherited: ``class
+TestX(TransportSuite)`` gives a ``star`` fixture."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import pytest
 from messages_for_tests import answer, attend, from_r_worker, same, to_r_worker
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.messages import Accepted, Attend, CloseSequence, FromRWorker, OpenSequence, ToRWorker
+from fastdecode.wire.messages import (
+    Accepted,
+    Attend,
+    CloseSequence,
+    FromRWorker,
+    OpenSequence,
+    ToRWorker,
+)
 from fastdecode.wire.transport import CLOSED, TIMEOUT, Hub
 
 WAIT_S = 60.0
@@ -29,8 +37,8 @@ class Peer(Protocol):
 
 
 class Star(Protocol):
-    """An S-worker's hub with a few connections, and the R-workers at their ends. ``names`` are what the hub calls
-    them."""
+    """An S-worker's hub with a few connections, and the R-workers at their
+    ends. ``names`` are what the hub calls them."""
 
     hub: Hub[ToRWorker, FromRWorker]
     peers: list[Peer]
@@ -81,7 +89,9 @@ class TransportSuite:
         assert received == Accepted(1)
         assert s.hub.connections[0].poll() is None
 
-    def test_a_deadline_names_the_peer_and_leaves_the_connection_usable(self, star: MakeStar) -> None:
+    def test_a_deadline_names_the_peer_and_leaves_the_connection_usable(
+        self, star: MakeStar
+    ) -> None:
         s = star(2)
         assert code_of(lambda: s.hub.connections[1].receive(0.0), s.names[1]) == TIMEOUT
         assert code_of(lambda: s.hub.receive_any(0.01), *s.names) == TIMEOUT
@@ -149,14 +159,17 @@ class TransportSuite:
         s = star(1)
         codes: list[str] = []
         waiting = threading.Thread(
-            target=lambda: codes.append(code_of(lambda: s.hub.connections[0].receive(None))), daemon=True
+            target=lambda: codes.append(code_of(lambda: s.hub.connections[0].receive(None))),
+            daemon=True,
         )
         waiting.start()
         (s.peers[0] if who == "peer" else s.hub.connections[0]).close()
         waiting.join(WAIT_S)
         assert codes == [CLOSED]
 
-    def test_the_hub_tells_each_closed_peer_once_and_serves_the_others(self, star: MakeStar) -> None:
+    def test_the_hub_tells_each_closed_peer_once_and_serves_the_others(
+        self, star: MakeStar
+    ) -> None:
         s = star(2)
         s.peers[0].close()
         assert code_of(lambda: s.hub.receive_any(WAIT_S), s.names[0]) == CLOSED
@@ -184,7 +197,9 @@ class TransportSuite:
             connection.send(attend(2 if step % 3 else 300, step=step))
         received = [connection.receive(WAIT_S) for _ in range(24)]
         rows = [x.o[1:2] for x in received[:6]]  # type: ignore[union-attr]
-        assert all(same(x, answer(attend(2 if i % 3 else 300, step=i))) for i, x in enumerate(received))
+        assert all(
+            same(x, answer(attend(2 if i % 3 else 300, step=i))) for i, x in enumerate(received)
+        )
         del received
         s.peers[0].result()
         s.peers[0].start("answer", 8)

@@ -33,11 +33,15 @@ class Trouble(AttentionExecutor):
         return super().compute(compute)
 
 
-def give(monkeypatch: pytest.MonkeyPatch, executors: Mapping[str, Callable[[], AttentionExecutor]]) -> None:
+def give(
+    monkeypatch: pytest.MonkeyPatch, executors: Mapping[str, Callable[[], AttentionExecutor]]
+) -> None:
     """Have R-workers that start from now on, by name, work with these."""
 
     def start(name: str, **options: Any) -> WorkerThread:
-        return start_worker_thread(name, **options, executor=executors[name]() if name in executors else None)
+        return start_worker_thread(
+            name, **options, executor=executors[name]() if name in executors else None
+        )
 
     monkeypatch.setattr(workers, "start_worker_thread", start)
 

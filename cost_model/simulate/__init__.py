@@ -1,4 +1,5 @@
-"""What would a schedule gain? A trace, run by the real scheduler on simulated workers against a virtual clock.
+"""What would a schedule gain? A trace, run by the real scheduler on simulated
+workers against a virtual clock.
 
 trace      requests and when they arrive
 tables     step times from numbers that a user gives

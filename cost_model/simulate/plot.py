@@ -10,7 +10,8 @@ from fastdecode.core.errors import ConfigError
 
 
 def plot(outcomes: Mapping[str, Outcome], path: Path) -> None:
-    """Draw one column a mode: the load above; below, what a step takes, and the S-part's and the R-part's share in it.
+    """Draw one column a mode: the load above; below, what a step takes, and the
+    S-part's and the R-part's share in it.
 
     Raises:
         ConfigError: the file can't be written.
@@ -21,12 +22,26 @@ def plot(outcomes: Mapping[str, Outcome], path: Path) -> None:
     axes = figure.subplots(2, len(outcomes), sharey="row", sharex="col", squeeze=False)
     for (mode, outcome), load, latency in zip(outcomes.items(), axes[0], axes[1], strict=True):
         steps = outcome.steps
-        tokens_per_s = sum(served.traced.num_output_tokens for served in outcome.served) / max(outcome.total_s, 1e-12)
+        tokens_per_s = sum(served.traced.num_output_tokens for served in outcome.served) / max(
+            outcome.total_s, 1e-12
+        )
         load.set_title(f"{mode}\n{tokens_per_s:.0f} tokens/s")
         load.plot([step.load_tokens for step in steps], color="tab:blue", linewidth=0.8)
-        latency.plot([1e3 * step.step_s for step in steps], color="lightgray", linewidth=3, label="step")
-        latency.plot([1e3 * step.s_part_s for step in steps], color="tab:green", linewidth=0.8, label="S-part")
-        latency.plot([1e3 * step.r_part_s for step in steps], color="tab:orange", linewidth=0.8, label="R-part")
+        latency.plot(
+            [1e3 * step.step_s for step in steps], color="lightgray", linewidth=3, label="step"
+        )
+        latency.plot(
+            [1e3 * step.s_part_s for step in steps],
+            color="tab:green",
+            linewidth=0.8,
+            label="S-part",
+        )
+        latency.plot(
+            [1e3 * step.r_part_s for step in steps],
+            color="tab:orange",
+            linewidth=0.8,
+            label="R-part",
+        )
         latency.set_xlabel("step")
     for row in axes:
         row[0].set_ylim(bottom=0)  # the row shares it

@@ -80,7 +80,12 @@ def as_text(outcomes: Mapping[str, Outcome]) -> str:
     table = [["", *summaries], *([name, *map(value, summaries.values())] for name, value in rows)]
     name_width, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
     return "\n".join(
-        "  ".join([name.ljust(name_width), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+        "  ".join(
+            [
+                name.ljust(name_width),
+                *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)),
+            ]
+        )
         for name, *cells in table
     )
 
@@ -89,7 +94,9 @@ def _percentiles(values: list[float]) -> dict[str, float]:
     if not values:
         return {f"p{p}": 0.0 for p in _PERCENTILES} | {"max": 0.0}
     found = np.percentile(values, _PERCENTILES).tolist()
-    return {f"p{p}": value for p, value in zip(_PERCENTILES, found, strict=True)} | {"max": max(values)}
+    return {f"p{p}": value for p, value in zip(_PERCENTILES, found, strict=True)} | {
+        "max": max(values)
+    }
 
 
 def _typical_and_worst(percentiles: Mapping[str, float]) -> str:

@@ -1,11 +1,15 @@
-"""The virtual clock: the lives of sequences as the engine leads them, with R-workers that only count.
+"""The virtual clock: the lives of sequences as the engine leads them, with
+R-workers that only count.
 
-Time passes in rounds; in a round every lane makes one step. Lanes share the S-worker and the R-workers, and a lane is
-at one of the two at a time, so a round takes
+Time passes in rounds; in a round every lane makes one step. Lanes share the
+S-worker and the R-workers, and a lane is at one of the two at a time, so a
+round takes
 
-    max(sum of the lanes' S-parts, the busiest R-worker's sum of R-parts, the slowest lane's S-part + R-part + link)
+    max(sum of the lanes' S-parts, the busiest R-worker's sum of R-parts, the
+    slowest lane's S-part + R-part + link)
 
-which is S + R with one lane, and max(S, R) a lane with two equal ones, as long as the link is quick.
+which is S + R with one lane, and max(S, R) a lane with two equal ones, as long
+as the link is quick.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ from fastdecode.schedule.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import StepTimes
 
-# No policy looks further into its queue than a full batch; the rest of a long trace isn't held in memory.
+# No policy looks further into its queue than a full batch; the rest of a long
+# trace isn't held in memory.
 _QUEUE_AHEAD = 1 << 14
 
 
@@ -62,12 +67,16 @@ class SimulatedRWorker:
     def reserve(self, part: Part) -> None:
         assert part.num_tokens >= self.reserved.get(part.part_id, 0)
         self.reserved[part.part_id] = part.num_tokens
-        assert self.num_reserved_blocks <= self.num_blocks, "an R-worker's blocks are oversubscribed"
+        assert self.num_reserved_blocks <= self.num_blocks, (
+            "an R-worker's blocks are oversubscribed"
+        )
 
     def append(self, part: Part, num_past: int, num_tokens: int) -> None:
         assert num_tokens >= 1 and self.cached[part.part_id] == num_past
         self.cached[part.part_id] += num_tokens
-        assert self.cached[part.part_id] <= self.reserved[part.part_id], "a sequence outgrows what it reserved"
+        assert self.cached[part.part_id] <= self.reserved[part.part_id], (
+            "a sequence outgrows what it reserved"
+        )
 
     def close(self, part: Part) -> None:
         del self.reserved[part.part_id], self.cached[part.part_id]
@@ -132,8 +141,10 @@ class Simulator:
     """Runs one trace to its end.
 
     Args:
-        scheduler: what the engine would use, for ``num_lanes`` lanes and these R-workers, which answer at once.
-        link_s: what a lane's step spends on the way between S-worker and R-workers, over all of its layers.
+        scheduler: what the engine would use, for ``num_lanes`` lanes and these
+            R-workers, which answer at once.
+        link_s: what a lane's step spends on the way between S-worker and
+            R-workers, over all of its layers.
     """
 
     def __init__(
@@ -169,7 +180,9 @@ class Simulator:
             if runs:
                 self._run_round(runs)
                 continue
-            assert not self._unserved, "a scheduler with unfinished sequences plans at least one chunk"
+            assert not self._unserved, (
+                "a scheduler with unfinished sequences plans at least one chunk"
+            )
             if self._coming:
                 self._sleep_until(self._coming[0].arrival)
         self.outcome.num_suspended = self._lifecycle.num_suspended
@@ -180,7 +193,9 @@ class Simulator:
         """Queue the requests whose time has come."""
         now = self._now_s if self._trace.unit == "s" else self._step
         scheduler = self._lifecycle.scheduler
-        while self._coming and self._coming[0].arrival <= now and scheduler.num_waiting < _QUEUE_AHEAD:
+        while (
+            self._coming and self._coming[0].arrival <= now and scheduler.num_waiting < _QUEUE_AHEAD
+        ):
             traced = self._coming.popleft()
             request = _request(next(self._request_ids), traced)
             try:
@@ -208,7 +223,8 @@ class Simulator:
         return runs
 
     def _tell(self, event: Event) -> list[Part]:
-        """Tell the lifecycle what has happened, and do what it wants. Returns the parts that were opened, or grew."""
+        """Tell the lifecycle what has happened, and do what it wants. Returns
+        the parts that were opened, or grew."""
         granted: list[Part] = []
         for instruction in self._lifecycle.handle(event):
             match instruction:
@@ -237,7 +253,11 @@ class Simulator:
         self._now_s += step.step_s
         self._step += 1
         for run in runs:
-            drawing = [chunk.sequence for chunk in run.chunks if chunk.num_tokens == chunk.sequence.num_uncached]
+            drawing = [
+                chunk.sequence
+                for chunk in run.chunks
+                if chunk.num_tokens == chunk.sequence.num_uncached
+            ]
             self._tell(StepDone(run.lane, tuple(map(self._draw, drawing))))
 
     def _draw(self, sequence: Sequence) -> Drawn:
@@ -259,7 +279,9 @@ class Simulator:
             for chunk in chunks:
                 _add_load(loads, chunk)
             lane_tokens = sum(chunk.num_tokens for chunk in chunks)
-            r_parts = [self._times.r_part_s(w, load) if load else 0.0 for w, load in enumerate(loads)]
+            r_parts = [
+                self._times.r_part_s(w, load) if load else 0.0 for w, load in enumerate(loads)
+            ]
             s_parts.append(self._times.s_part_s(lane_tokens))
             slowest_lane_s = max(slowest_lane_s, s_parts[-1] + max(r_parts) + self._link_s)
             busy_s = [busy + r_part for busy, r_part in zip(busy_s, r_parts, strict=True)]

@@ -13,8 +13,8 @@ _FORM = "seconds, or a table like 1:0.010,256:0.016 of size:seconds"
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds over a size: straight lines between the points, the first point's value before it, and the last line
-    drawn on after it."""
+    """Seconds over a size: straight lines between the points, the first point's
+    value before it, and the last line drawn on after it."""
 
     points: tuple[tuple[float, float], ...]
     """(size, seconds), sizes ascending, seconds never falling."""
@@ -25,11 +25,15 @@ class Table:
         if not all(math.isfinite(x) and x >= 0 for x in (*sizes, *seconds)):
             raise ConfigError(f"a time table holds finite numbers of at least 0, not {self.points}")
         if not self.points or sizes != sorted(set(sizes)) or seconds != sorted(seconds):
-            raise ConfigError(f"a time table's sizes ascend and its seconds never fall; these don't: {self.points}")
+            raise ConfigError(
+                "a time table's sizes ascend and its seconds never fall; these don't: "
+                f"{self.points}"
+            )
 
     @classmethod
     def parse(cls, text: str, *, option: str, rate: bool = False) -> Table:
-        """A single number is a constant; with ``rate``, it is seconds for each unit of size.
+        """A single number is a constant; with ``rate``, it is seconds for each
+        unit of size.
 
         Raises:
             ConfigError: names the option and what it may be.

@@ -1,6 +1,7 @@
 """Traces: requests by their lengths and arrival, as JSON Lines.
 
-A line is ``{"num_prompt_tokens": 512, "num_output_tokens": 128}`` and may say more:
+A line is ``{"num_prompt_tokens": 512, "num_output_tokens": 128}`` and may say
+more:
 
 ``max_tokens``                     all that the scheduler knows of the output's length; if absent, it knows the length
 ``arrival_s`` or ``arrival_step``  when the request arrives, in seconds or in steps, the same for all lines; 0 if absent
@@ -52,7 +53,8 @@ def read_trace(path: Path) -> Trace:
     """Read a trace file.
 
     Raises:
-        ConfigError: it can't be read, or a line is no request; names the line and the field.
+        ConfigError: it can't be read, or a line is no request; names the line
+            and the field.
     """
     try:
         with path.open("rb") as lines:
@@ -68,13 +70,17 @@ def parse_trace(lines: Iterable[bytes], name: str) -> Trace:
     for number, line in enumerate(lines, 1):
         where = f"{name}, line {number}"
         if len(line) > MAX_LINE_BYTES or len(requests) == MAX_REQUESTS:
-            raise ConfigError(f"{where}: a trace has at most {MAX_REQUESTS} lines of {MAX_LINE_BYTES} bytes")
+            raise ConfigError(
+                f"{where}: a trace has at most {MAX_REQUESTS} lines of {MAX_LINE_BYTES} bytes"
+            )
         if line.strip():
             requests.append(_parse_line(line, where, units))
     if not requests:
         raise ConfigError(f"{name} holds no requests")
     if len(units) > 1:
-        raise ConfigError(f"{name} says arrival_s in some lines and arrival_step in others: choose one")
+        raise ConfigError(
+            f"{name} says arrival_s in some lines and arrival_step in others: choose one"
+        )
     return Trace(tuple(sorted(requests, key=lambda request: request.arrival)), *units)
 
 
@@ -93,13 +99,17 @@ def _parse_line(line: bytes, where: str, units: set[ArrivalUnit]) -> TracedReque
     max_tokens = num_output_tokens
     if "max_tokens" in fields:
         max_tokens = _tokens(fields, "max_tokens", num_output_tokens, where)
-    return TracedRequest(num_prompt_tokens, num_output_tokens, max_tokens, _arrival(fields, where, units))
+    return TracedRequest(
+        num_prompt_tokens, num_output_tokens, max_tokens, _arrival(fields, where, units)
+    )
 
 
 def _tokens(fields: dict[str, object], name: str, low: int, where: str) -> int:
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_TOKENS:
-        raise ConfigError(f"{where}: {name}={value!r} is not a whole number from {low} to {MAX_TOKENS}")
+        raise ConfigError(
+            f"{where}: {name}={value!r} is not a whole number from {low} to {MAX_TOKENS}"
+        )
     return value
 
 
@@ -109,7 +119,12 @@ def _arrival(fields: dict[str, object], where: str, units: set[ArrivalUnit]) -> 
         if name not in fields:
             continue
         value = fields[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+            or value < 0
+        ):
             raise ConfigError(f"{where}: {name}={value!r} is not a number of at least 0")
         units.add("s" if unit == "s" else "step")
         arrival = float(value)

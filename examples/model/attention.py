@@ -1,7 +1,9 @@
-"""Causal attention for training on CPUs: plain matrix products over blocks of queries.
+"""Causal attention for training on CPUs: plain matrix products over blocks of
+queries.
 
-torch's fused attention spends most of its time in a backward pass that isn't made for CPUs; this takes about half as
-long in bfloat16 at rows of 256 to 1,024 tokens.
+torch's fused attention spends most of its time in a backward pass that isn't
+made for CPUs; this takes about half as long in bfloat16 at rows of 256 to 1,024
+tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ def blocked_attention(
     scaling: float,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention in the shape that transformers calls; whole causal rows only, so the mask is ours.
+    """Attention in the shape that transformers calls; whole causal rows only,
+    so the mask is ours.
 
     Returns:
         The output [B, T, Hq, D], and no attention weights.
@@ -34,7 +37,9 @@ def blocked_attention(
     blocks = []
     for start in range(0, query.shape[2], BLOCK_TOKENS):
         end = min(start + BLOCK_TOKENS, query.shape[2])
-        scores = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2) * scaling  # [B, Hq, block, end]
+        scores = (
+            query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2) * scaling
+        )  # [B, Hq, block, end]
         future = torch.ones(end - start, end, dtype=torch.bool).triu(start + 1)
         weights = scores.masked_fill(future, torch.finfo(scores.dtype).min).softmax(-1)
         blocks.append(weights.to(value.dtype) @ value[:, :, :end])

@@ -1,7 +1,9 @@
-"""The text that the demo model learns from: stories and dialogues that must be remembered to be continued.
+"""The text that the demo model learns from: stories and dialogues that must be
+remembered to be continued.
 
-Every document tells facts about people and things that it has just made up, and asks for them later. A document is a
-pure function of ``(split, seed, index, size)``.
+Every document tells facts about people and things that it has just made up, and
+asks for them later. A document is a pure function of ``(split, seed, index,
+size)``.
 
     python examples/model/corpus.py --count 5 --split held_out      # print some
 """
@@ -46,7 +48,8 @@ _SLOT_MAKERS: dict[str, Callable[[Draw], str]] = {
 class Answer:
     """An answer to a question, by character offsets in the document's text.
 
-    ``text[:start]`` is the prompt; ``text[start:end]``, a space and one sentence, is the only right continuation.
+    ``text[:start]`` is the prompt; ``text[start:end]``, a space and one
+    sentence, is the only right continuation.
     """
 
     topic: str
@@ -170,7 +173,10 @@ def portraits(draw: Draw, size: int) -> Document:
 def stock(draw: Draw, size: int) -> Document:
     """Facts about several things, then questions."""
     page = Page("stock")
-    facts = [make_fact(draw, draw.one(STORED), draw.thing()) for _ in range(draw.integer(3, 6 + 2 * size))]
+    facts = [
+        make_fact(draw, draw.one(STORED), draw.thing())
+        for _ in range(draw.integer(3, 6 + 2 * size))
+    ]
     page.write(_prose(draw, [fact.statement for fact in facts], 0.1 * size) + "\n")
     for fact in draw.some(facts, draw.integer(3, 10)):
         page.ask(fact)
@@ -188,7 +194,9 @@ def conversation(draw: Draw, size: int) -> Document:
     speakers = [draw.person().name, draw.person().name]
     known: list[tuple[int, Topic, dict[str, str]]] = []
     for speaker in (0, 1):
-        known += [(speaker, t, _slots_of(draw, t)) for t in draw.some(TOPICS, draw.integer(1, 2 + size))]
+        known += [
+            (speaker, t, _slots_of(draw, t)) for t in draw.some(TOPICS, draw.integer(1, 2 + size))
+        ]
     known = draw.shuffled(known)
 
     def small_talk() -> None:
@@ -250,7 +258,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print documents of the corpus.")
     parser.add_argument("--count", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--size", type=int, default=MAX_SIZE, help=f"the largest size, 0 to {MAX_SIZE}")
+    parser.add_argument(
+        "--size", type=int, default=MAX_SIZE, help=f"the largest size, 0 to {MAX_SIZE}"
+    )
     parser.add_argument("--split", choices=("train", "held_out"), default="train")
     options = parser.parse_args()
     for page in documents(options.split, options.seed, options.count, options.size):

@@ -1,6 +1,8 @@
-"""Measure a checkpoint on held-out text: loss, and how often a fact told earlier is recalled word for word.
+"""Measure a checkpoint on held-out text: loss, and how often a fact told
+earlier is recalled word for word.
 
-    python examples/model/evaluate.py --checkpoint examples/model/checkpoint --out evaluation.json
+    python examples/model/evaluate.py --checkpoint examples/model/checkpoint
+    --out evaluation.json
 
 Needs torch and transformers.
 """
@@ -43,7 +45,9 @@ def complete(model: Any, tokenizer: Any, items: Sequence[RecallItem]) -> list[st
                 pad_token_id=tokenizer.pad_token_id,
             )
         new = generated[:, batch["input_ids"].shape[1] :]
-        for row, text in zip(rows, tokenizer.batch_decode(new, skip_special_tokens=True), strict=True):
+        for row, text in zip(
+            rows, tokenizer.batch_decode(new, skip_special_tokens=True), strict=True
+        ):
             texts[row] = text
     return texts
 
@@ -79,7 +83,10 @@ def accuracy_by(
     groups: dict[str, list[bool]] = defaultdict(list)
     for item, hit in zip(items, right, strict=True):
         groups[label(item)].append(hit)
-    return {name: {"items": len(hits), "accuracy": sum(hits) / len(hits)} for name, hits in sorted(groups.items())}
+    return {
+        name: {"items": len(hits), "accuracy": sum(hits) / len(hits)}
+        for name, hits in sorted(groups.items())
+    }
 
 
 def distance_label(item: RecallItem) -> str:
@@ -94,7 +101,9 @@ def distance_label(item: RecallItem) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure a checkpoint's held-out loss and recall.")
     parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--items", type=Path, help="a file of recall items instead of freshly drawn ones")
+    parser.add_argument(
+        "--items", type=Path, help="a file of recall items instead of freshly drawn ones"
+    )
     parser.add_argument("--count", type=int, default=2000, help="recall items to draw")
     parser.add_argument("--loss-documents", type=int, default=400)
     parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
@@ -104,7 +113,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model, tokenizer = load(options.checkpoint)
     raw = Tokenizer.from_file(str(options.checkpoint / "tokenizer.json"))
-    items = read_items(options.items) if options.items else list(recall_items(raw, RECALL_SEED, options.count))
+    items = (
+        read_items(options.items)
+        if options.items
+        else list(recall_items(raw, RECALL_SEED, options.count))
+    )
     texts = complete(model, tokenizer, items)
     right = [text.startswith(item.answer) for item, text in zip(items, texts, strict=True)]
     tables = {
@@ -123,7 +136,12 @@ def main() -> None:
         print(f"\n{item.id} ({item.distance_tokens} tokens): wanted {item.answer!r}, got {text!r}")
     print(f"\nrecall {accuracy:.1%} of {len(items)} items, nats a token: {loss}")
     if options.out:
-        result = {"recall_items": len(items), "recall_accuracy": accuracy, "held_out_loss": loss, **tables}
+        result = {
+            "recall_items": len(items),
+            "recall_accuracy": accuracy,
+            "held_out_loss": loss,
+            **tables,
+        }
         options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 

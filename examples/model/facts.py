@@ -1,7 +1,9 @@
-"""What can be known about people and things: how it is told, how it is asked, how it is answered.
+"""What can be known about people and things: how it is told, how it is asked,
+how it is answered.
 
-Templates have slots in braces; square brackets mark the words that a reader must recall from earlier in the text.
-They are markup: they never reach the text.
+Templates have slots in braces; square brackets mark the words that a reader
+must recall from earlier in the text. They are markup: they never reach the
+text.
 """
 
 from __future__ import annotations
@@ -9,7 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lexicon import ANIMALS, COLOURS, FOODS, INSTRUMENTS, JOBS, MONTHS, PLACES, Draw, Person, article_slots
+from lexicon import (
+    ANIMALS,
+    COLOURS,
+    FOODS,
+    INSTRUMENTS,
+    JOBS,
+    MONTHS,
+    PLACES,
+    Draw,
+    Person,
+    article_slots,
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +37,8 @@ class Fact:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of fact. ``{n}`` is the subject, ``{v}`` the value, ``{k}`` a second key (the animal, the dish)."""
+    """A kind of fact. ``{n}`` is the subject, ``{v}`` the value, ``{k}`` a
+    second key (the animal, the dish)."""
 
     topic: str
     statements: tuple[str, ...]
@@ -35,38 +49,45 @@ class Family:
 
 
 PERSONAL = (
-    Family("home", ("{n} lives in {v}.", "{n} has a small house in {v}.", "The home of {n} is in {v}.",
-                    "{n} moved to {v} some years ago."),
+    Family("home", ("{n} lives in {v}.", "{n} has a small house in {v}.",
+                    "The home of {n} is in {v}.", "{n} moved to {v} some years ago."),
            "Where does {n} live?", "{n} lives in [{v}].", Draw.town),
-    Family("birthplace", ("{n} was born in {v}.", "{n} came into the world in {v}.", "{n} grew up in {v}."),
+    Family("birthplace", ("{n} was born in {v}.", "{n} came into the world in {v}.",
+                          "{n} grew up in {v}."),
            "Where was {n} born?", "{n} was born in [{v}].", Draw.town),
     Family("job", ("{n} works as {a_v}.", "{n} is {a_v}.", "{n} has been {a_v} for many years."),
-           "What is the work of {n}?", "{n} works as {an_v} [{v}].", lambda draw: draw.listed(JOBS)),
+           "What is the work of {n}?", "{n} works as {an_v} [{v}].",
+           lambda draw: draw.listed(JOBS)),
     Family("pet", ("{n} has {a_k} called {v}.", "{n} keeps {a_k}, and its name is {v}.",
                    "{v} is the name of the {k} that belongs to {n}."),
            "What is the {k} of {n} called?", "The {k} of {n} is called [{v}].", Draw.pet,
            lambda draw: draw.listed(ANIMALS)),
     Family("food", ("{n} likes {v} best of all.", "The favourite food of {n} is {v}.",
                     "There is nothing that {n} likes more than {v}."),
-           "What does {n} like to eat?", "{n} likes to eat [{v}].", lambda draw: draw.listed(FOODS)),
+           "What does {n} like to eat?", "{n} likes to eat [{v}].",
+           lambda draw: draw.listed(FOODS)),
     Family("treasure", ("{n} owns {a_v}.", "{n} has {a_v} that nobody else may touch.",
                         "The greatest treasure of {n} is {a_v}."),
            "What does {n} own?", "{n} owns {an_v} [{v}].", Draw.thing),
     Family("age", ("{n} is {v} years old.", "{n} turned {v} this year."),
            "How old is {n}?", "{n} is [{v}] years old.", lambda draw: draw.number(2)),
-    Family("door", ("The number on the door of {n} is {v}.", "{n} lives in the house with the number {v}."),
+    Family("door", ("The number on the door of {n} is {v}.",
+                    "{n} lives in the house with the number {v}."),
            "What is the number on the door of {n}?", "The number on the door of {n} is [{v}].",
            lambda draw: draw.number(3)),
     Family("code", ("The secret code of {n} is {v}.", "{n} has chosen the secret code {v}."),
-           "What is the secret code of {n}?", "The secret code of {n} is [{v}].", lambda draw: draw.number(4)),
+           "What is the secret code of {n}?", "The secret code of {n} is [{v}].",
+           lambda draw: draw.number(4)),
     Family("friend", ("The best friend of {n} is {v}.", "{n} and {v} are the best of friends."),
            "Who is the best friend of {n}?", "The best friend of {n} is [{v}].",
            lambda draw: draw.person().name),
     Family("month", ("{n} was born in the month of {v}.", "The birthday of {n} is in {v}."),
-           "When is the birthday of {n}?", "The birthday of {n} is in [{v}].", lambda draw: draw.listed(MONTHS)),
+           "When is the birthday of {n}?", "The birthday of {n} is in [{v}].",
+           lambda draw: draw.listed(MONTHS)),
     Family("music", ("{n} plays the {v}.", "{n} has played the {v} since childhood."),
            "What does {n} play?", "{n} plays the [{v}].", lambda draw: draw.listed(INSTRUMENTS)),
-    Family("colour", ("The favourite colour of {n} is {v}.", "{n} loves the colour {v} more than any other."),
+    Family("colour", ("The favourite colour of {n} is {v}.",
+                      "{n} loves the colour {v} more than any other."),
            "What is the favourite colour of {n}?", "The favourite colour of {n} is [{v}].",
            lambda draw: draw.listed(COLOURS)),
 )  # fmt: skip
@@ -91,7 +112,9 @@ def make_fact(draw: Draw, family: Family, subject: str) -> Fact:
     """A fact of the family with a fresh value."""
     value = family.value(draw)
     key = family.key(draw) if family.key else ""
-    slots = {"n": subject, "v": value, "k": key} | article_slots("v", value) | article_slots("k", key)
+    slots = (
+        {"n": subject, "v": value, "k": key} | article_slots("v", value) | article_slots("k", key)
+    )
     return Fact(
         family.topic,
         draw.one(family.statements).format_map(slots),

@@ -1,7 +1,9 @@
-"""The words that the corpus recombines, and the rule that keeps some of them out of training.
+"""The words that the corpus recombines, and the rule that keeps some of them
+out of training.
 
-Every name, town, thing and number belongs to exactly one split, decided by a checksum of its spelling. So a text of
-the ``held_out`` split asks for words that no training text contained: the only way to answer is to look them up
+Every name, town, thing and number belongs to exactly one split, decided by a
+checksum of its spelling. So a text of the ``held_out`` split asks for words
+that no training text contained: the only way to answer is to look them up
 earlier in the same text.
 """
 
@@ -36,7 +38,12 @@ NAME_STARTS = _words(
     val ver vin wen wil yor zan
     """
 )
-NAME_MIDDLES = ["", "", "", *["am", "an", "ar", "is", "or", "en", "ad", "el", "iv", "ol", "ett", "ind"]]
+NAME_MIDDLES = [
+    "",
+    "",
+    "",
+    *["am", "an", "ar", "is", "or", "en", "ad", "el", "iv", "ol", "ett", "ind"],
+]
 SHE_ENDINGS = _words("a ia ina elle ene ara ith")
 HE_ENDINGS = _words("o an ric us in or ard eth")
 SHE_NAMES = _words(
@@ -111,7 +118,9 @@ PET_STARTS = _words(
 )
 PET_ENDINGS = _words("by dle kin let ly ple po ster tle ty ble bin")
 COLOURS = _words("red blue green yellow white black brown purple orange pink grey silver")
-MONTHS = _words("January February March April May June July August September October November December")
+MONTHS = _words(
+    "January February March April May June July August September October November December"
+)
 DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 SHIPS = _words("Sea Lady Swan Star Queen Rose Hope Gull Dolphin Eagle Lion Lark Pearl Storm")
 INSTRUMENTS = _words("flute violin piano drum harp guitar trumpet cello accordion banjo")
@@ -140,17 +149,29 @@ class Person:
     she: bool
 
     def slots(self, letter: str) -> dict[str, str]:
-        """The slots that templates use for the person: ``{x}``, ``{x_he}``, ``{x_his}``, ``{x_him}``, ``{x_He}``."""
-        he, his, him, kind = ("she", "her", "her", "woman") if self.she else ("he", "his", "him", "man")
-        forms = {"he": he, "his": his, "him": him, "He": he.capitalize(), "His": his.capitalize(), "kind": kind}
+        """The slots that templates use for the person: ``{x}``, ``{x_he}``,
+        ``{x_his}``, ``{x_him}``, ``{x_He}``."""
+        he, his, him, kind = (
+            ("she", "her", "her", "woman") if self.she else ("he", "his", "him", "man")
+        )
+        forms = {
+            "he": he,
+            "his": his,
+            "him": him,
+            "He": he.capitalize(),
+            "His": his.capitalize(),
+            "kind": kind,
+        }
         return {letter: self.name} | {f"{letter}_{name}": form for name, form in forms.items()}
 
 
 @dataclass
 class Draw:
-    """Draws words for one document. No word comes twice, so a question has one answer.
+    """Draws words for one document. No word comes twice, so a question has one
+    answer.
 
-    Only ``Random.random`` is used, the one method whose sequence Python promises to keep across versions.
+    Only ``Random.random`` is used, the one method whose sequence Python
+    promises to keep across versions.
     """
 
     rng: random.Random
@@ -176,10 +197,13 @@ class Draw:
         return self.some(pool, len(pool))
 
     def fresh(self, make: Callable[[], str], *, keep_split: bool = True) -> str:
-        """A word of this document's split that it hasn't used; closed lists (jobs, foods) belong to both splits."""
+        """A word of this document's split that it hasn't used; closed lists
+        (jobs, foods) belong to both splits."""
         for _ in range(1000):
             word = make()
-            if word in self.used or (keep_split and is_held_out(word) != (self.split == "held_out")):
+            if word in self.used or (
+                keep_split and is_held_out(word) != (self.split == "held_out")
+            ):
                 continue
             self.used.add(word)
             return word

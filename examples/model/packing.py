@@ -15,7 +15,8 @@ WAITING = 32
 
 @dataclass(frozen=True)
 class Row:
-    """Whole documents, each after a begin token and before an end token; only the last is cut off."""
+    """Whole documents, each after a begin token and before an end token; only
+    the last is cut off."""
 
     token_ids: list[int]
     recalled: list[bool]
@@ -35,8 +36,11 @@ def encode(tokenizer: Tokenizer, page: Document) -> Row:
     return Row([BOS_ID, *encoding.ids, EOS_ID], [False, *recalled, False])
 
 
-def pack(tokenizer: Tokenizer, pages: Iterator[Document], num_rows: int, row_tokens: int) -> list[Row]:
-    """Fill rows best fit first. Every row begins with a document, so what a document asks for is in its row."""
+def pack(
+    tokenizer: Tokenizer, pages: Iterator[Document], num_rows: int, row_tokens: int
+) -> list[Row]:
+    """Fill rows best fit first. Every row begins with a document, so what a
+    document asks for is in its row."""
     waiting = [encode(tokenizer, next(pages)) for _ in range(WAITING)]
     rows = []
     for _ in range(num_rows):
@@ -45,8 +49,13 @@ def pack(tokenizer: Tokenizer, pages: Iterator[Document], num_rows: int, row_tok
         while len(token_ids) < row_tokens:
             room = row_tokens - len(token_ids)
             fitting = [row for row in waiting if len(row.token_ids) <= room]
-            # The first row takes whatever comes first: always taking the largest would starve the small ones.
-            chosen = waiting[0] if not token_ids else max(fitting or waiting[:1], key=lambda r: len(r.token_ids))
+            # The first row takes whatever comes first: always taking the
+            # largest would starve the small ones.
+            chosen = (
+                waiting[0]
+                if not token_ids
+                else max(fitting or waiting[:1], key=lambda r: len(r.token_ids))
+            )
             waiting.remove(chosen)
             waiting.append(encode(tokenizer, next(pages)))
             token_ids += chosen.token_ids

@@ -1,4 +1,5 @@
-"""The stories of ``stories.txt`` (its head says how it is written) and the sentences about nothing between them."""
+"""The stories of ``stories.txt`` (its head says how it is written) and the
+sentences about nothing between them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ class Plot:
 
 
 def _paragraphs(text: str) -> list[list[str]]:
-    return [paragraph.strip().split("\n") for paragraph in text.strip().split("\n\n") if paragraph.strip()]
+    return [
+        paragraph.strip().split("\n")
+        for paragraph in text.strip().split("\n\n")
+        if paragraph.strip()
+    ]
 
 
 def read_plots(text: str) -> tuple[Plot, ...]:

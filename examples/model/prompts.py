@@ -1,8 +1,10 @@
-"""The demo's prompts: held-out stories to go on with, and held-out questions to answer.
+"""The demo's prompts: held-out stories to go on with, and held-out questions to
+answer.
 
     python examples/model/prompts.py --out examples/prompts.jsonl
 
-One line a request, as ``fastdecode generate`` reads it: id, prompt, and sampling parameters.
+One line a request, as ``fastdecode generate`` reads it: id, prompt, and
+sampling parameters.
 """
 
 from __future__ import annotations
@@ -21,16 +23,29 @@ Line = Mapping[str, Any]
 
 GREEDY = {"temperature": 0.0}
 OPENINGS: tuple[tuple[str, str, Line], ...] = (
-    ("opening-three-ways", "Once there was a woman called", {"n": 3, "seed": 7, "temperature": 0.8}),
-    ("opening-ship", "The ship Silver Gull lay in the harbour of", {"seed": 11, "temperature": 0.9, "top_p": 0.9}),
-    ("opening-party", "On Sunday Rosina gave a party in", {"seed": 5, "temperature": 0.7, "top_k": 40}),
+    (
+        "opening-three-ways",
+        "Once there was a woman called",
+        {"n": 3, "seed": 7, "temperature": 0.8},
+    ),
+    (
+        "opening-ship",
+        "The ship Silver Gull lay in the harbour of",
+        {"seed": 11, "temperature": 0.9, "top_p": 0.9},
+    ),
+    (
+        "opening-party",
+        "On Sunday Rosina gave a party in",
+        {"seed": 5, "temperature": 0.7, "top_k": 40},
+    ),
     ("one-sentence", "Every autumn there is a great contest, and", {"stop": ["."], **GREEDY}),
 )
 """Sampled beginnings, where no two seeds tell the same story."""
 
 
 def cut_story(page: Document, share: float) -> str:
-    """The story without its questions, up to the sentence that ends nearest after the given share of it."""
+    """The story without its questions, up to the sentence that ends nearest
+    after the given share of it."""
     told = page.text.partition("\n\nQ:")[0]
     end = told.find(". ", int(len(told) * share))
     assert end > 0, "the story has no sentence end there"
@@ -48,7 +63,9 @@ def draws(seed: int) -> Iterator[Draw]:
 def prompt_lines(seed: int) -> Iterator[Line]:
     """24 requests of very different lengths, in a mixed order."""
     source = draws(seed)
-    lines: list[Line] = [{"id": name, "prompt": text, "max_tokens": 60, **more} for name, text, more in OPENINGS]
+    lines: list[Line] = [
+        {"id": name, "prompt": text, "max_tokens": 60, **more} for name, text, more in OPENINGS
+    ]
     for number, share in enumerate((0.15, 0.25, 0.35, 0.45, 0.55, 0.6, 0.65)):
         size = number % 3
         prompt = cut_story(story(next(source), size), share)

@@ -1,9 +1,11 @@
 """The recall task: a held-out text up to a question, and the one right answer.
 
-    python examples/model/recall.py --checkpoint examples/model/checkpoint --out examples/model/recall_eval.jsonl
+    python examples/model/recall.py --checkpoint examples/model/checkpoint --out
+    examples/model/recall_eval.jsonl
 
-Names, towns, things and numbers of three digits or more in these texts occur in no training text, so an answer can
-only come from the text before the question: from the KV cache.
+Names, towns, things and numbers of three digits or more in these texts occur in
+no training text, so an answer can only come from the text before the question:
+from the KV cache.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def read_items(path: Path) -> list[RecallItem]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a file of recall items.")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="directory with tokenizer.json")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, help="directory with tokenizer.json"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=77)

@@ -1,6 +1,7 @@
 """What two people tell each other about themselves, and ask each other later.
 
-``me``, ``you`` and ``my``, ``your`` follow from who speaks, so every topic is written once for each speaker.
+``me``, ``you`` and ``my``, ``your`` follow from who speaks, so every topic is
+written once for each speaker.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from lexicon import FOODS, INSTRUMENTS, JOBS, Draw
 
 @dataclass(frozen=True)
 class Topic:
-    """``{v}`` is the value, ``{k}`` a second key. ``ask_own``: "Where do I live?"; ``ask_other``: "Where do you …?"."""
+    """``{v}`` is the value, ``{k}`` a second key. ``ask_own``: "Where do I
+    live?"; ``ask_other``: "Where do you …?"."""
 
     topic: str
     tell: tuple[str, ...]
@@ -32,13 +34,14 @@ TOPICS = (
     ),
     Topic(
         "pet", ("My {k} is called {v}.", "I have {a_k}, and its name is {v}."),
-        "what my {k} is called", "your {k} is called [{v}]", "what your {k} is called", "my {k} is called [{v}]",
-        Draw.pet, lambda draw: draw.listed(("dog", "cat", "goat", "pony", "parrot", "goose", "donkey", "rabbit")),
+        "what my {k} is called", "your {k} is called [{v}]", "what your {k} is called",
+        "my {k} is called [{v}]", Draw.pet, lambda draw: draw.listed(("dog", "cat", "goat", "pony",
+            "parrot", "goose", "donkey", "rabbit")),
     ),
     Topic(
         "food", ("I like {v} best of all.", "There is nothing better than {v}."),
-        "what I like to eat", "you like to eat [{v}]", "what you like to eat", "I like to eat [{v}]",
-        lambda draw: draw.listed(FOODS),
+        "what I like to eat", "you like to eat [{v}]", "what you like to eat",
+        "I like to eat [{v}]", lambda draw: draw.listed(FOODS),
     ),
     Topic(
         "age", ("I am {v} years old.", "I turned {v} last week."),
@@ -51,23 +54,23 @@ TOPICS = (
     ),
     Topic(
         "code", ("My secret code is {v}.", "Please remember my secret code. It is {v}."),
-        "my secret code", "your secret code is [{v}]", "your secret code", "my secret code is [{v}]",
-        lambda draw: draw.number(4),
+        "my secret code", "your secret code is [{v}]", "your secret code",
+        "my secret code is [{v}]", lambda draw: draw.number(4),
     ),
     Topic(
         "friend", ("My best friend is {v}.", "{v} is my best friend."),
-        "who my best friend is", "your best friend is [{v}]", "who your best friend is", "my best friend is [{v}]",
-        lambda draw: draw.person().name,
+        "who my best friend is", "your best friend is [{v}]", "who your best friend is",
+        "my best friend is [{v}]", lambda draw: draw.person().name,
     ),
     Topic(
         "place of a thing", ("I hid my {k} in the {v}.", "My {k} is in the {v}."),
-        "where my {k} is", "your {k} is in the [{v}]", "where your {k} is", "my {k} is in the [{v}]",
-        Draw.holder, Draw.thing,
+        "where my {k} is", "your {k} is in the [{v}]", "where your {k} is",
+        "my {k} is in the [{v}]", Draw.holder, Draw.thing,
     ),
     Topic(
         "job", ("I work as {a_v}.", "I am {a_v} now."),
-        "what my work is", "you work as {an_v} [{v}]", "what your work is", "I work as {an_v} [{v}]",
-        lambda draw: draw.listed(JOBS),
+        "what my work is", "you work as {an_v} [{v}]", "what your work is",
+        "I work as {an_v} [{v}]", lambda draw: draw.listed(JOBS),
     ),
     Topic(
         "music", ("I am learning to play the {v}.", "I play the {v} every evening."),

@@ -2,9 +2,11 @@
 
     python examples/model/tokenizer.py --out DIR
 
-Names, towns and numbers of three digits and more fall into several pieces that many of them share, so that they must
-be copied piece by piece from the context. The first two digits of a number are one piece: with single digits the model
-learnt to copy words long before numbers, since ten tokens that occur everywhere are poor landmarks.
+Names, towns and numbers of three digits and more fall into several pieces that
+many of them share, so that they must be copied piece by piece from the context.
+The first two digits of a number are one piece: with single digits the model
+learnt to copy words long before numbers, since ten tokens that occur everywhere
+are poor landmarks.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def train_tokenizer(vocab_size: int, num_documents: int, seed: int) -> Tokenizer
 
 
 def save(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write ``tokenizer.json`` and the ``tokenizer_config.json`` that transformers wants beside it."""
+    """Write ``tokenizer.json`` and the ``tokenizer_config.json`` that
+    transformers wants beside it."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {

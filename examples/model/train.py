@@ -1,10 +1,13 @@
-"""Train the demo model from nothing on the text that corpus.py makes up, and export it in Hugging Face layout.
+"""Train the demo model from nothing on the text that corpus.py makes up, and
+export it in Hugging Face layout.
 
-    python examples/model/tokenizer.py --out RUN/tokenizer
-    python examples/model/train.py --run RUN --tokenizer RUN/tokenizer --export examples/model/checkpoint
+    python examples/model/tokenizer.py --out RUN/tokenizer python
+    examples/model/train.py --run RUN --tokenizer RUN/tokenizer --export
+    examples/model/checkpoint
 
-Needs torch >= 2.9, transformers, tokenizers, safetensors. About an hour on two CPU cores. Interrupted runs go on
-from ``RUN/state.safetensors``: the data of a step depends on the step's number alone.
+Needs torch >= 2.9, transformers, tokenizers, safetensors. About an hour on two
+CPU cores. Interrupted runs go on from ``RUN/state.safetensors``: the data of a
+step depends on the step's number alone.
 """
 
 from __future__ import annotations
@@ -92,9 +95,14 @@ def batch_of(tokenizer: Tokenizer, step: int, num_steps: int) -> tuple[Tensor, T
     """Token ids [B, T] and whether each must be recalled [B, T]."""
     number, stage = stage_of(step, num_steps)
     rows: list[Row] = pack(
-        tokenizer, documents_of(number, stage, step), TOKENS_PER_STEP // stage.row_tokens, stage.row_tokens
+        tokenizer,
+        documents_of(number, stage, step),
+        TOKENS_PER_STEP // stage.row_tokens,
+        stage.row_tokens,
     )
-    return torch.tensor([row.token_ids for row in rows]), torch.tensor([row.recalled for row in rows])
+    return torch.tensor([row.token_ids for row in rows]), torch.tensor(
+        [row.recalled for row in rows]
+    )
 
 
 def learning_rate(step: int, num_steps: int) -> float:
@@ -109,7 +117,9 @@ def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    muon = torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        matrices, lr=MUON_LR, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
     adam = torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0)
     return [muon, adam]
 
@@ -132,18 +142,25 @@ def run_step(model: LlamaForCausalLM, tokens: Tensor, recalled: Tensor) -> StepR
     losses = nn.functional.cross_entropy(logits, targets, reduction="none")
     weights = torch.where(marked, RECALL_WEIGHT, 1.0)
     right = (logits.detach().argmax(-1) == targets)[marked].float().mean().item()
-    return StepResult((losses * weights).sum() / weights.sum(), losses.detach().mean().item(), right)
+    return StepResult(
+        (losses * weights).sum() / weights.sum(), losses.detach().mean().item(), right
+    )
 
 
-def save_state(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
-    """Weights, optimizer moments and step; written aside and renamed, so that a kill leaves the older one whole."""
+def save_state(
+    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int
+) -> None:
+    """Weights, optimizer moments and step; written aside and renamed, so that a
+    kill leaves the older one whole."""
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     for number, optimizer in enumerate(optimizers):
         for index, moments in optimizer.state_dict()["state"].items():
             for name, value in moments.items():
                 tensors[f"optimizer.{number}.{index}.{name}"] = torch.as_tensor(value)
     aside = path.with_suffix(".new")
-    save_file({name: t.contiguous() for name, t in tensors.items()}, aside, metadata={"step": str(step)})
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items()}, aside, metadata={"step": str(step)}
+    )
     aside.replace(path)
 
 
@@ -178,12 +195,15 @@ def export(model: LlamaForCausalLM, tokenizer_directory: Path, directory: Path) 
     described = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim, "hidden_act": "silu", "max_position_embeddings": MAX_POSITIONS,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
+        "hidden_act": "silu", "max_position_embeddings": MAX_POSITIONS,
         "rms_norm_eps": config.rms_norm_eps, "rope_theta": 10000.0, "rope_scaling": None,
         "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
-        "initializer_range": 0.02, "use_cache": True, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID,
+        "initializer_range": 0.02, "use_cache": True, "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "do_sample": False}
@@ -217,7 +237,10 @@ def train(run: Path, tokenizer: Tokenizer, num_steps: int, save_every_s: float) 
             rate = len(window) * TOKENS_PER_STEP / (time.monotonic() - reported)
             loss = sum(r.plain_loss for r in window) / len(window)
             recall = sum(r.recall for r in window) / len(window)
-            print(f"step {step + 1}  loss {loss:.4f}  recall {recall:.4f}  {rate:.0f} tok/s", flush=True)
+            print(
+                f"step {step + 1}  loss {loss:.4f}  recall {recall:.4f}  {rate:.0f} tok/s",
+                flush=True,
+            )
             reported, window = time.monotonic(), []
         if time.monotonic() - saved > save_every_s:
             save_state(state_path, model, optimizers, step + 1)
@@ -228,8 +251,12 @@ def train(run: Path, tokenizer: Tokenizer, num_steps: int, save_every_s: float) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model.")
-    parser.add_argument("--run", type=Path, required=True, help="where the state of the training is kept")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="directory with tokenizer.json")
+    parser.add_argument(
+        "--run", type=Path, required=True, help="where the state of the training is kept"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="directory with tokenizer.json"
+    )
     parser.add_argument("--export", type=Path, help="write the checkpoint here at the end")
     parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--threads", type=int, default=2)

@@ -1,4 +1,5 @@
-"""``fastdecode bench``: run a plan, or its twin on this machine, and compare what was predicted with what it takes.
+"""``fastdecode bench``: run a plan, or its twin on this machine, and compare
+what was predicted with what it takes.
 
 Exit codes: 0 every quantity is within the tolerance; 1 one is not; 2 usage.
 """
@@ -33,18 +34,35 @@ def add_bench(commands: Any) -> None:
         "bench",
         help="run a plan, or its scaled-down twin here: predicted against measured",
         description="Run the batch of a plan with R-workers as threads of this process, scaled down to what this "
-        "machine holds, and compare each quantity with what this machine's profiles predict for it.",
+        "machine holds, and compare each quantity with what this machine's profiles predict for "
+        "it.",
     )
     parser.set_defaults(run=run_bench)
-    parser.add_argument("--plan", required=True, type=Path, metavar="FILE", help="of `size --json` or `size --emit`")
-    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory to run")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ..., auto (default: cpu)")
-    parser.add_argument("--gpu", type=Path, metavar="FILE", help="profile of `calibrate s`; default: measured now")
-    parser.add_argument("--cpu", type=Path, metavar="FILE", help="profile of `calibrate r`; default: measured now")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="decode steps to time (default: 20)")
-    parser.add_argument("--tolerance", type=float, default=0.15, metavar="X", help="relative (default: 0.15)")
+    parser.add_argument(
+        "--plan", required=True, type=Path, metavar="FILE", help="of `size --json` or `size --emit`"
+    )
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="Hugging Face model directory to run"
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, cuda, cuda:1, ..., auto (default: cpu)"
+    )
+    parser.add_argument(
+        "--gpu", type=Path, metavar="FILE", help="profile of `calibrate s`; default: measured now"
+    )
+    parser.add_argument(
+        "--cpu", type=Path, metavar="FILE", help="profile of `calibrate r`; default: measured now"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="decode steps to time (default: 20)"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.15, metavar="X", help="relative (default: 0.15)"
+    )
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    parser.add_argument(
+        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
+    )
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -88,7 +106,9 @@ def _twin(
     kv_tokens = min(MAX_TWIN_TOKENS, kv_bytes // token_bytes)
     longest = replace(planned, context_tokens=min(planned.context_tokens, spec.max_model_len // 2))
     on_cpu = choose_device(args.device).type == "cpu"
-    twin = scale_down(longest, cores=cores, kv_tokens=kv_tokens, max_batch=MAX_TWIN_BATCH, one_lane=on_cpu)
+    twin = scale_down(
+        longest, cores=cores, kv_tokens=kv_tokens, max_batch=MAX_TWIN_BATCH, one_lane=on_cpu
+    )
     config = EngineConfig.of(
         args.model,
         dtype=dtype,
@@ -115,10 +135,14 @@ def _calibrate_r(spec: ModelSpec, config: EngineConfig, twin: SteadyBatch) -> RP
         sequences=tuple(sorted({1, max(1, share // 4), share})),
         contexts=tuple(sorted({16, max(16, twin.context_tokens // 4), twin.context_tokens})),
     )
-    kv = spec.kv_spec(DType.parse(config.r_part.kv_dtype, option="kv_dtype", of_kv=True), config.r_part.block_size)
+    kv = spec.kv_spec(
+        DType.parse(config.r_part.kv_dtype, option="kv_dtype", of_kv=True), config.r_part.block_size
+    )
     host = Host(twin.r_workers, config.r_part.r_threads or 1)
     memory_bytes = int((config.r_part.kv_memory_gb or 1.0) * 1e9)
-    return measure_r_part(host, kv, spec.attention, DType.parse(config.s_part.dtype), memory_bytes, effort)
+    return measure_r_part(
+        host, kv, spec.attention, DType.parse(config.s_part.dtype), memory_bytes, effort
+    )
 
 
 def _compare(
@@ -165,7 +189,12 @@ def _report(args: argparse.Namespace, twin: SteadyBatch, quantities: list[Quanti
     good = all(quantity.within(args.tolerance) for quantity in quantities)
     if args.json:
         rows = [{**asdict(each), "relative_error": each.relative_error} for each in quantities]
-        tree = {"ran": asdict(twin), "tolerance": args.tolerance, "within": good, "quantities": rows}
+        tree = {
+            "ran": asdict(twin),
+            "tolerance": args.tolerance,
+            "within": good,
+            "quantities": rows,
+        }
         print(json.dumps(tree, indent=2))
     else:
         print(f"{'':<14} {'predicted':>12} {'measured':>12}   off by")
@@ -188,12 +217,16 @@ def _read(path: Path | None, kind: type[Any], option: str, letter: str) -> Any:
         return None
     profile: Profile = read_profile(path)
     if not isinstance(profile, kind):
-        raise ConfigError(f"{option} {path} is a profile of another kind: it needs `fastdecode calibrate {letter}`'s")
+        raise ConfigError(
+            f"{option} {path} is a profile of another kind: it needs `fastdecode calibrate "
+            f"{letter}`'s"
+        )
     return profile
 
 
 def _describe(model: str, steady: SteadyBatch) -> str:
     return (
-        f"{model}: {steady.batch} sequences of {steady.context_tokens} tokens in {steady.lanes} lane(s), "
+        f"{model}: {steady.batch} sequences of {steady.context_tokens} tokens in {steady.lanes} "
+        "lane(s), "
         f"{steady.r_workers} R-worker(s)"
     )

@@ -1,7 +1,9 @@
-"""``fastdecode calibrate``: measure this machine, for ``fastdecode size`` to plan with.
+"""``fastdecode calibrate``: measure this machine, for ``fastdecode size`` to
+plan with.
 
-``s`` measures the S-part of a model on a device and needs torch; ``r`` measures the R-part of its head shape on this
-host, ``net`` the way to an R-worker of an MPI job and back; these do not.
+``s`` measures the S-part of a model on a device and needs torch; ``r`` measures
+the R-part of its head shape on this host, ``net`` the way to an R-worker of an
+MPI job and back; these do not.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from fastdecode.core.errors import ConfigError, imports_for
 
 MAX_SIZES = 64
 LINK_BLOCK_SIZE = 16
-"""Tokens in a KV block while a link is measured: a sequence has few, so that many fit into little memory."""
+"""Tokens in a KV block while a link is measured: a sequence has few, so that
+many fit into little memory."""
 
 
 def add_calibrate(commands: Any) -> None:
@@ -34,21 +37,41 @@ def add_calibrate(commands: Any) -> None:
 
 
 def _add_s(kinds: Any) -> None:
-    parser = kinds.add_parser("s", help="T(B) of the S-part over batch sizes, and prompts over their lengths")
+    parser = kinds.add_parser(
+        "s", help="T(B) of the S-part over batch sizes, and prompts over their lengths"
+    )
     parser.set_defaults(run=run_calibrate_s)
     _add_shared(parser, "Hugging Face model directory")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ..., auto (default: cpu)")
-    parser.add_argument("--batches", type=_sizes, metavar="N,N,...", help="batch sizes (default: 1,2,4,...,256)")
-    parser.add_argument("--prompts", type=_sizes, metavar="N,N,...", help="prompt lengths (default: 16,64,256,1024)")
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, cuda, cuda:1, ..., auto (default: cpu)"
+    )
+    parser.add_argument(
+        "--batches", type=_sizes, metavar="N,N,...", help="batch sizes (default: 1,2,4,...,256)"
+    )
+    parser.add_argument(
+        "--prompts", type=_sizes, metavar="N,N,...", help="prompt lengths (default: 16,64,256,1024)"
+    )
 
 
 def _add_r(kinds: Any) -> None:
-    parser = kinds.add_parser("r", help="time of a cached token over sequences and contexts, and the read ceiling")
+    parser = kinds.add_parser(
+        "r", help="time of a cached token over sequences and contexts, and the read ceiling"
+    )
     parser.set_defaults(run=run_calibrate_r)
     _add_shared(parser, "model directory, config.json, or a name that `size` knows")
-    parser.add_argument("--sequences", type=_sizes, metavar="N,N,...", help="on each R-worker (default: 1,4,16,64)")
-    parser.add_argument("--contexts", type=_sizes, metavar="N,N,...", help="tokens (default: 64,256,1024,4096)")
-    parser.add_argument("--max-memory-gb", type=float, default=2.0, metavar="GB", help="while measuring (default: 2)")
+    parser.add_argument(
+        "--sequences", type=_sizes, metavar="N,N,...", help="on each R-worker (default: 1,4,16,64)"
+    )
+    parser.add_argument(
+        "--contexts", type=_sizes, metavar="N,N,...", help="tokens (default: 64,256,1024,4096)"
+    )
+    parser.add_argument(
+        "--max-memory-gb",
+        type=float,
+        default=2.0,
+        metavar="GB",
+        help="while measuring (default: 2)",
+    )
 
 
 def _add_net(kinds: Any) -> None:
@@ -59,34 +82,56 @@ def _add_net(kinds: Any) -> None:
         "mpirun -n 1 fastdecode calibrate net ... : -n 1 fastdecode r-worker",
     )
     parser.set_defaults(run=run_calibrate_net)
-    _add_common(parser, "model directory, config.json, or a name that `size` knows: its head shape is sent")
-    parser.add_argument("--batches", type=_sizes, metavar="N,N,...", help="sequences (default: 1,16,64,256,1024)")
+    _add_common(
+        parser, "model directory, config.json, or a name that `size` knows: its head shape is sent"
+    )
+    parser.add_argument(
+        "--batches", type=_sizes, metavar="N,N,...", help="sequences (default: 1,16,64,256,1024)"
+    )
 
 
 def _add_shared(parser: argparse.ArgumentParser, model: str) -> None:
     _add_common(parser, model)
     parser.add_argument("--kv-dtype", default="auto", help="KV cache; auto is --dtype")
-    parser.add_argument("--block-size", type=int, default=64, metavar="N", help="tokens in a KV block (default: 64)")
-    parser.add_argument("--r-workers", type=int, default=1, metavar="N", help="R-workers of this host (default: 1)")
-    parser.add_argument("--r-threads", type=int, metavar="N", help="threads of each; default: the cores shared out")
-    parser.add_argument("--kv-memory-gb", type=float, metavar="GB", help="KV cache of each R-worker in earnest")
+    parser.add_argument(
+        "--block-size", type=int, default=64, metavar="N", help="tokens in a KV block (default: 64)"
+    )
+    parser.add_argument(
+        "--r-workers", type=int, default=1, metavar="N", help="R-workers of this host (default: 1)"
+    )
+    parser.add_argument(
+        "--r-threads", type=int, metavar="N", help="threads of each; default: the cores shared out"
+    )
+    parser.add_argument(
+        "--kv-memory-gb", type=float, metavar="GB", help="KV cache of each R-worker in earnest"
+    )
 
 
 def _add_common(parser: argparse.ArgumentParser, model: str) -> None:
     parser.add_argument("--model", required=True, metavar="M", help=model)
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the profile, JSON")
-    parser.add_argument("--dtype", default="auto", help="weights and activations; auto is the checkpoint's")
-    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="of each size (default: 9)")
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    parser.add_argument(
+        "--dtype", default="auto", help="weights and activations; auto is the checkpoint's"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=9, metavar="N", help="of each size (default: 9)"
+    )
+    parser.add_argument(
+        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
+    )
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     try:
         sizes = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers: 1,8,64") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of whole numbers: 1,8,64"
+        ) from None
     if not 1 <= len(sizes) <= MAX_SIZES or sizes[0] < 1 or sizes[-1] > 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} must be 1 to {MAX_SIZES} whole numbers from 1 to {1 << 20}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be 1 to {MAX_SIZES} whole numbers from 1 to {1 << 20}"
+        )
     return sizes
 
 
@@ -119,7 +164,10 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
     write_profile(args.out, profile)
     for point in profile.layer:
         timing = point.timing
-        tell(f"  T({point.size}) = {seconds_text(timing.median_s)} a layer (spread {timing.spread:.1%})")
+        tell(
+            f"  T({point.size}) = {seconds_text(timing.median_s)} a layer (spread "
+            f"{timing.spread:.1%})"
+        )
     tell(f"wrote {args.out}; use it with: fastdecode size --gpu {args.out}")
     return 0
 
@@ -136,11 +184,19 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     _check_repeats(args)
     spec = read_model(args.model)
     dtype = spec.choose_dtype(args.dtype)
-    kv_dtype = dtype if args.kv_dtype == "auto" else DType.parse(args.kv_dtype, option="kv_dtype", of_kv=True)
+    kv_dtype = (
+        dtype
+        if args.kv_dtype == "auto"
+        else DType.parse(args.kv_dtype, option="kv_dtype", of_kv=True)
+    )
     if not 1 <= args.r_workers <= 4096 or not 1 <= (args.r_threads or 1) <= 4096:
-        raise ConfigError(f"--r-workers {args.r_workers} and --r-threads {args.r_threads} must be within 1..4096")
+        raise ConfigError(
+            f"--r-workers {args.r_workers} and --r-threads {args.r_threads} must be within 1..4096"
+        )
     if not 0.001 <= args.max_memory_gb <= 65536:
-        raise ConfigError(f"--max-memory-gb {args.max_memory_gb} is not a number of GB from 0.001 to 65536")
+        raise ConfigError(
+            f"--max-memory-gb {args.max_memory_gb} is not a number of GB from 0.001 to 65536"
+        )
     host = Host(args.r_workers, args.r_threads or max(1, available_cores() // args.r_workers))
     default = Effort()
     effort = Effort(
@@ -149,7 +205,10 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
         repeats=args.repeats,
         max_kv_bytes=int(args.max_memory_gb * 1e9) // args.r_workers,
     )
-    tell(f"R-part: {host.num_workers} R-worker(s) of {host.num_threads} thread(s), KV cache in {kv_dtype}")
+    tell(
+        f"R-part: {host.num_workers} R-worker(s) of {host.num_threads} thread(s), KV cache in "
+        f"{kv_dtype}"
+    )
     kv = spec.kv_spec(kv_dtype, args.block_size)
     profile = measure_r_part(host, kv, spec.attention, dtype, _memory_bytes(args), effort)
     write_profile(args.out, profile)
@@ -157,8 +216,10 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     ceiling = sorted(profile.read_bytes_per_s)[len(profile.read_bytes_per_s) // 2]
     rate = kv.token_bytes / kv.num_layers / fit.token_s if fit.token_s > 0 else float("inf")
     tell(
-        f"  R = {seconds_text(fit.token_s)} a cached token and layer ({rate / 1e9:.3g} GB/s of a read ceiling of "
-        f"{ceiling / 1e9:.3g}), {seconds_text(fit.sequence_s)} a sequence, {seconds_text(fit.call_s)} a call; "
+        f"  R = {seconds_text(fit.token_s)} a cached token and layer ({rate / 1e9:.3g} GB/s of a "
+        "read ceiling of "
+        f"{ceiling / 1e9:.3g}), {seconds_text(fit.sequence_s)} a sequence, "
+        f"{seconds_text(fit.call_s)} a call; "
         f"fit error {fit.relative_error:.1%}"
     )
     tell(f"wrote {args.out}; use it with: fastdecode size --cpu {args.out}")
@@ -196,11 +257,14 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
             connection.send(Shutdown())
         hub.close()
     machine = this_machine("network", ("numpy", "mpi4py", "fastdecode"))
-    profile = NetProfile(machine, f"MPI ({job.library})", times.transfer, times.round_trip, times.message)
+    profile = NetProfile(
+        machine, f"MPI ({job.library})", times.transfer, times.round_trip, times.message
+    )
     write_profile(args.out, profile)
     link = Link.from_profile(profile)
     tell(
-        f"  round trip {seconds_text(link.round_trip_s)}, {link.bytes_per_s / 1e9:.3g} GB/s each way, a message costs "
+        f"  round trip {seconds_text(link.round_trip_s)}, {link.bytes_per_s / 1e9:.3g} GB/s each "
+        "way, a message costs "
         f"the S-worker's thread {seconds_text(link.message_s)}"
     )
     tell(f"wrote {args.out}; use it with: fastdecode size --nic {args.out}")
@@ -214,6 +278,8 @@ def _memory_bytes(args: argparse.Namespace) -> int:
     if args.kv_memory_gb is None:
         return default_kv_bytes(args.r_workers)
     if not 1e-3 <= args.kv_memory_gb <= 1e6:
-        raise ConfigError(f"--kv-memory-gb {args.kv_memory_gb} is not a number of GB from 0.001 to 1000000")
+        raise ConfigError(
+            f"--kv-memory-gb {args.kv_memory_gb} is not a number of GB from 0.001 to 1000000"
+        )
     gigabytes: float = args.kv_memory_gb
     return int(gigabytes * 1e9)

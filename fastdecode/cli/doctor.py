@@ -1,4 +1,5 @@
-"""``fastdecode doctor``: is this host, and are these R-workers, fit to run a job?
+"""``fastdecode doctor``: is this host, and are these R-workers, fit to run a
+job?
 
 Exit codes: 0 nothing is wrong (there may be warnings); 1 something is; 2 usage.
 """
@@ -38,17 +39,27 @@ def add_doctor(commands: Any) -> None:
         "With --r-worker: those R-workers; they serve jobs afterwards.",
     )
     parser.set_defaults(run=run_doctor)
-    parser.add_argument("--model", metavar="DIR", help="the model to be run: R-workers must serve it")
+    parser.add_argument(
+        "--model", metavar="DIR", help="the model to be run: R-workers must serve it"
+    )
     parser.add_argument(
         "--r-worker", dest="r_worker_addresses", action="append", default=[], metavar="ADDRESS",
         help="an R-worker's address, tcp://HOST:PORT; repeatable",
     )  # fmt: skip
-    parser.add_argument("--key", metavar="FILE", help="the cluster's key, for R-workers on other hosts")
+    parser.add_argument(
+        "--key", metavar="FILE", help="the cluster's key, for R-workers on other hosts"
+    )
     ranks = parser.add_argument_group("in an MPI job, of every rank but the first")
-    ranks.add_argument("--kv-memory-gb", type=float, metavar="GB", help="KV cache; default: its share")
+    ranks.add_argument(
+        "--kv-memory-gb", type=float, metavar="GB", help="KV cache; default: its share"
+    )
     ranks.add_argument("--r-threads", type=int, metavar="N", help="CPU threads; default: its share")
-    parser.add_argument("--json", action="store_true", help="print the findings and the facts behind them as JSON")
-    parser.add_argument("--log-level", default="error", choices=("debug", "info", "warning", "error"))
+    parser.add_argument(
+        "--json", action="store_true", help="print the findings and the facts behind them as JSON"
+    )
+    parser.add_argument(
+        "--log-level", default="error", choices=("debug", "info", "warning", "error")
+    )
     add_exit_code_option(parser)
 
 
@@ -78,7 +89,9 @@ def run_doctor(args: argparse.Namespace) -> int:
             print(f"{finding.level}  {finding.check}: {finding.text}")
             if finding.mend:
                 print(f"      -> {finding.mend}")
-        counts = {level: sum(x.level == level for x in findings) for level in ("PASS", "WARN", "FAIL")}
+        counts = {
+            level: sum(x.level == level for x in findings) for level in ("PASS", "WARN", "FAIL")
+        }
         print(", ".join(f"{count} {level}" for level, count in counts.items()))
     return EXIT_FAILED if any(x.level == "FAIL" for x in findings) else 0
 
@@ -117,7 +130,12 @@ def _examine_addresses(args: argparse.Namespace) -> list[WorkerFacts]:
     found = []
     for address in args.r_worker_addresses:
         try:
-            workers = ZmqWorkers([address], key_file=args.key, silence_s=Cluster.worker_silence_s, reach_timeout_s=5.0)
+            workers = ZmqWorkers(
+                [address],
+                key_file=args.key,
+                silence_s=Cluster.worker_silence_s,
+                reach_timeout_s=5.0,
+            )
         except ConfigError:
             raise
         except FastDecodeError as error:
@@ -139,9 +157,18 @@ def _launcher() -> list[Finding]:
     if library is None or mpirun is None:
         missing = "mpi4py with an MPI library" if library is None else "mpirun"
         mend = f"for jobs over MPI: {pip_command('mpi')}"
-        return [Finding("WARN", "mpi", f"there is no {missing} here: only threads and ZeroMQ can be used", mend)]
+        return [
+            Finding(
+                "WARN",
+                "mpi",
+                f"there is no {missing} here: only threads and ZeroMQ can be used",
+                mend,
+            )
+        ]
     try:
-        version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        version = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
         vendor = vendor_of(version.stdout + version.stderr)
     except (OSError, subprocess.TimeoutExpired, ConfigError) as error:
         return [Finding("WARN", "mpi", f"{mpirun}: {error}", "use the launcher of the MPI library")]
@@ -153,9 +180,14 @@ def _launcher() -> list[Finding]:
 
 def _mpi_library() -> str | None:
     """As another process sees it: loading MPI changes a process, and may end it."""
-    script = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+    script = (
+        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+        "print(MPI.Get_library_version())"
+    )
     try:
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.split("\n")[0].split(",")[0].strip("\0 ") if done.returncode == 0 else None
@@ -167,7 +199,9 @@ def _interfaces(num_hosts: int) -> list[Finding]:
 
     outward = [x for x in this_host().interfaces if not x.endswith(" 127.0.0.1")]
     chosen = os.environ.get(_TCP_INTERFACE, "")
-    text = f"this host has {', '.join(outward) or 'only loopback'}" + (f"; MPI is to use {chosen}" if chosen else "")
+    text = f"this host has {', '.join(outward) or 'only loopback'}" + (
+        f"; MPI is to use {chosen}" if chosen else ""
+    )
     if num_hosts > 1 and len(outward) > 1 and not chosen and mpi_job.launched_size() is not None:
         mend = "--mca btl_tcp_if_include NET, or fastdecode launch --interface NET"
         return [Finding("WARN", "interface", f"{text}; MPI may choose any", mend)]

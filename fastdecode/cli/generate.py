@@ -35,7 +35,9 @@ def add_generate(commands: Any) -> None:
     parser.set_defaults(run=_generate)
     files = parser.add_argument_group("files")
     files.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
-    files.add_argument("--input", "-i", required=True, type=Path, metavar="FILE", help="requests, JSON Lines")
+    files.add_argument(
+        "--input", "-i", required=True, type=Path, metavar="FILE", help="requests, JSON Lines"
+    )
     files.add_argument(
         "--output",
         "-o",
@@ -44,13 +46,19 @@ def add_generate(commands: Any) -> None:
         metavar="FILE",
         help="completions, JSON Lines; replaced if it exists",
     )
-    files.add_argument("--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON")
-    files.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events")
+    files.add_argument(
+        "--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON"
+    )
+    files.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events"
+    )
     files.add_argument("--show", action="store_true", help="also print the completions")
     add_engine_options(parser)
     add_sampling_options(parser)
     add_exit_code_option(parser)
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    parser.add_argument(
+        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
+    )
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -71,12 +79,19 @@ def _generate(args: argparse.Namespace) -> int:
         def show(prompt: str | None, line: dict[str, Any]) -> None:
             progress.print(_shown(prompt, line))
 
-        job = stack.enter_context(open_ordered_job(options, Path(args.model), tell, show if args.show else None))
-        llm = stack.enter_context(LLM(args.model, progress=tell, trace=trace, **engine_options(args)))
+        job = stack.enter_context(
+            open_ordered_job(options, Path(args.model), tell, show if args.show else None)
+        )
+        llm = stack.enter_context(
+            LLM(args.model, progress=tell, trace=trace, **engine_options(args))
+        )
         result = job.run(llm, Stopping(grace_s=0), progress)
         args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers
         summary = summarise(
-            llm, started_s=args.started_s, num_requests=result.num_run, num_failed=result.num_run_failed
+            llm,
+            started_s=args.started_s,
+            num_requests=result.num_run,
+            num_failed=result.num_run_failed,
         )
     if args.summary is not None:
         write_json(args.summary, summary, "summary")
@@ -85,14 +100,18 @@ def _generate(args: argparse.Namespace) -> int:
         tell(f"fastdecode generate: workers were lost: {result.lost}")
         return EXIT_WORKERS_LOST
     if result.num_run_failed:
-        text = f"{result.num_run_failed} of {result.num_run} requests failed; see the error lines in {args.output}"
+        text = (
+            f"{result.num_run_failed} of {result.num_run} requests failed; see the error lines in "
+            f"{args.output}"
+        )
         tell(f"fastdecode generate: {text}")
         return EXIT_SOME_FAILED
     return 0
 
 
 def _shown(prompt: str | None, line: dict[str, Any]) -> str:
-    """A completion as a person wants to see it: the end of the prompt, then what the model made of it."""
+    """A completion as a person wants to see it: the end of the prompt, then
+    what the model made of it."""
     head = f"\n[{line['id']}]"
     if "error" in line:
         return f"{head} error {line['error']['code']}: {line['error']['message']}"

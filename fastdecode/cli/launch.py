@@ -1,6 +1,8 @@
-"""``fastdecode launch``: build the mpirun line for a list of hosts, show it, and run it.
+"""``fastdecode launch``: build the mpirun line for a list of hosts, show it,
+and run it.
 
-Exit codes: the S-worker's own where it can be had (on this host), else mpirun's.
+Exit codes: the S-worker's own where it can be had (on this host), else
+mpirun's.
 """
 
 from __future__ import annotations
@@ -31,33 +33,67 @@ def add_launch(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "launch",
         help="run generate, run-batch, doctor or calibrate over MPI on a list of hosts",
-        description="Build the mpirun line, show it, and run it: fastdecode launch --hosts a:2,b:2 -- generate ...",
+        description=(
+            "Build the mpirun line, show it, and run it: fastdecode launch --hosts a:2,b:2 -- "
+            "generate ..."
+        ),
     )
     parser.set_defaults(run=run_launch)
     parser.add_argument(
-        "--hosts", required=True, metavar="A:2,B:2", help="hosts and their R-workers; one for each NUMA node is best"
+        "--hosts",
+        required=True,
+        metavar="A:2,B:2",
+        help="hosts and their R-workers; one for each NUMA node is best",
     )
-    parser.add_argument("--s-host", metavar="HOST", help="where the S-worker runs (default: the first of --hosts)")
-    parser.add_argument("--interface", metavar="NET", help="MPI's network: an interface such as eth0, or 10.0.0.0/24")
-    parser.add_argument("--r-threads", type=int, metavar="N", help="CPU threads of each R-worker (default: its share)")
     parser.add_argument(
-        "--kv-memory-gb", type=float, metavar="GB", help="KV cache of each R-worker (default: its share)"
+        "--s-host", metavar="HOST", help="where the S-worker runs (default: the first of --hosts)"
+    )
+    parser.add_argument(
+        "--interface",
+        metavar="NET",
+        help="MPI's network: an interface such as eth0, or 10.0.0.0/24",
+    )
+    parser.add_argument(
+        "--r-threads",
+        type=int,
+        metavar="N",
+        help="CPU threads of each R-worker (default: its share)",
+    )
+    parser.add_argument(
+        "--kv-memory-gb",
+        type=float,
+        metavar="GB",
+        help="KV cache of each R-worker (default: its share)",
     )
     parser.add_argument("--no-numa", action="store_true", help="don't bind R-workers to NUMA nodes")
-    parser.add_argument("--mpirun", metavar="FILE", help="the launcher (default: beside this Python, else from PATH)")
     parser.add_argument(
-        "--mpirun-arg", action="append", default=[], metavar="ARG", help="a further word for mpirun; repeatable"
+        "--mpirun",
+        metavar="FILE",
+        help="the launcher (default: beside this Python, else from PATH)",
+    )
+    parser.add_argument(
+        "--mpirun-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="a further word for mpirun; repeatable",
     )
     parser.add_argument("--dry-run", action="store_true", help="show the line, and do nothing else")
-    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS))
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    parser.add_argument(
+        "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS)
+    )
+    parser.add_argument(
+        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
+    )
 
 
 def run_launch(args: argparse.Namespace) -> int:
     """Show the line and run it. Returns the exit code."""
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if not command or command[0] not in COMMANDS:
-        raise ConfigError(f"say what to run behind --: one of {', '.join(COMMANDS)}, with its options")
+        raise ConfigError(
+            f"say what to run behind --: one of {', '.join(COMMANDS)}, with its options"
+        )
     with tempfile.TemporaryDirectory(prefix="fd") as directory:
         report = Path(directory, "exit-code")
         line = _line(args, command, report)
@@ -93,8 +129,8 @@ def _run(words: list[str], stop_signal: signal.Signals) -> int:
 
     Args:
         words: its command line.
-        stop_signal: what it gets when this process gets SIGINT or SIGTERM. It isn't killed: to see the ranks off takes
-            a while.
+        stop_signal: what it gets when this process gets SIGINT or SIGTERM. It
+            isn't killed: to see the ranks off takes a while.
     """
     started: list[subprocess.Popen[bytes]] = []
     stops: list[int] = []
@@ -107,7 +143,8 @@ def _run(words: list[str], stop_signal: signal.Signals) -> int:
     # Before there is anything that it would leave behind.
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        # In a session of its own: a terminal's Ctrl-C is for us, and would have mpirun kill the ranks.
+        # In a session of its own: a terminal's Ctrl-C is for us, and would have
+        # mpirun kill the ranks.
         with subprocess.Popen(words, start_new_session=True) as mpirun:
             started.append(mpirun)
             if stops:
@@ -119,8 +156,8 @@ def _run(words: list[str], stop_signal: signal.Signals) -> int:
 
 
 def _truthful(mpirun_code: int, report: Path | None) -> int:
-    """The S-worker's word counts: mpirun may fail when an R-worker was lost, though every request was answered, and not
-    fail when the S-worker died."""
+    """The S-worker's word counts: mpirun may fail when an R-worker was lost,
+    though every request was answered, and not fail when the S-worker died."""
     code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
     if report is None:
         return code
@@ -165,17 +202,22 @@ def _tensor_parallel(command: list[str]) -> int:
 
 
 def _mpirun(given: str | None) -> str:
-    """The launcher of the MPI that mpi4py will load, as far as one can tell: that beside this Python."""
+    """The launcher of the MPI that mpi4py will load, as far as one can tell:
+    that beside this Python."""
     beside = Path(sys.executable).with_name("mpirun")
     found = given or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if found is None:
-        raise ConfigError(f"there is no mpirun: {pip_command('mpi')} brings one, or say --mpirun FILE")
+        raise ConfigError(
+            f"there is no mpirun: {pip_command('mpi')} brings one, or say --mpirun FILE"
+        )
     return found
 
 
 def _version(mpirun: str) -> str:
     try:
-        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{mpirun} --version: {error}") from None
     return done.stdout + done.stderr

@@ -1,7 +1,9 @@
-"""The ``fastdecode`` command. Each subcommand imports what it needs when it runs, so that none pays for another's.
+"""The ``fastdecode`` command. Each subcommand imports what it needs when it
+runs, so that none pays for another's.
 
-Exit codes: 0 done; 1 an unexpected failure; 2 usage, options or model directory; 3 some requests failed, the others
-are done; 4 workers were lost; 130 interrupted.
+Exit codes: 0 done; 1 an unexpected failure; 2 usage, options or model
+directory; 3 some requests failed, the others are done; 4 workers were lost; 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from fastdecode.wire.mpi import job as mpi_job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns the exit code; in an MPI job, leaves the job with it and doesn't return."""
+    """Run one subcommand. Returns the exit code; in an MPI job, leaves the job
+    with it and doesn't return."""
     _keep_standard_files()
     mpi_job.stop_on_request()
     parser = _parser()
@@ -52,13 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _note(code, exit_code_file)
     if mpi_job.launched_size() is not None and mpi_job.joined_at_last(wanted=code != 0):
         # Ranks that hang would keep the launcher waiting for ever: have it end them.
-        mpi_job.leave(code, end_job=code == EXIT_WORKERS_LOST or getattr(args, "has_hung_workers", False))
+        mpi_job.leave(
+            code, end_job=code == EXIT_WORKERS_LOST or getattr(args, "has_hung_workers", False)
+        )
     return code
 
 
 def _keep_standard_files() -> None:
-    """Where stdin, stdout or stderr are closed (``2>&-``), the next file to be opened would take their place, and get
-    what libraries write there."""
+    """Where stdin, stdout or stderr are closed (``2>&-``), the next file to be
+    opened would take their place, and get what libraries write there."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
@@ -83,7 +88,9 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     args.started_s = time.perf_counter()
     args.argv = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
-        level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=args.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     run: Callable[[argparse.Namespace], int] = args.run
     try:
@@ -103,7 +110,10 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fastdecode",
-        description="Decode large batches on few GPUs: weights on S-workers, KV cache and attention on R-workers.",
+        description=(
+            "Decode large batches on few GPUs: weights on S-workers, KV cache and attention on "
+            "R-workers."
+        ),
     )
     parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -22,7 +22,9 @@ EXIT_INTERRUPTED = 130
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``EngineConfig``, a group of theirs for each of its groups."""
-    for title, group in zip(("S-part", "R-part", "batching", "cluster"), GROUPS.values(), strict=True):
+    for title, group in zip(
+        ("S-part", "R-part", "batching", "cluster"), GROUPS.values(), strict=True
+    ):
         arguments = parser.add_argument_group(title)
         for each in declared(group):
             _add_option(arguments, each)
@@ -102,18 +104,26 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--logprobs", int, "also give logprobs, and those of the K likeliest", "K")
     add("--n", int, "completions of each prompt", "N")
     group.add_argument(
-        "--stop", action="append", default=argparse.SUPPRESS, metavar="TEXT", help="stop before this text; repeatable"
+        "--stop",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="stop before this text; repeatable",
     )
     group.add_argument(
         "--stop-token-ids", action="append", type=int, default=argparse.SUPPRESS, metavar="ID",
         help="stop at this token; repeatable",
     )  # fmt: skip
-    group.add_argument("--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on after EOS")
+    group.add_argument(
+        "--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on after EOS"
+    )
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of ``EngineConfig`` as given."""
-    return {each.name: getattr(args, each.name) for group in GROUPS.values() for each in declared(group)}
+    return {
+        each.name: getattr(args, each.name) for group in GROUPS.values() for each in declared(group)
+    }
 
 
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
@@ -122,7 +132,8 @@ def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_defaults(args: argparse.Namespace) -> SamplingParams:
-    """What lines that don't say it themselves are sampled with. Raises ConfigError naming a bad option."""
+    """What lines that don't say it themselves are sampled with. Raises
+    ConfigError naming a bad option."""
     try:
         return SamplingParams(**sampling_given(args))
     except RequestError as error:
@@ -130,7 +141,8 @@ def sampling_defaults(args: argparse.Namespace) -> SamplingParams:
 
 
 def check_options(args: argparse.Namespace) -> SamplingParams:
-    """Refuse what no job can be run with, before anything is begun: ranks of an MPI job wait for each other.
+    """Refuse what no job can be run with, before anything is begun: ranks of an
+    MPI job wait for each other.
 
     Returns:
         What lines that don't say it themselves are sampled with.

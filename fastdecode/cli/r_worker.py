@@ -1,7 +1,9 @@
-"""``fastdecode r-worker``: keep the KV cache of somebody else's sequences, and compute their attention.
+"""``fastdecode r-worker``: keep the KV cache of somebody else's sequences, and
+compute their attention.
 
-Two ways to be reached. As a rank of an MPI job: every rank but the first is an R-worker. Or with ``--bind``, at an
-address that S-workers connect to over ZeroMQ.
+Two ways to be reached. As a rank of an MPI job: every rank but the first is an
+R-worker. Or with ``--bind``, at an address that S-workers connect to over
+ZeroMQ.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def add_r_worker(commands: Any) -> None:
         "r-worker",
         help="serve as an R-worker, in an MPI job or at an address",
         description="Serve as an R-worker. In an MPI job: mpirun -n 1 fastdecode generate ... : -n 3 fastdecode "
-        "r-worker. At an address: fastdecode r-worker --bind tcp://HOST:PORT, and on the S-worker's host fastdecode "
+        "r-worker. At an address: fastdecode r-worker --bind tcp://HOST:PORT, and on the "
+        "S-worker's host fastdecode "
         "generate --transport zmq --r-worker tcp://HOST:PORT ...",
     )
     parser.set_defaults(run=_r_worker)
@@ -38,24 +41,44 @@ def add_r_worker(commands: Any) -> None:
         "--kv-memory-gb",
         type=float,
         metavar="GB",
-        help="KV cache; default: half of the host's free memory, shared out among the job's ranks there",
+        help=(
+            "KV cache; default: half of the host's free memory, shared out among the job's ranks "
+            "there"
+        ),
     )
     resources.add_argument(
         "--threads",
         type=int,
         metavar="N",
-        help="CPU threads; default: one for each CPU that is its own, or a share of those that all ranks may use",
+        help=(
+            "CPU threads; default: one for each CPU that is its own, or a share of those that all "
+            "ranks may use"
+        ),
     )
-    resources.add_argument("--cpus", metavar="LIST", help="run on these CPUs only, such as 0-15,32-47")
     resources.add_argument(
-        "--numa-node", metavar="N", help="run on the CPUs of this NUMA node only; auto: the job's ranks take turns"
+        "--cpus", metavar="LIST", help="run on these CPUs only, such as 0-15,32-47"
+    )
+    resources.add_argument(
+        "--numa-node",
+        metavar="N",
+        help="run on the CPUs of this NUMA node only; auto: the job's ranks take turns",
     )
     address = parser.add_argument_group("at an address")
-    address.add_argument("--bind", metavar="ADDRESS", help="tcp://HOST:PORT; off loopback a key is needed too")
-    address.add_argument("--key", type=Path, metavar="FILE", help="the cluster's key, the same file on every host")
-    address.add_argument("--name", metavar="NAME", help="what to be called in logs; default: the host and port")
     address.add_argument(
-        "--silence-s", type=float, default=5.0, metavar="S", help="give up a silent S-worker after this (default: 5)"
+        "--bind", metavar="ADDRESS", help="tcp://HOST:PORT; off loopback a key is needed too"
+    )
+    address.add_argument(
+        "--key", type=Path, metavar="FILE", help="the cluster's key, the same file on every host"
+    )
+    address.add_argument(
+        "--name", metavar="NAME", help="what to be called in logs; default: the host and port"
+    )
+    address.add_argument(
+        "--silence-s",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="give up a silent S-worker after this (default: 5)",
     )
     address.add_argument(
         "--return-s",
@@ -65,23 +88,42 @@ def add_r_worker(commands: Any) -> None:
         help="when the S-worker is lost, which may be the network's doing, listen for it so long, without its cache "
         "(default: 60)",
     )
-    address.add_argument("--model-hash", metavar="HASH", help="serve S-workers that run this model only")
-    address.add_argument("--keep-serving", action="store_true", help="when an S-worker leaves, wait for the next")
     address.add_argument(
-        "--new-key", type=Path, metavar="FILE", help="write a new key to this file, and do nothing else"
+        "--model-hash", metavar="HASH", help="serve S-workers that run this model only"
     )
-    parser.add_argument("--exit-with-parent", action="store_true", help="end when whoever started this has ended")
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    address.add_argument(
+        "--keep-serving", action="store_true", help="when an S-worker leaves, wait for the next"
+    )
+    address.add_argument(
+        "--new-key",
+        type=Path,
+        metavar="FILE",
+        help="write a new key to this file, and do nothing else",
+    )
+    parser.add_argument(
+        "--exit-with-parent", action="store_true", help="end when whoever started this has ended"
+    )
+    parser.add_argument(
+        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
+    )
 
 
 def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
-    """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but the first serves, and doesn't return.
-    With ``--tp 2`` the second mirrors the first."""
+    """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but
+    the first serves, and doesn't return. With ``--tp 2`` the second mirrors the
+    first."""
     if args.kv_placement == "gpu" and (mpi_job.launched_size() or 1) > 1:
-        raise ConfigError("--kv-placement gpu has no R-workers for the other ranks to be: start it without a launcher")
+        raise ConfigError(
+            "--kv-placement gpu has no R-workers for the other ranks to be: start it without a "
+            "launcher"
+        )
     if args.tp > 1 and mpi_job.launched_size() is not None and 0 < mpi_job.join().rank < args.tp:
         _mirror_rank_0(args.model, engine_options)
-    if mpi_job.launched_size() is None or args.transport not in ("auto", "mpi") or args.r_worker_addresses:
+    if (
+        mpi_job.launched_size() is None
+        or args.transport not in ("auto", "mpi")
+        or args.r_worker_addresses
+    ):
         return
     job = mpi_job.join()
     if job.rank != mpi_job.S_RANK:
@@ -107,15 +149,22 @@ def _r_worker(args: argparse.Namespace) -> int:
 
     num_sharing = bind_cpus(args.cpus, args.numa_node)
     if args.exit_with_parent:
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="parent-watch", daemon=True).start()
+        threading.Thread(
+            target=_end_with, args=(os.getppid(),), name="parent-watch", daemon=True
+        ).start()
     if args.bind is None:
         if args.key is not None or args.keep_serving or args.model_hash is not None:
             raise ConfigError("--key, --model-hash and --keep-serving belong to --bind")
         serve_rank(
-            mpi_job.join(), kv_memory_gb=args.kv_memory_gb, num_threads=args.threads, num_sharing_cpus=num_sharing
+            mpi_job.join(),
+            kv_memory_gb=args.kv_memory_gb,
+            num_threads=args.threads,
+            num_sharing_cpus=num_sharing,
         )
     if not (math.isfinite(args.silence_s) and 0.1 <= args.silence_s <= 3600):
-        raise ConfigError(f"--silence-s={args.silence_s} is not a number of seconds from 0.1 to 3600")
+        raise ConfigError(
+            f"--silence-s={args.silence_s} is not a number of seconds from 0.1 to 3600"
+        )
     if not (math.isfinite(args.return_s) and 0 <= args.return_s <= 1e6):
         raise ConfigError(f"--return-s={args.return_s} is not a number of seconds from 0 to 1e6")
     return _serve_at(args)

@@ -1,8 +1,10 @@
-"""``fastdecode run-batch``: a file of OpenAI batch lines in, a file of answers out; it survives being killed.
+"""``fastdecode run-batch``: a file of OpenAI batch lines in, a file of answers
+out; it survives being killed.
 
-Exit codes: 0 every line was answered; 2 usage, or lines that were refused before anything ran; 3 some lines failed, the
-others are done; 4 workers were lost, and lines are left; 130 interrupted. After 4 and 130 (and after any crash) the
-same command with ``--resume`` goes on.
+Exit codes: 0 every line was answered; 2 usage, or lines that were refused
+before anything ran; 3 some lines failed, the others are done; 4 workers were
+lost, and lines are left; 130 interrupted. After 4 and 130 (and after any crash)
+the same command with ``--resume`` goes on.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def add_run_batch(commands: Any) -> None:
         "run-batch",
         help="answer a file of OpenAI batch lines; can be interrupted and resumed",
         description="Answer every line of a file, OpenAI batch lines or those of `generate`. Answers are appended as "
-        "they finish. Whatever ends the job, the same command with --resume goes on where it stopped.",
+        "they finish. Whatever ends the job, the same command with --resume goes on where it "
+        "stopped.",
     )
     parser.set_defaults(run=run_run_batch)
     _add_files(parser)
@@ -60,30 +63,49 @@ def add_run_batch(commands: Any) -> None:
     add_engine_options(parser)
     add_sampling_options(parser)
     add_exit_code_option(parser)
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    parser.add_argument(
+        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
+    )
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("files")
     group.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
-    group.add_argument("--input", "-i", required=True, type=Path, metavar="FILE", help="requests, JSON Lines")
-    group.add_argument("--output", "-o", required=True, type=Path, metavar="FILE", help="answers, JSON Lines")
-    group.add_argument("--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events")
-    group.add_argument("--chat-template", type=Path, metavar="FILE", help="use this template, not the model's own")
+    group.add_argument(
+        "--input", "-i", required=True, type=Path, metavar="FILE", help="requests, JSON Lines"
+    )
+    group.add_argument(
+        "--output", "-o", required=True, type=Path, metavar="FILE", help="answers, JSON Lines"
+    )
+    group.add_argument(
+        "--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON"
+    )
+    group.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events"
+    )
+    group.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="use this template, not the model's own"
+    )
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("job")
     begin = group.add_mutually_exclusive_group()
-    begin.add_argument("--resume", action="store_true", help="go on with the run that began the output, if any")
+    begin.add_argument(
+        "--resume", action="store_true", help="go on with the run that began the output, if any"
+    )
     begin.add_argument("--overwrite", action="store_true", help="throw an existing output away")
-    group.add_argument("--retry-errors", action="store_true", help="with --resume: also run again what had failed")
+    group.add_argument(
+        "--retry-errors", action="store_true", help="with --resume: also run again what had failed"
+    )
     group.add_argument(
         "--on-error",
         choices=("refuse", "skip"),
         default="refuse",
-        help="bad lines in the input: refuse to start and list them, or answer each with an error (default: refuse)",
+        help=(
+            "bad lines in the input: refuse to start and list them, or answer each with an error "
+            "(default: refuse)"
+        ),
     )
     group.add_argument(
         "--served-model-name",
@@ -93,10 +115,21 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         help='what a line\'s "model" may say; repeatable (default: DIR as given, and its last part)',
     )
     group.add_argument(
-        "--run-seed", type=int, metavar="N", help="from it and its id comes a line's seed (default: drawn, and kept)"
+        "--run-seed",
+        type=int,
+        metavar="N",
+        help="from it and its id comes a line's seed (default: drawn, and kept)",
     )
-    group.add_argument("--sync-lines", type=int, default=100, metavar="N", help="fsync every N answers (default: 100)")
-    group.add_argument("--sync-s", type=float, default=5.0, metavar="S", help="and every S seconds (default: 5)")
+    group.add_argument(
+        "--sync-lines",
+        type=int,
+        default=100,
+        metavar="N",
+        help="fsync every N answers (default: 100)",
+    )
+    group.add_argument(
+        "--sync-s", type=float, default=5.0, metavar="S", help="and every S seconds (default: 5)"
+    )
     group.add_argument(
         "--grace-s",
         type=float,
@@ -126,7 +159,9 @@ def run_run_batch(args: argparse.Namespace) -> int:
     return _report(job, result, args)
 
 
-def _run(job: BatchJob, config: EngineConfig, args: argparse.Namespace) -> tuple[JobResult, dict[str, Any]]:
+def _run(
+    job: BatchJob, config: EngineConfig, args: argparse.Namespace
+) -> tuple[JobResult, dict[str, Any]]:
     from fastdecode.engine.llm import LLM
     from fastdecode.jobs.stopping import Stopping
     from fastdecode.measure.chrome_trace import open_trace
@@ -142,7 +177,10 @@ def _run(job: BatchJob, config: EngineConfig, args: argparse.Namespace) -> tuple
     ):
         result = job.run(llm, stopping, progress)
         return result, summarise(
-            llm, started_s=args.started_s, num_requests=result.num_run, num_failed=result.num_run_failed
+            llm,
+            started_s=args.started_s,
+            num_requests=result.num_run,
+            num_failed=result.num_run_failed,
         )
 
 
@@ -166,7 +204,8 @@ def _job_options(args: argparse.Namespace) -> JobOptions:
 
 @contextlib.contextmanager
 def _interrupts(stopping: Stopping) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM (in an MPI job SIGUSR1, too) ask the job to stop instead of ending the process."""
+    """Inside, SIGINT and SIGTERM (in an MPI job SIGUSR1, too) ask the job to
+    stop instead of ending the process."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         # Not print: the signal may have come in the middle of one.
@@ -183,7 +222,10 @@ def _interrupts(stopping: Stopping) -> Iterator[None]:
 def _report(job: BatchJob, result: JobResult, args: argparse.Namespace) -> int:
     """Say how it went and, if lines are left, how to go on. Returns the exit code."""
     failed = f", {result.num_failed} of them with an error" if result.num_failed else ""
-    tell(f"{COMMAND}: {result.num_done} of {result.num_lines} lines are answered in {args.output}{failed}")
+    tell(
+        f"{COMMAND}: {result.num_done} of {result.num_lines} lines are answered in "
+        f"{args.output}{failed}"
+    )
     if result.lost is not None:
         tell(f"{COMMAND}: workers were lost: {result.lost}")
     if result.num_done < result.num_lines:

@@ -1,4 +1,5 @@
-"""``fastdecode simulate``: what a schedule would gain on given hardware, answered without the hardware.
+"""``fastdecode simulate``: what a schedule would gain on given hardware,
+answered without the hardware.
 
 Exit codes: 0 done; 2 usage.
 """
@@ -33,10 +34,21 @@ def add_simulate(commands: Any) -> None:
         '"arrival_step".',
     )
     parser.set_defaults(run=run_simulate)
-    parser.add_argument("--trace", required=True, type=Path, metavar="FILE", help="requests, JSON Lines")
-    parser.add_argument("--json", action="store_true", help="print all numbers, step by step, as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw load and latency over steps (.svg, .png, .pdf)")
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    parser.add_argument(
+        "--trace", required=True, type=Path, metavar="FILE", help="requests, JSON Lines"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print all numbers, step by step, as JSON"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw load and latency over steps (.svg, .png, .pdf)",
+    )
+    parser.add_argument(
+        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
+    )
     _add_hardware(parser.add_argument_group("hardware"))
     _add_schedule(parser.add_argument_group("schedule"))
 
@@ -61,18 +73,30 @@ def _add_hardware(group: Any) -> None:
         type=float,
         default=0.0,
         metavar="L",
-        help="seconds that a lane's step spends on the way between S-worker and R-workers (default: 0)",
+        help=(
+            "seconds that a lane's step spends on the way between S-worker and R-workers "
+            "(default: 0)"
+        ),
     )
-    group.add_argument("--r-workers", type=int, default=1, metavar="P", help="R-workers (default: %(default)s)")
+    group.add_argument(
+        "--r-workers", type=int, default=1, metavar="P", help="R-workers (default: %(default)s)"
+    )
     group.add_argument(
         "--kv-tokens",
         action="append",
         type=int,
         metavar="N",
-        help=f"tokens that an R-worker holds; once for all, or once for each (default: {DEFAULT_KV_TOKENS})",
+        help=(
+            "tokens that an R-worker holds; once for all, or once for each (default: "
+            f"{DEFAULT_KV_TOKENS})"
+        ),
     )
     group.add_argument(
-        "--block-size", type=int, default=64, metavar="N", help="tokens in a KV block (default: %(default)s)"
+        "--block-size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens in a KV block (default: %(default)s)",
     )
     group.add_argument(
         "--lanes",
@@ -86,15 +110,62 @@ def _add_hardware(group: Any) -> None:
 
 def _add_schedule(group: Any) -> None:
     default = ScheduleOptions()
-    group.add_argument("--schedule", default=",".join(MODES), metavar="MODES", help="to compare (default: %(default)s)")
+    group.add_argument(
+        "--schedule",
+        default=",".join(MODES),
+        metavar="MODES",
+        help="to compare (default: %(default)s)",
+    )
     for flag, kind, value, metavar, text in (
-        ("--max-num-sequences", int, default.max_num_sequences, "B", "most sequences that run at once"),
-        ("--prefill-chunk", int, default.prefill_chunk, "N", "most prompt tokens of one sequence in a step"),
-        ("--max-step-tokens", int, None, "N", "most tokens of a lane's step; default: B + 2048, or B + a chunk"),
-        ("--load-limit", int, None, "W", "W_lim in tokens; default: the load whose R-part takes as long as the S-part"),
-        ("--target-length", int, None, "S", "tokens generated, for fixed intervals; default: the trace's mean"),
-        ("--interval", int, None, "F", "for fixed intervals, in steps; default: S/16, or S/B if that is longer"),
-        ("--length-quantile", float, None, "Q", "reserve blocks by this quantile of lengths; default: for max_tokens"),
+        (
+            "--max-num-sequences",
+            int,
+            default.max_num_sequences,
+            "B",
+            "most sequences that run at once",
+        ),
+        (
+            "--prefill-chunk",
+            int,
+            default.prefill_chunk,
+            "N",
+            "most prompt tokens of one sequence in a step",
+        ),
+        (
+            "--max-step-tokens",
+            int,
+            None,
+            "N",
+            "most tokens of a lane's step; default: B + 2048, or B + a chunk",
+        ),
+        (
+            "--load-limit",
+            int,
+            None,
+            "W",
+            "W_lim in tokens; default: the load whose R-part takes as long as the S-part",
+        ),
+        (
+            "--target-length",
+            int,
+            None,
+            "S",
+            "tokens generated, for fixed intervals; default: the trace's mean",
+        ),
+        (
+            "--interval",
+            int,
+            None,
+            "F",
+            "for fixed intervals, in steps; default: S/16, or S/B if that is longer",
+        ),
+        (
+            "--length-quantile",
+            float,
+            None,
+            "Q",
+            "reserve blocks by this quantile of lengths; default: for max_tokens",
+        ),
     ):
         shown = "" if value is None else " (default: %(default)s)"
         group.add_argument(flag, type=kind, default=value, metavar=metavar, help=text + shown)
@@ -105,7 +176,10 @@ def _add_schedule(group: Any) -> None:
         help="project load by the lengths of finished requests, not by max_tokens (default: yes)",
     )
     group.add_argument(
-        "--cold-start", default=default.cold_start, choices=COLD_STARTS, help="of stabilized (default: %(default)s)"
+        "--cold-start",
+        default=default.cold_start,
+        choices=COLD_STARTS,
+        help="of stabilized (default: %(default)s)",
     )
 
 
@@ -159,10 +233,13 @@ def _times(args: argparse.Namespace) -> TabledTimes:
 
 
 def _worker_blocks(args: argparse.Namespace) -> tuple[int, ...]:
-    kv_tokens = _for_each_worker(args.kv_tokens or [DEFAULT_KV_TOKENS], args.r_workers, "--kv-tokens")
+    kv_tokens = _for_each_worker(
+        args.kv_tokens or [DEFAULT_KV_TOKENS], args.r_workers, "--kv-tokens"
+    )
     if not 1 <= args.block_size <= min(kv_tokens) <= max(kv_tokens) <= 1 << 40:
         raise ConfigError(
-            f"--kv-tokens={kv_tokens} must hold at least one block of --block-size={args.block_size} each"
+            f"--kv-tokens={kv_tokens} must hold at least one block of "
+            f"--block-size={args.block_size} each"
         )
     return tuple(tokens // args.block_size for tokens in kv_tokens)
 
@@ -172,7 +249,8 @@ def _for_each_worker(values: list[T], num_workers: int, option: str) -> list[T]:
         raise ConfigError(f"--r-workers={num_workers} is not within 1..{MAX_R_WORKERS}")
     if len(values) not in (1, num_workers):
         raise ConfigError(
-            f"{option} was given {len(values)} times: give it once, or for each of {num_workers} R-workers"
+            f"{option} was given {len(values)} times: give it once, or for each of {num_workers} "
+            "R-workers"
         )
     return values if len(values) == num_workers else values * num_workers
 
@@ -180,7 +258,9 @@ def _for_each_worker(values: list[T], num_workers: int, option: str) -> list[T]:
 def _modes(text: str) -> list[Mode]:
     modes = [mode for name in text.split(",") for mode in MODES if mode == name.strip()]
     if not modes or len(modes) < len(text.split(",")):
-        raise ConfigError(f"--schedule={text!r} names a mode that there isn't: choose from {', '.join(MODES)}")
+        raise ConfigError(
+            f"--schedule={text!r} names a mode that there isn't: choose from {', '.join(MODES)}"
+        )
     return modes
 
 

@@ -1,6 +1,8 @@
-"""``fastdecode size``: which batch and how many CPU sockets keep a GPU busy. Needs no torch and no GPU.
+"""``fastdecode size``: which batch and how many CPU sockets keep a GPU busy.
+Needs no torch and no GPU.
 
-Exit codes: 0 a plan; 1 no plan satisfies what was asked (the nearest one is printed); 2 usage.
+Exit codes: 0 a plan; 1 no plan satisfies what was asked (the nearest one is
+printed); 2 usage.
 """
 
 from __future__ import annotations
@@ -30,43 +32,96 @@ def add_size(commands: Any) -> None:
     )
     parser.set_defaults(run=run_size)
     what = parser.add_argument_group("what to run")
-    what.add_argument("--model", required=True, metavar="M", help='directory, config.json, or a name: "Llama-2 7B"')
-    what.add_argument("--dtype", default="auto", help="weights and activations; auto is the checkpoint's")
     what.add_argument(
-        "--kv-dtype", default="auto", help="KV cache: float32, float16, bfloat16, int8, int4; auto is --dtype"
+        "--model",
+        required=True,
+        metavar="M",
+        help='directory, config.json, or a name: "Llama-2 7B"',
     )
-    what.add_argument("--seq-len", type=int, metavar="S", help="tokens a sequence, without a prompt")
+    what.add_argument(
+        "--dtype", default="auto", help="weights and activations; auto is the checkpoint's"
+    )
+    what.add_argument(
+        "--kv-dtype",
+        default="auto",
+        help="KV cache: float32, float16, bfloat16, int8, int4; auto is --dtype",
+    )
+    what.add_argument(
+        "--seq-len", type=int, metavar="S", help="tokens a sequence, without a prompt"
+    )
     what.add_argument("--prompt-len", type=int, metavar="N", help="prompt tokens a sequence")
     what.add_argument("--output-len", type=int, metavar="N", help="output tokens a sequence")
-    what.add_argument("--start-interval", type=int, default=1, metavar="F", help="steps between starts (default: 1)")
+    what.add_argument(
+        "--start-interval",
+        type=int,
+        default=1,
+        metavar="F",
+        help="steps between starts (default: 1)",
+    )
     _add_hardware(parser)
     _add_goal(parser)
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print the plan as JSON")
-    out.add_argument("--explain", action="store_true", help="show the numbers behind every line, with their sources")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="draw throughput and TPOT over sockets (png, svg, pdf)")
     out.add_argument(
-        "--emit", type=Path, metavar="DIR", help="write launch files for the plan: hostfile, mpirun, sbatch"
+        "--explain",
+        action="store_true",
+        help="show the numbers behind every line, with their sources",
     )
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    out.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw throughput and TPOT over sockets (png, svg, pdf)",
+    )
+    out.add_argument(
+        "--emit",
+        type=Path,
+        metavar="DIR",
+        help="write launch files for the plan: hostfile, mpirun, sbatch",
+    )
+    parser.add_argument(
+        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
+    )
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("on what")
-    group.add_argument("--gpu", required=True, metavar="G", help="name, or profile.json of `calibrate s`")
-    group.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs that share every layer (default: 1)")
-    group.add_argument("--cpu", required=True, metavar="C", help="name, or profile.json of `calibrate r`")
-    group.add_argument("--dram-gb", type=float, metavar="GB", help="memory a socket; default: the data file's")
-    group.add_argument("--nic", default="100GbE", metavar="N", help="name, or profile.json (default: 100GbE)")
-    group.add_argument("--nics", type=int, default=1, metavar="N", help="ports of the S-worker (default: 1)")
+    group.add_argument(
+        "--gpu", required=True, metavar="G", help="name, or profile.json of `calibrate s`"
+    )
+    group.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="GPUs that share every layer (default: 1)"
+    )
+    group.add_argument(
+        "--cpu", required=True, metavar="C", help="name, or profile.json of `calibrate r`"
+    )
+    group.add_argument(
+        "--dram-gb", type=float, metavar="GB", help="memory a socket; default: the data file's"
+    )
+    group.add_argument(
+        "--nic", default="100GbE", metavar="N", help="name, or profile.json (default: 100GbE)"
+    )
+    group.add_argument(
+        "--nics", type=int, default=1, metavar="N", help="ports of the S-worker (default: 1)"
+    )
 
 
 def _add_goal(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to hold")
-    group.add_argument("--latency", type=float, metavar="S", help="most seconds for a whole sequence")
+    group.add_argument(
+        "--latency", type=float, metavar="S", help="most seconds for a whole sequence"
+    )
     group.add_argument("--tpot", type=float, metavar="S", help="most seconds a token")
-    group.add_argument("--survive", type=int, default=0, metavar="K", help="R-workers that may be lost (default: 0)")
-    group.add_argument("--headroom", type=float, default=0.10, metavar="X", help="spare time of R (default: 0.10)")
+    group.add_argument(
+        "--survive",
+        type=int,
+        default=0,
+        metavar="K",
+        help="R-workers that may be lost (default: 0)",
+    )
+    group.add_argument(
+        "--headroom", type=float, default=0.10, metavar="X", help="spare time of R (default: 0.10)"
+    )
     group.add_argument("--max-sockets", type=int, metavar="P", help="sockets at hand")
     group.add_argument("--batch", type=int, metavar="B", help="sequences at once; default: chosen")
     group.add_argument("--lanes", type=int, metavar="K", help="lanes in flight; default: chosen")
@@ -93,7 +148,11 @@ def run_size(args: argparse.Namespace) -> int:
     hardware = Hardware.load()
     prices = None if args.prices is None else Prices.read(args.prices)
     sizing = size(read_setup(args, hardware), read_goal(args), hardware, prices)
-    print(json.dumps(as_json(sizing), indent=2) if args.json else as_text(sizing, explain=args.explain))
+    print(
+        json.dumps(as_json(sizing), indent=2)
+        if args.json
+        else as_text(sizing, explain=args.explain)
+    )
     if args.plot is not None:
         save_plot(sizing, args.plot)
     if args.emit is not None:
@@ -151,7 +210,9 @@ def _workload(args: argparse.Namespace) -> Any:
             raise ConfigError("give --seq-len, or --prompt-len and --output-len, not both")
         return Workload(0, args.seq_len, args.start_interval)
     if args.output_len is None:
-        raise ConfigError("how long are the sequences? Give --seq-len, or --prompt-len and --output-len")
+        raise ConfigError(
+            "how long are the sequences? Give --seq-len, or --prompt-len and --output-len"
+        )
     return Workload(args.prompt_len or 0, args.output_len, args.start_interval)
 
 
@@ -192,7 +253,8 @@ def _profile(name: str, option: str, kind: type[Any], letter: str) -> Any:
     profile = read_profile(path)
     if not isinstance(profile, kind):
         raise ConfigError(
-            f"{option} {name} is a profile of another kind; it needs one of: fastdecode calibrate {letter} --out FILE"
+            f"{option} {name} is a profile of another kind; it needs one of: fastdecode calibrate "
+            f"{letter} --out FILE"
         )
     return profile
 

@@ -1,1 +1,2 @@
-"""Values that every layer shares: errors, dtypes, specs, requests. Imports nothing else of ours, and no torch."""
+"""Values that every layer shares: errors, dtypes, specs, requests. Imports
+nothing else of ours, and no torch."""

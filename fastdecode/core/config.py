@@ -1,7 +1,9 @@
-"""What a user may choose about an engine. Frozen, and valid from construction on.
+"""What a user may choose about an engine. Frozen, and valid from construction
+on.
 
-Options are declared here, with their help, ranges and defaults, and nowhere else: ``LLM(model, **options)``, the
-command line and the checks read them from the fields (``fastdecode.core.options``).
+Options are declared here, with their help, ranges and defaults, and nowhere
+else: ``LLM(model, **options)``, the command line and the checks read them from
+the fields (``fastdecode.core.options``).
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ CUDA_GRAPHS = ("auto", "on", "off")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
 COLD_STARTS = ("headroom", "none")
 _OF_R_WORKERS = (
-    "tp", "r_workers", "min_r_workers", "r_partition", "r_worker_addresses", "transport", "prompt_attention",
-    "split_tokens",
+    "tp", "r_workers", "min_r_workers", "r_partition", "r_worker_addresses", "transport",
+    "prompt_attention", "split_tokens",
 )  # fmt: skip
 
 
@@ -87,21 +89,25 @@ class RPart:
     )
     kv_placement: str = option(
         "r",
-        "where the KV cache is: r (on R-workers) or gpu (on the S-part's device, whatever it is; no R-workers)",
+        "where the KV cache is: r (on R-workers) or gpu (on the S-part's device, whatever it is; "
+        "no R-workers)",
         choices=KV_PLACEMENTS,
         metavar="WHERE",
     )
     prompt_attention: str = option(
         "auto",
-        "who attends the tokens of prompts: the S-worker (s), merged with what R-workers make of earlier chunks, or "
-        "the R-workers (r), like tokens that decode; auto: s on a GPU, else r, whose kernels are faster on a CPU "
+        "who attends the tokens of prompts: the S-worker (s), merged with what R-workers make of "
+        "earlier chunks, or "
+        "the R-workers (r), like tokens that decode; auto: s on a GPU, else r, whose kernels are "
+        "faster on a CPU "
         "than torch's",
         choices=PROMPT_ATTENTION,
         metavar="WHO",
     )
     r_workers: int = option(
         1,
-        "R-workers to start in this process: threads; a single one beside an S-part on the same cores works in the "
+        "R-workers to start in this process: threads; a single one beside an S-part on the same "
+        "cores works in the "
         "S-worker's own thread",
         low=1,
         high=MAX_R_WORKERS,
@@ -114,7 +120,8 @@ class RPart:
     )
     split_tokens: int | None = option(
         None,
-        "keep sequences that may get longer as parts of N tokens on several R-workers, which attend them together; "
+        "keep sequences that may get longer as parts of N tokens on several R-workers, which "
+        "attend them together; "
         "default: each on one",
         low=1,
         high=1 << 30,
@@ -127,7 +134,8 @@ class RPart:
     )
     kv_memory_gb: float | None = option(
         None,
-        "KV cache of each R-worker, in GB of 1e9 bytes; default: half of the memory that the S-part leaves free, "
+        "KV cache of each R-worker, in GB of 1e9 bytes; default: half of the memory that the "
+        "S-part leaves free, "
         "shared out",
         low=1e-6,
         high=1e6,
@@ -141,7 +149,10 @@ class RPart:
         if self.kv_dtype != "auto":
             DType.parse(self.kv_dtype, option="kv_dtype", of_kv=True)
         if self.block_size % 16:
-            raise ConfigError(Given("block_size", self.block_size), " is not a multiple of 16, by which kernels read")
+            raise ConfigError(
+                Given("block_size", self.block_size),
+                " is not a multiple of 16, by which kernels read",
+            )
         if self.split_tokens is not None:
             self._check_split(self.split_tokens)
 
@@ -176,13 +187,15 @@ class Batching:
     )
     max_step_tokens: int | None = option(
         None,
-        "most tokens of all sequences in a step; default: the most sequences, and 2048 or one prefill chunk",
+        "most tokens of all sequences in a step; default: the most sequences, and 2048 or one "
+        "prefill chunk",
         low=2,
         high=1 << 23,
     )
     lanes: int | None = option(
         None,
-        "parts of the running batch that take turns on the S-worker; auto (default): as many as pay by what steps "
+        "parts of the running batch that take turns on the S-worker; auto (default): as many as "
+        "pay by what steps "
         "turn out to take where S-part and R-part have hardware of their own, else 1",
         low=1,
         high=64,
@@ -190,7 +203,8 @@ class Batching:
     )
     schedule: str = option(
         "auto",
-        "stabilized, fixed-f, greedy or synchronized; auto: stabilized with several lanes or a load limit, else greedy",
+        "stabilized, fixed-f, greedy or synchronized; auto: stabilized with several lanes or a "
+        "load limit, else greedy",
         choices=SCHEDULES,
         metavar="MODE",
     )
@@ -210,21 +224,26 @@ class Batching:
     )
     interval: int | None = option(
         None,
-        "steps between micro-batches, of fixed intervals; default: S/16, or S over a lane's sequences if that is more",
+        "steps between micro-batches, of fixed intervals; default: S/16, or S over a lane's "
+        "sequences if that is more",
         low=1,
         high=1 << 40,
         metavar="F",
     )
     cold_start: str = option(
         "headroom",
-        "how stabilized fills an empty lane: headroom (leaving room for those that start later), or none (at once)",
+        "how stabilized fills an empty lane: headroom (leaving room for those that start later), "
+        "or none (at once)",
         choices=COLD_STARTS,
         metavar="HOW",
     )
-    learn_lengths: bool = option(True, "project load by the lengths of finished requests, not by max_tokens")
+    learn_lengths: bool = option(
+        True, "project load by the lengths of finished requests, not by max_tokens"
+    )
     length_quantile: float | None = option(
         None,
-        "reserve KV blocks by this quantile of finished lengths, and suspend and recompute sequences that outgrow "
+        "reserve KV blocks by this quantile of finished lengths, and suspend and recompute "
+        "sequences that outgrow "
         "them when blocks have run out; default: for max_tokens",
         low=1e-6,
         high=1.0,
@@ -242,7 +261,9 @@ class Batching:
                 ": every running sequence decodes one token a step, and prompts need the rest",
             )
         if self.length_quantile is not None and not self.learn_lengths:
-            raise ConfigError(Given("length_quantile", self.length_quantile), " needs ", Given("learn_lengths"))
+            raise ConfigError(
+                Given("length_quantile", self.length_quantile), " needs ", Given("learn_lengths")
+            )
         if self.schedule == "fixed-f" and self.target_length is None:
             raise ConfigError(
                 "fixed intervals need ",
@@ -264,7 +285,8 @@ class Cluster:
 
     transport: str = option(
         "auto",
-        "R-workers are: inproc (in this process), mpi (the job's other ranks), zmq (at addresses); auto: zmq if "
+        "R-workers are: inproc (in this process), mpi (the job's other ranks), zmq (at "
+        "addresses); auto: zmq if "
         "addresses are given, else mpi if a launcher started this process, else inproc",
         choices=TRANSPORTS,
         metavar="HOW",
@@ -280,7 +302,8 @@ class Cluster:
     )
     worker_silence_s: float = option(
         5.0,
-        "give up an R-worker (mpi, zmq) that gives no sign of life for so long; those that compute do",
+        "give up an R-worker (mpi, zmq) that gives no sign of life for so long; those that "
+        "compute do",
         low=0.5,
         high=3600,
         unit="s",
@@ -297,7 +320,8 @@ class Cluster:
 
     min_r_workers: int = option(
         1,
-        "start when so many R-workers (mpi, zmq) are there; over zmq the others are taken in when they come",
+        "start when so many R-workers (mpi, zmq) are there; over zmq the others are taken in when "
+        "they come",
         low=1,
         high=MAX_R_WORKERS,
     )
@@ -309,9 +333,12 @@ class Cluster:
         listed = Given("r_worker_addresses")
         if len(set(addresses)) < len(addresses) or len(addresses) > MAX_R_WORKERS:
             raise ConfigError(listed, f": give each address once, and {MAX_R_WORKERS} at most")
-        # What an address looks like is the transport's business; here, only that there are some where there must.
+        # What an address looks like is the transport's business; here, only
+        # that there are some where there must.
         if self.transport == "zmq" and not addresses:
-            raise ConfigError(Given("transport", "zmq"), " needs ", listed, ": tcp://HOST:PORT of each R-worker")
+            raise ConfigError(
+                Given("transport", "zmq"), " needs ", listed, ": tcp://HOST:PORT of each R-worker"
+            )
         if self.transport in ("inproc", "mpi") and addresses:
             raise ConfigError(
                 Given("transport", self.transport),
@@ -320,12 +347,15 @@ class Cluster:
                 ": leave them out, or use zmq",
             )
         if self.key is not None and not addresses:
-            raise ConfigError(Given("key", self.key), " is for R-workers at addresses: give ", listed, " too")
+            raise ConfigError(
+                Given("key", self.key), " is for R-workers at addresses: give ", listed, " too"
+            )
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options of an engine, in groups. ``resolve`` in the engine decides what is left open, in one place.
+    """Options of an engine, in groups. ``resolve`` in the engine decides what
+    is left open, in one place.
 
     Raises:
         ConfigError: names the option, its value, and what it may be.
@@ -372,12 +402,14 @@ class EngineConfig:
             if getattr(self.r_part, name) is not None:
                 raise ConfigError(
                     Given(name),
-                    " is for R-workers that this process starts; those at addresses have their own: give "
+                    " is for R-workers that this process starts; those at addresses have their "
+                    "own: give "
                     f"{theirs} to each fastdecode r-worker instead",
                 )
 
     def _check_none_of_r_workers(self) -> None:
-        """With the KV cache on the device there are no R-workers; whoever asks for some expects others."""
+        """With the KV cache on the device there are no R-workers; whoever asks
+        for some expects others."""
         given = self.options
         for group in GROUPS.values():
             for each in declared(group):

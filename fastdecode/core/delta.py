@@ -1,4 +1,5 @@
-"""Tokens as they come: what a sequence has said since one was told last, and how that folds into an output."""
+"""Tokens as they come: what a sequence has said since one was told last, and
+how that folds into an output."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Delta:
 
     def then(self, later: Delta) -> Delta:
         """This and the next one of the same sequence as one."""
-        logprobs = self.logprobs if later.logprobs is None else (*(self.logprobs or ()), *later.logprobs)
+        logprobs = (
+            self.logprobs if later.logprobs is None else (*(self.logprobs or ()), *later.logprobs)
+        )
         return Delta(
             self.request_id,
             self.index,
@@ -100,18 +103,21 @@ def _completion(parts: list[Delta], reason: FinishReason) -> Completion:
 class DeltaQueue:
     """Deltas on their way from the thread that owns an engine to one reader.
 
-    A reader that is slow costs the engine nothing: it finds one delta a sequence, however many steps were made since
-    it looked. So what waits here is bounded by what the reader has asked for and not read yet.
+    A reader that is slow costs the engine nothing: it finds one delta a
+    sequence, however many steps were made since it looked. So what waits here
+    is bounded by what the reader has asked for and not read yet.
 
     Args:
-        every_step: be told after every step; or of each sequence only once it is over.
+        every_step: be told after every step; or of each sequence only once it
+            is over.
     """
 
     def __init__(self, *, every_step: bool = True) -> None:
         self.every_step = every_step
         self._lock = threading.Lock()
         self._pending: dict[tuple[str, int], _Pile] = {}
-        # An interrupt may end a wait at any moment: these waits are of one call in C, and leave nothing half done.
+        # An interrupt may end a wait at any moment: these waits are of one call
+        # in C, and leave nothing half done.
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._is_woken = False
 
@@ -131,7 +137,8 @@ class DeltaQueue:
         self._wakes.put(None)
 
     def take(self, timeout_s: float | None = None) -> list[Delta]:
-        """Wait until there is something, at most so long; one delta a sequence, a sequence's in order.
+        """Wait until there is something, at most so long; one delta a sequence,
+        a sequence's in order.
 
         An interrupt (Ctrl-C) ends the wait; the next call goes on.
         """
@@ -160,9 +167,12 @@ class _Pile:
     deltas: list[Delta]
 
     def add(self, delta: Delta) -> None:
-        """Keeps few: halves of about the same size are joined, so that the work for a token stays small."""
+        """Keeps few: halves of about the same size are joined, so that the work
+        for a token stays small."""
         self.deltas.append(delta)
-        while len(self.deltas) > 1 and len(self.deltas[-2].token_ids) <= len(self.deltas[-1].token_ids):
+        while len(self.deltas) > 1 and len(self.deltas[-2].token_ids) <= len(
+            self.deltas[-1].token_ids
+        ):
             later = self.deltas.pop()
             self.deltas[-1] = self.deltas[-1].then(later)
 

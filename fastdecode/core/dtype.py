@@ -1,7 +1,8 @@
 """Element types of weights, activations and the KV cache.
 
-NumPy has no bfloat16 and Numba has no float16 on CPUs, so outside torch a 16-bit float travels and rests as its bits
-in ``uint16``; the ``DType`` beside the array says how to read them.
+NumPy has no bfloat16 and Numba has no float16 on CPUs, so outside torch a
+16-bit float travels and rests as its bits in ``uint16``; the ``DType`` beside
+the array says how to read them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class DType(str, Enum):
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
     INT8 = "int8"
-    """Of a KV cache only, like int4: integers times one float32 scale for each token and head of K, and of V."""
+    """Of a KV cache only, like int4: integers times one float32 scale for each
+    token and head of K, and of V."""
     INT4 = "int4"
 
     def __str__(self) -> str:
@@ -55,7 +57,8 @@ class DType(str, Enum):
 
     @property
     def carrier(self) -> np.dtype[np.float32] | np.dtype[np.uint16]:
-        """The NumPy dtype in which elements travel and rest: float32, or uint16 for the bits of a 16-bit float."""
+        """The NumPy dtype in which elements travel and rest: float32, or uint16
+        for the bits of a 16-bit float."""
         return np.dtype(np.float32) if self is DType.FLOAT32 else np.dtype(np.uint16)
 
     @classmethod
@@ -67,7 +70,8 @@ class DType(str, Enum):
             of_kv: whether it is a KV cache's, which may be quantised.
 
         Raises:
-            ConfigError: the name is none of ours; the message lists those that are.
+            ConfigError: the name is none of ours; the message lists those that
+                are.
         """
         plain = name.lower().removeprefix("torch.")
         known = [dtype for dtype in cls if dtype.is_float or of_kv]

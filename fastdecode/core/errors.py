@@ -13,9 +13,9 @@
     ├── ProtocolError                  a peer sent something that the protocol forbids
     └── WorkerError                    a worker failed, named by its rank or thread                (exit 4)
 
-Every error has a ``code`` (stable, snake_case, for machines) and a message for people that names the input, the
-reason and the mend. What crosses a user or process boundary raises one of these; ``assert`` is for our own
-invariants.
+Every error has a ``code`` (stable, snake_case, for machines) and a message for
+people that names the input, the reason and the mend. What crosses a user or
+process boundary raises one of these; ``assert`` is for our own invariants.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _E = TypeVar("_E", bound=BaseException)
 
 @dataclass(frozen=True)
 class Given:
-    """A parameter of the Python API, in the words of an error: by its name, and perhaps the value it was given."""
+    """A parameter of the Python API, in the words of an error: by its name, and
+    perhaps the value it was given."""
 
     name: str
     value: object = _ABSENT
@@ -55,8 +56,9 @@ class Given:
 
 
 def without_frames(error: _E) -> _E:
-    """The error, and whatever it came of, without their tracebacks: kept ones would keep alive all that their frames
-    hold, such as the engine that keeps the error."""
+    """The error, and whatever it came of, without their tracebacks: kept ones
+    would keep alive all that their frames hold, such as the engine that keeps
+    the error."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -72,8 +74,9 @@ class FastDecodeError(Exception):
     """Base of every deliberate error.
 
     Args:
-        words: the message, in pieces: texts, and the parameters that it speaks of. A command line, where options have
-            other names, says those its own way (``told``).
+        words: the message, in pieces: texts, and the parameters that it speaks
+            of. A command line, where options have other names, says those its
+            own way (``told``).
         code: stable across releases; the message is not. None: the class's own.
     """
 
@@ -108,7 +111,8 @@ class MissingExtraError(ConfigError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed. Install it with: {pip_command(extra)}"
+            f"{purpose} needs the package {package!r}, which is not installed. Install it with: "
+            f"{pip_command(extra)}"
         )
         self.package = package
         self.extra = extra
@@ -169,14 +173,16 @@ class RequestError(FastDecodeError):
 
 
 class CapacityError(FastDecodeError):
-    """There isn't room (KV blocks, memory) for what was asked. Nothing was changed by the attempt."""
+    """There isn't room (KV blocks, memory) for what was asked. Nothing was
+    changed by the attempt."""
 
     default_code = "out_of_capacity"
     exit_code = 3
 
 
 class ProtocolError(FastDecodeError):
-    """A peer sent a message that the protocol forbids. It was refused before it reached any state or kernel."""
+    """A peer sent a message that the protocol forbids. It was refused before it
+    reached any state or kernel."""
 
     default_code = "protocol_error"
     exit_code = 4

@@ -1,4 +1,5 @@
-"""Files that a command reads and writes: found out about early, never waited for, never left half written."""
+"""Files that a command reads and writes: found out about early, never waited
+for, never left half written."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def check_paths(input_path: Path, **outputs: Path | None) -> None:
         outputs: what for → the file; None: not wanted.
 
     Raises:
-        ConfigError: the input can't be read, or isn't a file; an output can't be written; two are the same file.
+        ConfigError: the input can't be read, or isn't a file; an output can't
+            be written; two are the same file.
     """
     try:
         # Opening a pipe that nobody writes would wait for ever.
@@ -37,14 +39,19 @@ def check_paths(input_path: Path, **outputs: Path | None) -> None:
         check_writable(path, what)
         other = taken.setdefault(_identity(path), what)
         if other != what:
-            raise ConfigError(f"{other} and {what} are the same file, {path}: choose another --{what}")
+            raise ConfigError(
+                f"{other} and {what} are the same file, {path}: choose another --{what}"
+            )
 
 
 def check_writable(path: Path, what: str) -> None:
-    """Raises ConfigError if the file can't be opened for writing. Nothing is changed, and nothing made."""
+    """Raises ConfigError if the file can't be opened for writing. Nothing is
+    changed, and nothing made."""
     path = path.resolve()  # what a link points to is what is written
     if path.is_dir():
-        raise ConfigError(f"can't write the {what} file {path}: it is a directory; name a file in it")
+        raise ConfigError(
+            f"can't write the {what} file {path}: it is a directory; name a file in it"
+        )
     try:
         if path.is_file():
             with path.open("ab"):
@@ -60,10 +67,13 @@ def open_output(path: Path, what: str) -> int:
     """A file descriptor to write a file anew, or a pipe or device as it is.
 
     Raises:
-        ConfigError: it can't be opened; or it is a pipe that nobody reads, and opening it would wait for ever.
+        ConfigError: it can't be opened; or it is a pipe that nobody reads, and
+            opening it would wait for ever.
     """
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        fd = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666
+        )
     except OSError as error:
         reason = "it is a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
         raise ConfigError(f"can't write the {what} file {path}: {reason}") from None
@@ -72,7 +82,8 @@ def open_output(path: Path, what: str) -> int:
 
 
 def write_whole(fd: int, data: bytes) -> None:
-    """Write all of it. If that fails, what was written of it is taken away again, where that can be done.
+    """Write all of it. If that fails, what was written of it is taken away
+    again, where that can be done.
 
     Raises:
         OSError: the disk is full, or gone.

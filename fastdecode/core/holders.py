@@ -1,8 +1,10 @@
 """Where the KV cache of a sequence is, as values.
 
-A **holder** is a cache, not a process: an R-worker may serve several, and one may move to another R-worker. What a
-holder keeps of a sequence is a **part**: consecutive tokens, all of them where the sequence is whole. The parts of a
-sequence together are its **residence**. All but the one that grows are **closed**.
+A **holder** is a cache, not a process: an R-worker may serve several, and one
+may move to another R-worker. What a
+holder keeps of a sequence is a **part**: consecutive tokens, all of them where
+the sequence is whole. The parts of a sequence together are its **residence**.
+All but the one that grows are **closed**.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ class Holder:
 
     kind: HolderKind
     attends_prompts: bool
-    """It attends prompts, past and chunk; else the S-worker attends a chunk and merges what is said of its past."""
+    """It attends prompts, past and chunk; else the S-worker attends a chunk and
+    merges what is said of its past."""
     answers_at_once: bool
     """It works in the S-worker's own thread: nobody gains by not waiting for it."""
     token_bytes: int
-    """What a token costs it, over all layers: memory to keep it, and as much to read in every step."""
+    """What a token costs it, over all layers: memory to keep it, and as much to
+    read in every step."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Residence:
-    """All parts of a sequence, of whatever lengths, in the order of their tokens. A whole one has a single part."""
+    """All parts of a sequence, of whatever lengths, in the order of their
+    tokens. A whole one has a single part."""
 
     parts: tuple[Part, ...]
     num_tokens: int = field(init=False)

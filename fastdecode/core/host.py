@@ -48,7 +48,9 @@ class HostFacts:
 
     def version(self, package: str) -> str:
         """Empty if it isn't there."""
-        return next((v.partition(" ")[2] for v in self.versions if v.partition(" ")[0] == package), "")
+        return next(
+            (v.partition(" ")[2] for v in self.versions if v.partition(" ")[0] == package), ""
+        )
 
 
 def this_host() -> HostFacts:
@@ -57,7 +59,9 @@ def this_host() -> HostFacts:
         host=socket.gethostname(),
         versions=_versions(),
         mpi=_mpi_library(),
-        cpus=tuple(sorted(os.sched_getaffinity(0)))[: 1 << 13] if hasattr(os, "sched_getaffinity") else (),
+        cpus=tuple(sorted(os.sched_getaffinity(0)))[: 1 << 13]
+        if hasattr(os, "sched_getaffinity")
+        else (),
         num_host_cpus=os.cpu_count() or 1,
         numa_cpus=_numa_cpus(),
         huge_pages=_chosen(_read(_HUGE_PAGES)),
@@ -79,7 +83,11 @@ def _versions() -> tuple[str, ...]:
 def _mpi_library() -> str:
     """Only if somebody has loaded it: loading MPI changes a process."""
     mpi = sys.modules.get("mpi4py.MPI")
-    return "" if mpi is None else str(mpi.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
+    return (
+        ""
+        if mpi is None
+        else str(mpi.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
+    )
 
 
 def _numa_cpus() -> tuple[str, ...]:

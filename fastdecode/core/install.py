@@ -14,7 +14,8 @@ class Installed(Protocol):
 
 
 def pip_command(extra: str, installed: Installed | None = None) -> str:
-    """What brings an extra's packages: into a checkout that is installed as such, or beside the package.
+    """What brings an extra's packages: into a checkout that is installed as
+    such, or beside the package.
 
     Args:
         installed: None: what this Python has.

@@ -1,4 +1,5 @@
-"""Small files that people or other programs wrote: read whole and bounded, written whole or not at all."""
+"""Small files that people or other programs wrote: read whole and bounded,
+written whole or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def read_bytes(path: Path, *, most_bytes: int, refuse: Refuse) -> bytes:
     """A file's content.
 
     Raises:
-        FastDecodeError: as ``refuse`` words it: it can't be read, isn't a regular file, or is too large.
+        FastDecodeError: as ``refuse`` words it: it can't be read, isn't a
+            regular file, or is too large.
     """
     try:
         found = path.stat()
@@ -45,13 +47,16 @@ def read_object(
         parse: of another format than JSON; raises ValueError.
 
     Raises:
-        FastDecodeError: as ``refuse`` words it: see ``read_bytes``, or it holds something else.
+        FastDecodeError: as ``refuse`` words it: see ``read_bytes``, or it holds
+            something else.
     """
     data = read_bytes(path, most_bytes=most_bytes, refuse=refuse)
     try:
         tree = parse(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise refuse(f"it isn't valid {'JSON' if parse is json.loads else 'text'}: {error}") from None
+        raise refuse(
+            f"it isn't valid {'JSON' if parse is json.loads else 'text'}: {error}"
+        ) from None
     if not isinstance(tree, dict):
         raise refuse(f"it holds a {type(tree).__name__}, and no object")
     return tree

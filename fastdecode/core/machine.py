@@ -18,7 +18,8 @@ def this_machine(device: str, packages: Iterable[str]) -> Machine:
 
     Args:
         device: what the measured part ran on: ``cpu``, or the GPU's name.
-        packages: whose versions matter; those that aren't installed are left out.
+        packages: whose versions matter; those that aren't installed are left
+            out.
     """
     software = {"python": platform.python_version()}
     for package in packages:
@@ -38,14 +39,18 @@ DEFAULT_KV_SHARE = 0.5
 """Of the memory that is free on a host, what KV caches there take together unless the user says."""
 
 
-def free_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Memory that this process may still take: what the host has free, or less if a control group that it is in
-    (a container's, a batch job's) leaves less."""
+def free_memory_bytes(
+    cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Memory that this process may still take: what the host has free, or less
+    if a control group that it is in (a container's, a batch job's) leaves
+    less."""
     return max(0, min([psutil.virtual_memory().available, *_group_rooms(cgroups, own)]))
 
 
 def default_kv_bytes(num_caches: int, free_bytes: int | None = None) -> int:
-    """Memory of each of so many KV caches that share this host, where nobody says.
+    """Memory of each of so many KV caches that share this host, where nobody
+    says.
 
     Args:
         free_bytes: for them and all else; None: what is free now.
@@ -55,8 +60,9 @@ def default_kv_bytes(num_caches: int, free_bytes: int | None = None) -> int:
 
 
 def _group_rooms(cgroups: Path, own: Path) -> Iterator[int]:
-    """Bytes below the limit of each control group of this process; version 2, or the memory controller of version 1.
-    File pages that nobody is using count as free."""
+    """Bytes below the limit of each control group of this process; version 2,
+    or the memory controller of version 1. File pages that nobody is using count
+    as free."""
     try:
         lines = own.read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -84,7 +90,8 @@ def _group_rooms(cgroups: Path, own: Path) -> Iterator[int]:
 
 
 def _number(file: Path, key: str | None = None) -> int | None:
-    """The number that a file holds, or holds for a key; None: there is none, such as where there is no limit."""
+    """The number that a file holds, or holds for a key; None: there is none,
+    such as where there is no limit."""
     try:
         words = file.read_text("utf-8", "replace").split()
     except OSError:

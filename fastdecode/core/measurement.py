@@ -1,16 +1,20 @@
-"""What workers measure and the cost model reads: profiles, as versioned JSON files.
+"""What workers measure and the cost model reads: profiles, as versioned JSON
+files.
 
-Workers fill these dataclasses; ``cost_model`` fits them; nothing here measures. A profile file is one JSON object:
+Workers fill these dataclasses; ``cost_model`` fits them; nothing here measures.
+A profile file is one JSON object:
 
 =============  =========================================================================================
 ``format``     always ``"fastdecode.profile"``
 ``version``    ``SCHEMA_VERSION``; another one is refused
 ``kind``       ``"s"`` (S-part on a device), ``"r"`` (R-part on a host) or ``"net"`` (between two hosts)
 the rest       the fields of ``SProfile``, ``RProfile`` or ``NetProfile`` below, nested objects for nested
-               dataclasses, arrays for tuples; no field may be missing, none may be added
+               dataclasses, arrays for tuples; no field may be missing, none may
+               be added
 =============  =========================================================================================
 
-Every measurement is kept as all its repeats, in seconds, so that a reader can judge the spread.
+Every measurement is kept as all its repeats, in seconds, so that a reader can
+judge the spread.
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ class Timing:
 
     @property
     def calm_s(self) -> float:
-        """What it takes when little disturbs it: a tenth of the repeats were faster. For machines that are shared."""
+        """What it takes when little disturbs it: a tenth of the repeats were
+        faster. For machines that are shared."""
         if len(self.seconds) < 2:
             return self.seconds[0]
         return statistics.quantiles(self.seconds, n=10, method="inclusive")[0]
@@ -74,7 +79,8 @@ class Point:
 
 @dataclass(frozen=True)
 class DecodePoint:
-    """One layer's append-then-attend of a decode step: ``num_sequences`` queries, each over ``context_tokens`` keys."""
+    """One layer's append-then-attend of a decode step: ``num_sequences``
+    queries, each over ``context_tokens`` keys."""
 
     num_sequences: int
     context_tokens: int
@@ -113,7 +119,8 @@ class ModelShape:
     def __str__(self) -> str:
         return (
             f"{self.num_layers} layers, hidden {self.hidden_size}, MLP {self.intermediate_size}, "
-            f"{self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}, vocabulary {self.vocab_size}"
+            f"{self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}, vocabulary "
+            f"{self.vocab_size}"
         )
 
 
@@ -129,15 +136,18 @@ class SProfile:
     layer: tuple[Point, ...]
     """Seconds of one layer over tokens in the batch: T(B)."""
     head: tuple[Point, ...]
-    """Seconds that the S-worker spends outside the layers (embedding, final norm, logits, sampling), likewise."""
+    """Seconds that the S-worker spends outside the layers (embedding, final
+    norm, logits, sampling), likewise."""
     step: tuple[Point, ...]
-    """Seconds of a whole decode step in the engine but for what the R-workers computed, over tokens in the batch: the
-    S-part, scheduling, messages, text. Measured with one lane, and R-workers in the same process."""
+    """Seconds of a whole decode step in the engine but for what the R-workers
+    computed, over tokens in the batch: the S-part, scheduling, messages, text.
+    Measured with one lane, and R-workers in the same process."""
     prefill: tuple[Point, ...]
     """Seconds of one prompt over its tokens, its own attention included."""
     prompt_attention: Literal["s", "r"]
-    """Who attended those prompts, as is the default beside this device: ``s``, the S-worker, and its layers alone were
-    timed; or ``r``, R-workers in the same process, and it was the prompt's whole way through the engine."""
+    """Who attended those prompts, as is the default beside this device: ``s``,
+    the S-worker, and its layers alone were timed; or ``r``, R-workers in the
+    same process, and it was the prompt's whole way through the engine."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +169,8 @@ class RProfile:
     decode: tuple[DecodePoint, ...]
     """Of the slowest R-worker, each with so many sequences."""
     read_bytes_per_s: tuple[float, ...]
-    """What one R-worker's threads can read while the others read too: the ceiling for ``decode``."""
+    """What one R-worker's threads can read while the others read too: the
+    ceiling for ``decode``."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +198,9 @@ def write_profile(path: Path, profile: Profile) -> None:
         ConfigError: the path can't be written.
     """
     kind = next(kind for kind, cls in _KINDS.items() if isinstance(profile, cls))
-    text = json.dumps({"format": FORMAT, "version": SCHEMA_VERSION, "kind": kind, **asdict(profile)}, indent=1)
+    text = json.dumps(
+        {"format": FORMAT, "version": SCHEMA_VERSION, "kind": kind, **asdict(profile)}, indent=1
+    )
     write_whole(path, text + "\n", refuse=lambda why: ConfigError(f"the profile {path}: {why}"))
 
 
@@ -195,17 +208,24 @@ def read_profile(path: Path) -> Profile:
     """Read and check a profile file of any kind.
 
     Raises:
-        ConfigError: there is no such file, or it isn't a valid profile; names the field and what it must be.
+        ConfigError: there is no such file, or it isn't a valid profile; names
+            the field and what it must be.
     """
     tree = read_object(path, most_bytes=MAX_FILE_BYTES, refuse=partial(_broken, path))
     if tree.get("format") != FORMAT:
         raise _broken(path, f'"format" must be "{FORMAT}"')
     if tree.get("version") != SCHEMA_VERSION:
-        raise _broken(path, f'"version" is {tree.get("version")!r}; this release reads {SCHEMA_VERSION}')
+        raise _broken(
+            path, f'"version" is {tree.get("version")!r}; this release reads {SCHEMA_VERSION}'
+        )
     kind = _KINDS.get(str(tree.get("kind")))
     if kind is None:
-        raise _broken(path, f'"kind" is {tree.get("kind")!r}; it must be one of {", ".join(_KINDS)}')
-    body = {name: value for name, value in tree.items() if name not in ("format", "version", "kind")}
+        raise _broken(
+            path, f'"kind" is {tree.get("kind")!r}; it must be one of {", ".join(_KINDS)}'
+        )
+    body = {
+        name: value for name, value in tree.items() if name not in ("format", "version", "kind")
+    }
     try:
         profile = _decode(kind, body, "")
     except _MismatchError as mismatch:
@@ -216,7 +236,8 @@ def read_profile(path: Path) -> Profile:
 
 def _broken(path: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"{path} is not a usable profile: {why}. Write it again with: fastdecode calibrate s|r|net --out {path.name}",
+        f"{path} is not a usable profile: {why}. Write it again with: fastdecode calibrate "
+        f"s|r|net --out {path.name}",
         code="invalid_profile",
     )
 
@@ -226,7 +247,8 @@ class _MismatchError(Exception):
 
 
 def _decode(kind: Any, value: object, where: str) -> object:
-    """A JSON value as ``kind``, a dataclass, tuple[X, ...], dict[str, str], Literal of strings, int, float or str."""
+    """A JSON value as ``kind``, a dataclass, tuple[X, ...], dict[str, str],
+    Literal of strings, int, float or str."""
     origin = typing.get_origin(kind)
     if is_dataclass(kind):
         return _decode_object(typing.cast(type, kind), value, where)

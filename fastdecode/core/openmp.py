@@ -1,7 +1,9 @@
-"""How an OpenMP runtime's idle threads wait: they spin for a moment, then sleep.
+"""How an OpenMP runtime's idle threads wait: they spin for a moment, then
+sleep.
 
-Left alone, GNU's spin for some 10 ms after every parallel region and Intel's for 200. Where anything else wants the
-cores, such as an R-worker in another process, a thread that spins takes whole time slices from the one it waits for.
+Left alone, GNU's spin for some 10 ms after every parallel region and Intel's
+for 200. Where anything else wants the cores, such as an R-worker in another
+process, a thread that spins takes whole time slices from the one it waits for.
 Runtimes read their variables when they are loaded, which importing torch does.
 """
 
@@ -16,7 +18,8 @@ _POLICY: Final = "OMP_WAIT_POLICY"
 
 
 def bound_spinning(environ: MutableMapping[str, str], modules: Container[str]) -> None:
-    """Bound it for a runtime that is still to be loaded, unless the user has decided.
+    """Bound it for a runtime that is still to be loaded, unless the user has
+    decided.
 
     Args:
         environ: this process's environment.

@@ -1,7 +1,9 @@
 """Options: fields of frozen dataclasses that a user may set, declared once.
 
-A field says with its default what it is for and what it may be. ``check_options`` holds values to it, the command line
-draws its options from it, and ``group_options`` sorts what ``LLM(model, **options)`` was given into groups.
+A field says with its default what it is for and what it may be.
+``check_options`` holds values to it, the command line draws its options from
+it, and ``group_options`` sorts what ``LLM(model, **options)`` was given into
+groups.
 """
 
 from __future__ import annotations
@@ -113,7 +115,9 @@ def check_options(group: Any) -> None:
         each.check(getattr(group, each.name))
 
 
-def group_options(groups: Mapping[str, type], options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def group_options(
+    groups: Mapping[str, type], options: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """Which options belong to which group.
 
     Args:

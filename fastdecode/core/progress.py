@@ -1,4 +1,5 @@
-"""How far long work is, in a line: ``lines 1200/50000, 3 failed, 812 tok/s, ETA 0:52:10, R-workers 4/4``."""
+"""How far long work is, in a line: ``lines 1200/50000, 3 failed, 812 tok/s, ETA
+0:52:10, R-workers 4/4``."""
 
 from __future__ import annotations
 
@@ -9,21 +10,26 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TextIO
 
-# Between two lines where there is no terminal, and between two looks of the one line where there is.
+# Between two lines where there is no terminal, and between two looks of the one
+# line where there is.
 LINE_EVERY_S = 10.0
 REFRESH_EVERY_S = 0.5
 
 
 class Progress:
-    """Shows how far work is. Use it in a ``with`` statement. That nobody sees it ends no work.
+    """Shows how far work is. Use it in a ``with`` statement. That nobody sees
+    it ends no work.
 
     Args:
-        stream: a terminal gets one line that changes; anything else gets a line now and then.
+        stream: a terminal gets one line that changes; anything else gets a line
+            now and then.
         unit: of what is counted.
         clock: in seconds.
     """
 
-    def __init__(self, stream: TextIO, unit: str = "lines", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO, unit: str = "lines", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._unit = unit
         self._stream = stream
         self._clock = clock
@@ -37,7 +43,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._total:
             self._show()
@@ -49,9 +58,11 @@ class Progress:
         self._total, self._done_before, self._done = total, done, done
         self._started_s = self._shown_s = self._clock()
 
-    def update(self, *, done: int, num_failed: int, num_tokens: int, workers: tuple[int, int]) -> None:
-        """How it stands now: done in all, tokens since ``begin``, R-workers that aren't lost and all. Call it as often
-        as you like."""
+    def update(
+        self, *, done: int, num_failed: int, num_tokens: int, workers: tuple[int, int]
+    ) -> None:
+        """How it stands now: done in all, tokens since ``begin``, R-workers
+        that aren't lost and all. Call it as often as you like."""
         self._done, self._num_failed, self._num_tokens = done, num_failed, num_tokens
         self._workers = workers
         now = self._clock()

@@ -1,7 +1,7 @@
 """Requests, their sampling parameters, and what comes back.
 
-A **request** is what a user asks; it becomes ``n`` **sequences** (its tokens and their state), each of which becomes
-one ``Completion``.
+A **request** is what a user asks; it becomes ``n`` **sequences** (its tokens
+and their state), each of which becomes one ``Completion``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def _refuse(name: str, value: object, rule: str) -> RequestError:
     return RequestError(Given(name, value), f": must be {rule}", code="invalid_sampling_params")
 
 
-def _number(name: str, value: object, low: float, high: float, rule: str, *, open_low: bool = False) -> float:
+def _number(
+    name: str, value: object, low: float, high: float, rule: str, *, open_low: bool = False
+) -> float:
     # The comparison also refuses NaN, infinities, and whole numbers too great for a float.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise _refuse(name, value, rule)
@@ -44,13 +46,17 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the next token, and when to stop. Validated at construction; the names are OpenAI's and vLLM's.
+    """How to choose the next token, and when to stop. Validated at
+    construction; the names are OpenAI's and vLLM's.
 
-    The order of operations for one row of logits: ``logit_bias``, the penalties, ``min_tokens`` (EOS and stop ids
-    masked), then greedy if ``temperature == 0``, else ``/ temperature``, ``top_k``, ``top_p``, ``min_p``, draw.
+    The order of operations for one row of logits: ``logit_bias``, the
+    penalties, ``min_tokens`` (EOS and stop ids masked), then greedy if
+    ``temperature == 0``, else ``/ temperature``, ``top_k``, ``top_p``,
+    ``min_p``, draw.
 
     Raises:
-        RequestError: (code ``invalid_sampling_params``) names the field, its value and what it must be.
+        RequestError: (code ``invalid_sampling_params``) names the field, its
+            value and what it must be.
     """
 
     temperature: float = 1.0
@@ -62,7 +68,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least min_p times as likely as the likeliest; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 does nothing."""
+    """Divides positive and multiplies negative logits of tokens in the prompt
+    or the output; 1 does nothing."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
@@ -78,7 +85,8 @@ class SamplingParams:
     max_tokens: int | None = 16
     """Most tokens to generate; None: until the model's limit."""
     min_tokens: int = 0
-    """EOS and stop ids can't be drawn before this many tokens; stop strings don't end the text before it."""
+    """EOS and stop ids can't be drawn before this many tokens; stop strings
+    don't end the text before it."""
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: no logprobs; k >= 0: the drawn token's, and the k likeliest tokens', at every step."""
@@ -89,7 +97,10 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("temperature", _number("temperature", self.temperature, 0, 100, "a number from 0 to 100"))
+        put(
+            "temperature",
+            _number("temperature", self.temperature, 0, 100, "a number from 0 to 100"),
+        )
         put("top_k", 0 if self.top_k == -1 else _integer("top_k", self.top_k, 0, 1 << 30))
         rule = "a number above 0 and at most 1"
         put("top_p", _number("top_p", self.top_p, 0, 1, rule, open_low=True))
@@ -128,7 +139,9 @@ class SamplingParams:
             except ValueError:
                 raise _refuse("logit_bias", key, "an object whose keys are token ids") from None
             token = _integer("logit_bias token id", number, 0, 1 << 31)
-            checked[token] = _number(f"logit_bias[{token}]", bias, -100, 100, "a number from -100 to 100")
+            checked[token] = _number(
+                f"logit_bias[{token}]", bias, -100, 100, "a number from -100 to 100"
+            )
         return checked
 
     def _checked_stop_token_ids(self) -> tuple[int, ...]:
@@ -139,7 +152,8 @@ class SamplingParams:
 
     def _checked_stop(self) -> tuple[str, ...]:
         rule = (
-            f"a string or a list of at most {MAX_STOP_STRINGS} non-empty strings of at most {MAX_STOP_CHARS} characters"
+            f"a string or a list of at most {MAX_STOP_STRINGS} non-empty strings of at most "
+            f"{MAX_STOP_CHARS} characters"
         )
         stop: object = self.stop
         if stop is None:
@@ -181,12 +195,14 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """One step's log-probabilities, of the distribution after penalties and bias, before temperature and truncation."""
+    """One step's log-probabilities, of the distribution after penalties and
+    bias, before temperature and truncation."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens and their logprobs, likeliest first; as many as ``SamplingParams.logprobs``."""
+    """The likeliest tokens and their logprobs, likeliest first; as many as
+    ``SamplingParams.logprobs``."""
 
 
 @dataclass(frozen=True)
@@ -224,11 +240,14 @@ class RequestOutput:
 
 @dataclass(eq=False)
 class Sequence:
-    """One continuation in the making: its tokens, how many of them are cached, and where.
+    """One continuation in the making: its tokens, how many of them are cached,
+    and where.
 
-    A sequence is always continued the same way: run the tokens that aren't cached yet, and once all are, draw the
-    next one. So a first prefill, a chunk of one, a decode step (one token to run) and a recomputation after the cache
-    was lost (prompt and generated tokens to run) are the same thing to everyone.
+    A sequence is always continued the same way: run the tokens that aren't
+    cached yet, and once all are, draw the next one. So a first prefill, a chunk
+    of one, a decode step (one token to run) and a recomputation after the cache
+    was lost (prompt and generated tokens to run) are the same thing to
+    everyone.
     """
 
     sequence_id: SequenceId

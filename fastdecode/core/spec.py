@@ -1,8 +1,10 @@
 """What the R-part must know about a model, and nothing more.
 
-R-workers know no model names. One ``AttentionSpec`` a layer and one ``KVSpec`` for the cache say everything that
-append-then-attend depends on; they travel once, when an S-worker greets an R-worker. RoPE and q/k norms belong to the
-S-part and have left their mark on q and k before those travel; ALiBi, windows and soft-caps belong to the R-part.
+R-workers know no model names. One ``AttentionSpec`` a layer and one ``KVSpec``
+for the cache say everything that append-then-attend depends on; they travel
+once, when an S-worker greets an R-worker. RoPE and q/k norms belong to the
+S-part and have left their mark on q and k before those travel; ALiBi, windows
+and soft-caps belong to the R-part.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ MAX_SEQUENCE_TOKENS = 1 << 23
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One layer's attention: o = softmax(f(scale · q·kᵀ) + bias) · v over the visible tokens.
+    """One layer's attention: o = softmax(f(scale · q·kᵀ) + bias) · v over the
+    visible tokens.
 
-    The query at position p sees the keys j with ``p - sliding_window < j <= p`` (no lower bound without a window).
-    ``f(s) = logit_softcap · tanh(s / logit_softcap)``; the ALiBi bias is ``alibi_slopes[h] · (j - p)``.
+    The query at position p sees the keys j with ``p - sliding_window < j <= p``
+    (no lower bound without a window). ``f(s) = logit_softcap · tanh(s /
+    logit_softcap)``; the ALiBi bias is ``alibi_slopes[h] · (j - p)``.
     """
 
     num_q_heads: int
@@ -47,7 +51,10 @@ class AttentionSpec:
                 f"got {self.num_kv_heads} KV heads and {self.num_q_heads} query heads"
             )
         if self.num_q_heads % self.num_kv_heads:
-            raise ConfigError(f"num_q_heads={self.num_q_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+            raise ConfigError(
+                f"num_q_heads={self.num_q_heads} is not a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
         if not 1 <= self.head_dim <= MAX_HEAD_DIM:
             raise ConfigError(f"head_dim={self.head_dim} is not within 1..{MAX_HEAD_DIM}")
         if not (math.isfinite(self.scale) and self.scale > 0):
@@ -57,11 +64,14 @@ class AttentionSpec:
         if self.alibi_slopes is not None:
             if len(self.alibi_slopes) != self.num_q_heads:
                 raise ConfigError(
-                    f"alibi_slopes has {len(self.alibi_slopes)} entries for {self.num_q_heads} query heads"
+                    f"alibi_slopes has {len(self.alibi_slopes)} entries for {self.num_q_heads} "
+                    "query heads"
                 )
             if not all(math.isfinite(slope) for slope in self.alibi_slopes):
                 raise ConfigError("alibi_slopes must all be finite")
-        if self.logit_softcap is not None and not (math.isfinite(self.logit_softcap) and self.logit_softcap > 0):
+        if self.logit_softcap is not None and not (
+            math.isfinite(self.logit_softcap) and self.logit_softcap > 0
+        ):
             raise ConfigError(f"logit_softcap must be finite and > 0, got {self.logit_softcap}")
 
     @property
@@ -85,7 +95,9 @@ class HeadShare:
         """A layer as whoever has these heads needs to know it."""
         slopes = None if spec.alibi_slopes is None else spec.alibi_slopes[self.q]
         num_q_heads = self.q.stop - self.q.start
-        return replace(spec, num_q_heads=num_q_heads, num_kv_heads=self.num_kv_heads, alibi_slopes=slopes)
+        return replace(
+            spec, num_q_heads=num_q_heads, num_kv_heads=self.num_kv_heads, alibi_slopes=slopes
+        )
 
 
 def longest_window(layers: Iterable[AttentionSpec]) -> int | None:
@@ -96,7 +108,8 @@ def longest_window(layers: Iterable[AttentionSpec]) -> int | None:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """The KV cache of one model on one R-worker. A KV block holds ``block_size`` tokens' K and V of one layer."""
+    """The KV cache of one model on one R-worker. A KV block holds
+    ``block_size`` tokens' K and V of one layer."""
 
     num_layers: int
     num_kv_heads: int

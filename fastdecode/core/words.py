@@ -7,7 +7,8 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """The same, with what would move a cursor, colour a terminal or begin a line of its own spelt out."""
+    """The same, with what would move a cursor, colour a terminal or begin a
+    line of its own spelt out."""
     if text.isprintable():
         return text
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)

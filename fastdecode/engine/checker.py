@@ -29,11 +29,16 @@ class RequestChecker:
         """A prompt's token ids. Raises RequestError."""
         if isinstance(prompt, str):
             if not prompt:
-                raise RequestError("the prompt is empty: give at least one character", code="empty_prompt")
-            return self._checked(self._codec.encode(prompt), "the tokenizer and the model don't match: ")
+                raise RequestError(
+                    "the prompt is empty: give at least one character", code="empty_prompt"
+                )
+            return self._checked(
+                self._codec.encode(prompt), "the tokenizer and the model don't match: "
+            )
         if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, str)):
             raise RequestError(
-                f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", code="invalid_prompt"
+                f"a prompt is a string or a list of token ids, not {type(prompt).__name__}",
+                code="invalid_prompt",
             )
         return self._checked(prompt)
 
@@ -42,7 +47,8 @@ class RequestChecker:
         for place, token in enumerate(token_ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise RequestError(
-                    f"{why}prompt_token_ids[{place}]={token!r} is not a token id of this model (0 to {vocab_size - 1})",
+                    f"{why}prompt_token_ids[{place}]={token!r} is not a token id of this model (0 "
+                    f"to {vocab_size - 1})",
                     code="invalid_token_id",
                 )
         return tuple(token_ids)
@@ -56,7 +62,8 @@ class RequestChecker:
             raise RequestError("the prompt has no tokens: give at least one", code="empty_prompt")
         if len(token_ids) >= limit:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; the model's limit is {limit} for prompt and completion "
+                f"the prompt has {len(token_ids)} tokens; the model's limit is {limit} for prompt "
+                "and completion "
                 f"together, so at most {limit - 1} leave room for an answer: shorten the prompt",
                 code="prompt_too_long",
             )

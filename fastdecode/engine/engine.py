@@ -1,12 +1,17 @@
-"""The engine: carries out what the lifecycle of its sequences wants, one step of a lane at a time.
+"""The engine: carries out what the lifecycle of its sequences wants, one step
+of a lane at a time.
 
-A request's life: ``submit`` → waiting → room opened on its holders (``OpenSequence`` or ``ForkSequence``) → its prompt
-run in one or more chunks → one token drawn a step → finished, its blocks freed (``CloseSequence``), its output returned
-by ``step``. What comes next is decided by ``fastdecode.schedule.lifecycle``, which is told what happens; nothing here
+A request's life: ``submit`` → waiting → room opened on its holders
+(``OpenSequence`` or ``ForkSequence``) → its prompt run in one or more chunks →
+one token drawn a step → finished, its blocks freed (``CloseSequence``), its
+output returned by ``step``. What comes next is decided by
+``fastdecode.schedule.lifecycle``, which is told what happens; nothing here
 knows how a step is scheduled, what a layer computes, or where an R-worker runs.
 
-When an R-worker is lost, its sequences start again elsewhere, and what was cached is recomputed from their tokens,
-prompt and generated alike. Since a token depends on the sequence alone, the text goes on as if nothing had happened.
+When an R-worker is lost, its sequences start again elsewhere, and what was
+cached is recomputed from their tokens, prompt and generated alike. Since a
+token depends on the sequence alone, the text goes on as if nothing had
+happened.
 """
 
 from __future__ import annotations
@@ -18,7 +23,13 @@ from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import dataclass, field
 
-from fastdecode.core.errors import FastDecodeError, ProtocolError, RequestError, WorkerError, without_frames
+from fastdecode.core.errors import (
+    FastDecodeError,
+    ProtocolError,
+    RequestError,
+    WorkerError,
+    without_frames,
+)
 from fastdecode.core.holders import PartId
 from fastdecode.core.sequence import Request, RequestOutput
 from fastdecode.core.spec import longest_window
@@ -54,7 +65,8 @@ class Watch:
 
 
 class Engine:
-    """Runs requests to their end. Not thread-safe: one thread submits and steps.
+    """Runs requests to their end. Not thread-safe: one thread submits and
+    steps.
 
     Args:
         s_worker: every layer that has weights.
@@ -62,8 +74,10 @@ class Engine:
         fleet: the holders.
         lifecycle: decides what is opened, what steps, and what becomes of whom.
         codec: between text and token ids.
-        eos_token_ids: any of them ends a sequence, unless the request ignores EOS.
-        recovery: lets in those that come in the place of lost holders; None: nobody comes.
+        eos_token_ids: any of them ends a sequence, unless the request ignores
+            EOS.
+        recovery: lets in those that come in the place of lost holders; None:
+            nobody comes.
         watch: who is told.
     """
 
@@ -113,20 +127,26 @@ class Engine:
         """Whether a step would do anything: for requests, or for what is left of cancelled ones."""
         return bool(self._requests or self._pipeline.in_flight or self._lifecycle.grants)
 
-    def submit(self, request: Request, prompt: str | None = None, listener: Listener | None = None) -> None:
-        """Queue a valid request. ``prompt`` is its text, if it came as text, to be given back with the output;
-        ``listener`` is told what it says, and its error if a step ends it with one.
+    def submit(
+        self, request: Request, prompt: str | None = None, listener: Listener | None = None
+    ) -> None:
+        """Queue a valid request. ``prompt`` is its text, if it came as text, to
+        be given back with the output; ``listener`` is told what it says, and
+        its error if a step ends it with one.
 
         Raises:
-            RequestError: an unfinished request has the same id, or its text can't be made.
-            CapacityError: the request could never fit on any R-worker; nothing was queued.
+            RequestError: an unfinished request has the same id, or its text
+                can't be made.
+            CapacityError: the request could never fit on any R-worker; nothing
+                was queued.
             FastDecodeError: the engine broke down before, with this error.
         """
         if self.broken is not None:
             raise copy(self.broken)
         if request.request_id in self._requests:
             raise RequestError(
-                f"request id {request.request_id!r} is that of one unfinished: give each its own", code="duplicate_id"
+                f"request id {request.request_id!r} is that of one unfinished: give each its own",
+                code="duplicate_id",
             )
         self._carry_out(events.Submitted(request))
         sequences = self._lifecycle.lives.sequences(request.request_id)
@@ -137,12 +157,18 @@ class Engine:
             raise
 
     def step(self) -> list[RequestOutput]:
-        """Run until some lane has finished a step. Returns the requests that are over.
+        """Run until some lane has finished a step. Returns the requests that
+        are over.
 
         Raises:
-            WorkerError: no R-worker is left. ``abandon`` is all that can be done then.
+            WorkerError: no R-worker is left. ``abandon`` is all that can be
+                done then.
         """
-        started, wait_s, num_steps = time.perf_counter(), self._pipeline.wait_s, self.stats.num_steps
+        started, wait_s, num_steps = (
+            time.perf_counter(),
+            self._pipeline.wait_s,
+            self.stats.num_steps,
+        )
         outputs: list[RequestOutput] = []
         is_prefill = False
         if self._watch.lanes is not None:
@@ -157,11 +183,14 @@ class Engine:
                 return outputs
             is_prefill = any(step.batch.num_prompt_tokens for step in in_flight)
             outputs += self._run_on()
-        self.stats.count_time(time.perf_counter() - started, self._pipeline.wait_s - wait_s, is_prefill=is_prefill)
+        self.stats.count_time(
+            time.perf_counter() - started, self._pipeline.wait_s - wait_s, is_prefill=is_prefill
+        )
         return outputs
 
     def set_num_lanes(self, num_lanes: int) -> list[RequestOutput]:
-        """Go on with so many lanes, when the steps in flight have ended. Returns the requests that are over by then."""
+        """Go on with so many lanes, when the steps in flight have ended.
+        Returns the requests that are over by then."""
         outputs: list[RequestOutput] = []
         if num_lanes != self._pipeline.num_lanes:
             while self._pipeline.in_flight:
@@ -175,8 +204,9 @@ class Engine:
         return outputs
 
     def cancel(self, request_id: str) -> bool:
-        """Forget an unfinished request; False if there is none of this id. What it holds is free as soon as the step
-        in flight is over, at the latest."""
+        """Forget an unfinished request; False if there is none of this id. What
+        it holds is free as soon as the step in flight is over, at the
+        latest."""
         if request_id not in self._requests:
             return False
         self._requests.forget(request_id)
@@ -184,7 +214,8 @@ class Engine:
         return True
 
     def cancel_waiting(self, among: Container[str] | None = None) -> list[str]:
-        """Forget the requests, ``among`` these or all, of which nothing has run yet. Returns their ids."""
+        """Forget the requests, ``among`` these or all, of which nothing has run
+        yet. Returns their ids."""
         untouched = self._lifecycle.lives.untouched_requests()
         waiting = [request_id for request_id in untouched if among is None or request_id in among]
         for request_id in waiting:
@@ -199,13 +230,15 @@ class Engine:
             self._run_on()
 
     def abandon(self, error: FastDecodeError) -> list[RequestOutput]:
-        """A step broke down: end every unfinished request with this error. The engine takes no requests from then on,
-        since what its R-workers hold is unknown."""
+        """A step broke down: end every unfinished request with this error. The
+        engine takes no requests from then on, since what its R-workers hold is
+        unknown."""
         self.broken = without_frames(error)
         return self._requests.fail_all(error)
 
     def _run_on(self) -> list[RequestOutput]:
-        """Run until some lane has finished its step, or there is news. Returns the requests that are over."""
+        """Run until some lane has finished its step, or there is news. Returns
+        the requests that are over."""
         finished = self._pipeline.run()
         return self._take_news() if finished is None else self._finish_step(finished)
 
@@ -217,7 +250,9 @@ class Engine:
                 self._recovery.lose(holder, news)
                 outputs += self._carry_out(events.Lost(holder))
             elif not self._lifecycle.grants.awaits(holder, PartId(news.sequence_id)):
-                answer = f"{self._fleet.peer(holder)} sent {type(news).__name__}, which nobody asked for"
+                answer = (
+                    f"{self._fleet.peer(holder)} sent {type(news).__name__}, which nobody asked for"
+                )
                 self._fleet.lose(holder, ProtocolError(answer))
             else:
                 outputs += self._carry_out(event_for(news, self._fleet.peer(holder)))
@@ -227,7 +262,8 @@ class Engine:
         return outputs
 
     def _launch(self, lane: int) -> list[RequestOutput]:
-        """Plan and start a lane's step, as far as anybody has room. Returns the requests that are over."""
+        """Plan and start a lane's step, as far as anybody has room. Returns the
+        requests that are over."""
         started, waited = time.perf_counter(), self._pipeline.wait_s
         outputs = self._carry_out(events.LaneIdle(lane))
         while self._answer_at_once and self._lifecycle.grants:
@@ -245,7 +281,8 @@ class Engine:
         return outputs
 
     def _finish_step(self, step: LaneStep) -> list[RequestOutput]:
-        """A lane's step is over: draw the next tokens, and tell the lifecycle. Returns the requests that are over."""
+        """A lane's step is over: draw the next tokens, and tell the lifecycle.
+        Returns the requests that are over."""
         ran_s = time.perf_counter()
         self.stats.count_step(step.r_compute_s, sum(step.remote.r_compute_s.values()))
         wanted = self._lifecycle.lives.wanted(step.batch.chunks)
@@ -270,18 +307,25 @@ class Engine:
         return outputs
 
     def _carry_out(self, event: events.Event) -> list[RequestOutput]:
-        """Tell the lifecycle what has happened, and do what it wants. Returns the requests that are over."""
+        """Tell the lifecycle what has happened, and do what it wants. Returns
+        the requests that are over."""
         outputs: list[RequestOutput] = []
         for instruction in self._lifecycle.handle(event):
             match instruction:
                 case events.Open() | events.Fork() | events.Extend() | events.Close():
                     self._fleet.send(instruction.part.holder, message_for(instruction))
                 case events.Finish():
-                    output = self._requests.finish(instruction.sequence, instruction.reason, self.stats)
+                    output = self._requests.finish(
+                        instruction.sequence, instruction.reason, self.stats
+                    )
                     outputs += () if output is None else (output,)
                 case events.Fail():
-                    logger.warning("request %s failed: %s", instruction.request_id, instruction.error)
-                    outputs.append(self._requests.forget(instruction.request_id).failed(instruction.error))
+                    logger.warning(
+                        "request %s failed: %s", instruction.request_id, instruction.error
+                    )
+                    outputs.append(
+                        self._requests.forget(instruction.request_id).failed(instruction.error)
+                    )
                 case events.Run():
                     raise AssertionError("a lane runs when it is launched")
         self.stats.num_recomputed = self._lifecycle.num_recomputed
@@ -290,9 +334,13 @@ class Engine:
 
 
 def _drawing(step: LaneStep, wanted: Seq[Chunk]) -> tuple[list[Chunk], list[int]]:
-    """Of a step that is over, the chunks for which a token is drawn, as far as they are wanted; and their rows among
-    the step's logits."""
-    drawing = [chunk for chunk, draws in zip(step.batch.chunks, step.batch.draws.tolist(), strict=True) if draws]
+    """Of a step that is over, the chunks for which a token is drawn, as far as
+    they are wanted; and their rows among the step's logits."""
+    drawing = [
+        chunk
+        for chunk, draws in zip(step.batch.chunks, step.batch.draws.tolist(), strict=True)
+        if draws
+    ]
     if len(wanted) == len(step.batch.chunks):
         return drawing, list(range(len(drawing)))
     ids = {chunk.sequence.sequence_id for chunk in wanted}

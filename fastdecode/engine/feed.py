@@ -1,4 +1,5 @@
-"""Requests from an iterable into an engine's service, as there is room for them, and deltas back."""
+"""Requests from an iterable into an engine's service, as there is room for
+them, and deltas back."""
 
 from __future__ import annotations
 
@@ -22,12 +23,19 @@ class Feed:
     Args:
         service: runs them.
         checker: makes requests of what arrives.
-        most_sequences: so many are in the engine, waiting ones among them, before another request is asked for.
-        every_step: read of every step; or of each sequence only once it is over.
+        most_sequences: so many are in the engine, waiting ones among them,
+            before another request is asked for.
+        every_step: read of every step; or of each sequence only once it is
+            over.
     """
 
     def __init__(
-        self, service: EngineService[Any], checker: RequestChecker, most_sequences: int, *, every_step: bool
+        self,
+        service: EngineService[Any],
+        checker: RequestChecker,
+        most_sequences: int,
+        *,
+        every_step: bool,
     ) -> None:
         self._service = service
         self._checker = checker
@@ -50,8 +58,9 @@ class Feed:
     def read(
         self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None
     ) -> Iterator[tuple[Delta, RequestOutput | None]]:
-        """Deltas of all requests until they are over, or until the engine broke down; with a request's last one, what
-        all of them come to. Requests that are cancelled come to nothing.
+        """Deltas of all requests until they are over, or until the engine broke
+        down; with a request's last one, what all of them come to. Requests that
+        are cancelled come to nothing.
 
         Raises:
             FastDecodeError: the service takes no requests.
@@ -65,7 +74,8 @@ class Feed:
                 yield self._refused.popleft()
             if self._num_open:
                 for delta in self._service.take(self._queue, None if on_tick is None else TICK_S):
-                    # Typed errors may have causes, too; only a mistake of ours is known by nothing but its cause.
+                    # Typed errors may have causes, too; only a mistake of ours
+                    # is known by nothing but its cause.
                     if type(delta.error) is FastDecodeError and delta.error.__cause__ is not None:
                         raise delta.error.__cause__
                     output = self._fold(delta)
@@ -76,7 +86,8 @@ class Feed:
             drained = drained or self._service.snapshot().error is not None
 
     def _fill(self, arriving: Iterator[PromptRequest]) -> bool:
-        """Take requests while there is room; they start together. Returns whether there are no more."""
+        """Take requests while there is room; they start together. Returns
+        whether there are no more."""
         batch: list[Request] = []
         drained = False
         while not drained and self._num_open < self._most:

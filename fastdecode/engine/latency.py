@@ -10,7 +10,8 @@ GROWTH = 1.02
 
 
 class LatencyHistogram:
-    """Counts durations in buckets, each 2% wider than the one before: a percentile is off by 1% at most.
+    """Counts durations in buckets, each 2% wider than the one before: a
+    percentile is off by 1% at most.
 
     Durations below a microsecond count as one, those above 11 days as 11 days.
     """
@@ -27,7 +28,8 @@ class LatencyHistogram:
         self._num += 1
 
     def percentile(self, percent: float) -> float | None:
-        """Seconds that ``percent`` of the durations don't exceed (nearest rank); None if there are none."""
+        """Seconds that ``percent`` of the durations don't exceed (nearest
+        rank); None if there are none."""
         assert 0 < percent <= 100
         rank = math.ceil(self._num * percent / 100)
         seen = 0

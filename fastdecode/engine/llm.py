@@ -29,8 +29,9 @@ from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.mpi import job as mpi_job
 
-# Requests kept queued beside the running ones, as a multiple of those: enough that a freed place is filled at once,
-# few enough that a long input file isn't held in memory.
+# Requests kept queued beside the running ones, as a multiple of those: enough
+# that a freed place is filled at once, few enough that a long input file isn't
+# held in memory.
 QUEUE_AHEAD = 2
 
 Message = Mapping[str, Any]
@@ -60,15 +61,18 @@ class Facts:
 class LLM:
     """A model, ready to generate. Close it, or use it in a ``with`` statement.
 
-    An engine runs in a thread of its own; it may be used from any thread, by one reading at a time, and an interrupt
-    (Ctrl-C) leaves it usable. A fork of the process can't use it.
+    An engine runs in a thread of its own; it may be used from any thread, by
+    one reading at a time, and an interrupt (Ctrl-C) leaves it usable. A fork of
+    the process can't use it.
 
     Args:
         model: a Hugging Face model directory.
-        options: those of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers, device, …
+        options: those of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers,
+            device, …
         progress: told what start-up is doing, one line at a time.
         trace: told what every step does, from then on.
-        times: what is known of step times beforehand, for the schedule; told how long each step took.
+        times: what is known of step times beforehand, for the schedule; told
+            how long each step took.
 
     Raises:
         ConfigError, ModelError, WorkerError: as their docstrings say.
@@ -85,19 +89,26 @@ class LLM:
     ) -> None:
         self.config = config = EngineConfig.of(model, **options)
         own_thread = _has_a_thread()
-        self._service = EngineService(lambda: RunningEngine(config, progress, trace, times), own_thread=own_thread)
+        self._service = EngineService(
+            lambda: RunningEngine(config, progress, trace, times), own_thread=own_thread
+        )
         self._running = self._service.open()
         # An engine that nobody can reach any more needn't wait for the end of the process.
         weakref.finalize(self, self._service.ask_to_close).atexit = False
         self.facts = _facts(self._running)
-        self._checker = RequestChecker(self.codec, self._running.spec.vocab_size, self.facts.max_model_len)
+        self._checker = RequestChecker(
+            self.codec, self._running.spec.vocab_size, self.facts.max_model_len
+        )
         self._reading: Feed | None = None
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -133,17 +144,21 @@ class LLM:
         """Continue every prompt. Results stand in the order of the prompts.
 
         Args:
-            prompts: texts or lists of token ids; a single one is a batch of one.
+            prompts: texts or lists of token ids; a single one is a batch of
+                one.
             params: for all prompts, or one each; None is ``SamplingParams()``.
             progress: show on stderr how far it is.
 
         Returns:
-            One output a prompt. A bad prompt's output carries its ``error``; the others aren't touched by it. When
-            the last R-worker is lost, the outputs that weren't complete carry a ``WorkerError``.
+            One output a prompt. A bad prompt's output carries its ``error``;
+            the others aren't touched by it. When the last R-worker is lost, the
+            outputs that weren't complete carry a ``WorkerError``.
 
         Raises:
-            RequestError: the arguments aren't prompts and sampling params, or there aren't as many of each.
-            ConfigError: the LLM was closed, or a ``stream`` of it is still being read.
+            RequestError: the arguments aren't prompts and sampling params, or
+                there aren't as many of each.
+            ConfigError: the LLM was closed, or a ``stream`` of it is still
+                being read.
         """
         batch = _as_batch(prompts)
         return self._run_all(batch, _as_params(params, len(batch)), progress)
@@ -158,17 +173,21 @@ class LLM:
         variables: Mapping[str, Any] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continue conversations by the model's chat template, as ``generate`` continues prompts.
+        """Continue conversations by the model's chat template, as ``generate``
+        continues prompts.
 
         Args:
-            messages: a conversation, or several: ``[{"role": "user", "content": "…"}, …]``.
+            messages: a conversation, or several: ``[{"role": "user", "content":
+                "…"}, …]``.
             params: for all conversations, or one each.
             chat_template: a file to use in place of the model's own.
-            add_generation_prompt: end prompts with what begins the assistant's turn.
+            add_generation_prompt: end prompts with what begins the assistant's
+                turn.
             variables: more names for the template.
 
         Raises:
-            RequestError, ConfigError: as ``generate``; or there is no chat template.
+            RequestError, ConfigError: as ``generate``; or there is no chat
+                template.
         """
         chats = _as_chats(messages)
         every = _as_params(params, len(chats))
@@ -176,7 +195,8 @@ class LLM:
         template = ChatTemplate.load(Path(self.config.model), override)
         if template is None:
             raise ConfigError(
-                f"{self.config.model} has no chat template: give a file as chat_template, or use generate",
+                f"{self.config.model} has no chat template: give a file as chat_template, or use "
+                "generate",
                 code="no_chat_template",
             )
         now = datetime.now()
@@ -185,38 +205,47 @@ class LLM:
         with contextlib.closing(template):
             for place, chat in enumerate(chats):
                 try:
-                    text = template.render(chat, now, add_generation_prompt=add_generation_prompt, variables=variables)
+                    text = template.render(
+                        chat, now, add_generation_prompt=add_generation_prompt, variables=variables
+                    )
                     prompts[place] = self.codec.encode(text, add_special_tokens=False)
                 except RequestError as error:
                     refused[place] = RequestOutput(str(place), None, (), error=error)
-        answered = self._run_all(list(prompts.values()), [every[place] for place in prompts], progress)
+        answered = self._run_all(
+            list(prompts.values()), [every[place] for place in prompts], progress
+        )
         outputs = {p: replace(o, request_id=str(p)) for p, o in zip(prompts, answered, strict=True)}
         return [refused.get(place) or outputs[place] for place in range(len(chats))]
 
     def stream(
         self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Run requests as they come from an iterable; yield each output as soon as it is complete.
+        """Run requests as they come from an iterable; yield each output as soon
+        as it is complete.
 
-        Only so many requests are taken ahead as keep the batch full, so memory stays flat however many there are.
-        Request ids must be unique among those unfinished. When the engine breaks down, as it does with the loss of its
-        last R-worker, every request that was taken is yielded with that error, and the stream ends.
+        Only so many requests are taken ahead as keep the batch full, so memory
+        stays flat however many there are. Request ids must be unique among
+        those unfinished. When the engine breaks down, as it does with the loss
+        of its last R-worker, every request that was taken is yielded with that
+        error, and the stream ends.
 
         Args:
             requests: asked for the next one when there is room for it.
-            on_tick: called whenever outputs have been yielded, and a few times a second. What it raises ends the
-                stream.
+            on_tick: called whenever outputs have been yielded, and a few times
+                a second. What it raises ends the stream.
         """
         return self._read(False, requests, on_tick, lambda delta, output: output)
 
     def deltas(
         self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None = None
     ) -> Generator[Delta, None, None]:
-        """Like ``stream``, but yields tokens as they come: what is new of each sequence since the last time."""
+        """Like ``stream``, but yields tokens as they come: what is new of each
+        sequence since the last time."""
         return self._read(True, requests, on_tick, lambda delta, output: delta)
 
     def cancel_waiting(self) -> None:
-        """Of the requests that ``stream`` has taken, forget those of which nothing has run: they come to nothing."""
+        """Of the requests that ``stream`` has taken, forget those of which
+        nothing has run: they come to nothing."""
         if self._reading is not None:
             self._reading.cancel_waiting()
 
@@ -245,25 +274,36 @@ class LLM:
         if before is not None:
             if not before.is_over:
                 raise ConfigError(
-                    "a stream of this LLM is still being read: read it to its end, or close() it, before the next one",
+                    "a stream of this LLM is still being read: read it to its end, or close() it, "
+                    "before the next one",
                     code="busy",
                 )
             before.forget()
         self._reading = feed
 
-    def _run_all(self, prompts: list[Prompt], params: list[SamplingParams], progress: bool) -> list[RequestOutput]:
+    def _run_all(
+        self, prompts: list[Prompt], params: list[SamplingParams], progress: bool
+    ) -> list[RequestOutput]:
         """One output a prompt, in their order."""
-        requests = (PromptRequest(str(i), p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True)))
+        requests = (
+            PromptRequest(str(i), p, s)
+            for i, (p, s) in enumerate(zip(prompts, params, strict=True))
+        )
         outputs: dict[str, RequestOutput] = {}
         with contextlib.ExitStack() as stack:
             tick = stack.enter_context(self._shown(len(prompts), outputs)) if progress else None
             for output in stack.enter_context(contextlib.closing(self.stream(requests, tick))):
                 outputs[output.request_id] = output
         lost = next((o.error for o in outputs.values() if isinstance(o.error, WorkerError)), None)
-        return [outputs.get(str(i)) or RequestOutput(str(i), None, (), error=lost) for i in range(len(prompts))]
+        return [
+            outputs.get(str(i)) or RequestOutput(str(i), None, (), error=lost)
+            for i in range(len(prompts))
+        ]
 
     @contextlib.contextmanager
-    def _shown(self, total: int, outputs: Mapping[str, RequestOutput]) -> Iterator[Callable[[], None]]:
+    def _shown(
+        self, total: int, outputs: Mapping[str, RequestOutput]
+    ) -> Iterator[Callable[[], None]]:
         """Shows how far a call is; gives what is to be called meanwhile."""
         tokens_before = self.stats.num_output_tokens
 
@@ -282,7 +322,8 @@ class LLM:
 
 
 def _has_a_thread() -> bool:
-    """Whether an engine may have a thread of its own: not where MPI takes calls of the thread alone that joined."""
+    """Whether an engine may have a thread of its own: not where MPI takes calls
+    of the thread alone that joined."""
     return not mpi_job.takes_calls_of_one_thread()
 
 
@@ -315,14 +356,19 @@ def _as_chats(messages: object) -> list[Sequence[Message]]:
 def _is_chat(chat: object) -> bool:
     if not isinstance(chat, Sequence) or not chat:
         return False
-    return all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in chat)
+    return all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in chat
+    )
 
 
 def _as_batch(prompts: object) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts must be a string or a list, not {type(prompts).__name__}", code="invalid_prompt")
+        raise RequestError(
+            f"prompts must be a string or a list, not {type(prompts).__name__}",
+            code="invalid_prompt",
+        )
     batch = list(prompts)
     if batch and all(isinstance(item, int) and not isinstance(item, bool) for item in batch):
         return [batch]
@@ -337,10 +383,13 @@ def _as_params(params: object, num_prompts: int) -> list[SamplingParams]:
     for item in params if isinstance(params, Sequence) else [params]:
         if not isinstance(item, SamplingParams):
             raise RequestError(
-                f"params must be SamplingParams, one for all or a list of one each, not {type(item).__name__}",
+                "params must be SamplingParams, one for all or a list of one each, not "
+                f"{type(item).__name__}",
                 code="invalid_sampling_params",
             )
         each.append(item)
     if len(each) != num_prompts:
-        raise RequestError(f"{num_prompts} prompts but {len(each)} sampling params: give one for all, or one each")
+        raise RequestError(
+            f"{num_prompts} prompts but {len(each)} sampling params: give one for all, or one each"
+        )
     return each

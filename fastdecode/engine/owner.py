@@ -1,4 +1,5 @@
-"""An engine in the hands of the one thread that owns it: who waits for which request, and who is told what."""
+"""An engine in the hands of the one thread that owns it: who waits for which
+request, and who is told what."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue
-from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, WorkerError, without_frames
+from fastdecode.core.errors import (
+    ConfigError,
+    FastDecodeError,
+    RequestError,
+    WorkerError,
+    without_frames,
+)
 from fastdecode.core.sequence import Request, RequestOutput
 from fastdecode.engine.requests import Listener
 from sworker.failures import is_failure
@@ -27,7 +34,9 @@ class ServedEngine(Protocol):
     def num_running(self) -> int: ...
     @property
     def num_unfinished_sequences(self) -> int: ...
-    def submit(self, request: Request, prompt: str | None = None, listener: Listener | None = None) -> None: ...
+    def submit(
+        self, request: Request, prompt: str | None = None, listener: Listener | None = None
+    ) -> None: ...
     def step(self) -> list[RequestOutput]: ...
     def cancel(self, request_id: str) -> bool: ...
     def cancel_waiting(self, among: Container[str] | None = None) -> list[str]: ...
@@ -122,7 +131,10 @@ class Owner(Generic[T]):
         for request in requests:
             request_id = request.request_id
             if request_id in self._open:
-                text = f"the request id {request_id!r} is that of another open request: give each its own"
+                text = (
+                    f"the request id {request_id!r} is that of another open request: give each "
+                    "its own"
+                )
                 reader.put([Delta(request_id, 0, error=RequestError(text, code="duplicate_id"))])
                 continue
             self._open[request_id] = _Open(reader, request.params.n)
@@ -148,7 +160,9 @@ class Owner(Generic[T]):
 
     def forget(self, reader: DeltaQueue) -> None:
         """End all requests of a reader, who isn't told."""
-        for request_id in [request_id for request_id, asked in self._open.items() if asked.reader is reader]:
+        for request_id in [
+            request_id for request_id, asked in self._open.items() if asked.reader is reader
+        ]:
             del self._open[request_id]
             self.served.engine.cancel(request_id)
         self._fresh.pop(reader, None)
@@ -181,7 +195,8 @@ class Owner(Generic[T]):
             self._end_with(request_id, self.broken)
 
     def close(self) -> None:
-        """End what is open, leave nothing in flight, and close the engine. Raises WorkerError, as that does."""
+        """End what is open, leave nothing in flight, and close the engine.
+        Raises WorkerError, as that does."""
         error = ConfigError("the LLM was closed before this request was over", code="closed")
         self._ended = error
         for request_id in list(self._open):
@@ -224,7 +239,8 @@ def _cancelled() -> RequestError:
 
 
 def _typed(error: BaseException) -> FastDecodeError:
-    """What readers are told of a step that broke down. A mistake of ours stands behind it as its cause."""
+    """What readers are told of a step that broke down. A mistake of ours stands
+    behind it as its cause."""
     if isinstance(error, FastDecodeError):
         return error
     if is_failure(error):

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Keeps count of the holders that are lost, and lets in those that come in their place.
+    """Keeps count of the holders that are lost, and lets in those that come in
+    their place.
 
     Args:
         fleet: the holders.
@@ -37,7 +38,8 @@ class Recovery:
 
     @property
     def is_stranded(self) -> bool:
-        """Whether all are lost, and others wait to come in their place: nothing can run until they have.
+        """Whether all are lost, and others wait to come in their place: nothing
+        can run until they have.
 
         Raises:
             WorkerError: all are lost for good: why the first of them was.
@@ -49,7 +51,8 @@ class Recovery:
         return True
 
     def joined(self, lifecycle: Lifecycle) -> list[Joined]:
-        """Let in those that have come in the place of lost holders, once no sequence remembers those."""
+        """Let in those that have come in the place of lost holders, once no
+        sequence remembers those."""
         if self._replacements is None or not self._lost:
             return []
         joined = []
@@ -59,6 +62,8 @@ class Recovery:
                 self._replacements.admit(holder)
                 self._fleet.revive(holder)
                 del self._lost[holder]
-                logger.warning("%s has joined in the place of one that was lost", self._fleet.peer(holder))
+                logger.warning(
+                    "%s has joined in the place of one that was lost", self._fleet.peer(holder)
+                )
                 joined.append(Joined(holder, welcome.num_blocks))
         return joined

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import SequenceId
-from fastdecode.core.sequence import Completion, FinishReason, Request, RequestOutput, Sequence, TokenLogprob
+from fastdecode.core.sequence import (
+    Completion,
+    FinishReason,
+    Request,
+    RequestOutput,
+    Sequence,
+    TokenLogprob,
+)
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.events import Drawn
 from fastdecode.text.codec import SequenceText, TextCodec
@@ -31,7 +38,12 @@ class Generation:
 
     @classmethod
     def of(
-        cls, sequence: Sequence, codec: TextCodec, eos_token_ids: tuple[int, ...], vocab_size: int, now: float
+        cls,
+        sequence: Sequence,
+        codec: TextCodec,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        now: float,
     ) -> Generation:
         """Of a sequence that has just been submitted."""
         request = sequence.request
@@ -43,7 +55,9 @@ class Generation:
             vocab_size=vocab_size,
             sample_index=sequence.index,
         )
-        return cls(sequence, sampling, codec.sequence_text(request.params, request.prompt_token_ids), now)
+        return cls(
+            sequence, sampling, codec.sequence_text(request.params, request.prompt_token_ids), now
+        )
 
     def append(self, drawn: SampledToken, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Take in a token. Returns why the sequence is over, if the token says so."""
@@ -66,7 +80,9 @@ class Generation:
             index=sequence.index,
             text=self.text.take(),
             token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens + first :]),
-            logprobs=tuple(self.logprobs[first:]) if sequence.request.params.logprobs is not None else None,
+            logprobs=tuple(self.logprobs[first:])
+            if sequence.request.params.logprobs is not None
+            else None,
             finish_reason=reason,
         )
 
@@ -109,13 +125,17 @@ class Group:
     def output(self) -> RequestOutput:
         """What is given back once all completions are there."""
         completions = tuple(sorted(self.completions, key=lambda completion: completion.index))
-        return RequestOutput(self.request.request_id, self.prompt, self.request.prompt_token_ids, completions)
+        return RequestOutput(
+            self.request.request_id, self.prompt, self.request.prompt_token_ids, completions
+        )
 
     def failed(self, error: FastDecodeError) -> RequestOutput:
         """What is given back when the request ends with an error."""
         if self.listener is not None:
             self.listener.tell(Delta(self.request.request_id, 0, error=error))
-        return RequestOutput(self.request.request_id, self.prompt, self.request.prompt_token_ids, error=error)
+        return RequestOutput(
+            self.request.request_id, self.prompt, self.request.prompt_token_ids, error=error
+        )
 
 
 class Requests:
@@ -123,7 +143,8 @@ class Requests:
 
     Args:
         codec: between text and token ids.
-        eos_token_ids: any of them ends a sequence, unless the request ignores EOS.
+        eos_token_ids: any of them ends a sequence, unless the request ignores
+            EOS.
         vocab_size: of the model.
     """
 
@@ -158,7 +179,8 @@ class Requests:
     ) -> None:
         """A request that has just been submitted."""
         generations = [
-            Generation.of(sequence, self._codec, self._eos_token_ids, self._vocab_size, now) for sequence in sequences
+            Generation.of(sequence, self._codec, self._eos_token_ids, self._vocab_size, now)
+            for sequence in sequences
         ]
         self._groups[request.request_id] = Group(request, prompt, generations, listener=listener)
         self._generations.update((one.sequence.sequence_id, one) for one in generations)
@@ -168,9 +190,14 @@ class Requests:
         return self._generations[sequence.sequence_id]
 
     def accept(
-        self, generations: Iterable[Generation], sampled: Iterable[SampledToken], stats: EngineStats, now: float
+        self,
+        generations: Iterable[Generation],
+        sampled: Iterable[SampledToken],
+        stats: EngineStats,
+        now: float,
     ) -> tuple[Drawn, ...]:
-        """Take in the tokens drawn just now. One that met an error ends its request: its siblings get none."""
+        """Take in the tokens drawn just now. One that met an error ends its
+        request: its siblings get none."""
         drawn: list[Drawn] = []
         failed: set[str] = set()
         for generation, token in zip(generations, sampled, strict=True):
@@ -191,17 +218,22 @@ class Requests:
         return tuple(drawn)
 
     def tell(self, drawn: Iterable[Drawn]) -> None:
-        """The lifecycle has taken in what was drawn: tell whoever listens. Of those that are over it told already."""
+        """The lifecycle has taken in what was drawn: tell whoever listens. Of
+        those that are over it told already."""
         for one in drawn:
             generation = self._generations.get(one.sequence.sequence_id)
             if generation is not None and one.error is None:
                 self._groups[one.sequence.request.request_id].tell(generation, None)
 
-    def finish(self, sequence: Sequence, reason: FinishReason, stats: EngineStats) -> RequestOutput | None:
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, stats: EngineStats
+    ) -> RequestOutput | None:
         """A sequence is over. Returns its request's output once all of them are."""
         generation = self._generations.pop(sequence.sequence_id)
         if generation.first_token_s is not None and sequence.num_generated > 1:
-            stats.tpot.add((generation.last_token_s - generation.first_token_s) / (sequence.num_generated - 1))
+            stats.tpot.add(
+                (generation.last_token_s - generation.first_token_s) / (sequence.num_generated - 1)
+            )
         group = self._groups[sequence.request.request_id]
         group.tell(generation, reason)
         group.completions.append(generation.completion(reason))

@@ -1,13 +1,16 @@
-"""One way into an engine: requests in from any thread, deltas out, and one thread that owns the engine.
+"""One way into an engine: requests in from any thread, deltas out, and one
+thread that owns the engine.
 
-That thread makes the engine, steps it while there is work, and sleeps while there is none. What others want is put into
-its inbox, and looked at between two steps. So an interrupt (Ctrl-C) of whoever waits for an answer never comes in the
-middle of a step: the engine stays usable.
+That thread makes the engine, steps it while there is work, and sleeps while
+there is none. What others want is put into its inbox, and looked at between two
+steps. So an interrupt (Ctrl-C) of whoever waits for an answer never comes in
+the middle of a step: the engine stays usable.
 
-The engine is made by the thread that steps it, since OpenMP's threads and CUDA's current device belong to the thread
-that calls. Where only one certain thread may do what a step does (an MPI library that doesn't let threads take turns),
-the service has no thread of its own: whoever waits for deltas runs the steps meanwhile, and an interrupt is kept until
-the step is over.
+The engine is made by the thread that steps it, since OpenMP's threads and
+CUDA's current device belong to the thread that calls. Where only one certain
+thread may do what a step does (an MPI library that doesn't let threads take
+turns), the service has no thread of its own: whoever waits for deltas runs the
+steps meanwhile, and an interrupt is kept until the step is over.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from fastdecode.engine.owner import Numbers, Owner, T
 LEAVING_S = 10.0
 """How long a process that ends waits for the thread of an engine that nobody closed."""
 _LOOK_EVERY_S = 0.2
-"""How long an interrupt may wait where the waiting thread also runs the steps, and there are none to run."""
+"""How long an interrupt may wait where the waiting thread also runs the steps,
+and there are none to run."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +53,26 @@ class Snapshot:
 
 
 class EngineService(Generic[T]):
-    """Runs requests on one engine. All methods may be called from any thread, but not from a fork of the process.
+    """Runs requests on one engine. All methods may be called from any thread,
+    but not from a fork of the process.
 
     Args:
         make: makes the engine, in the thread that will own it.
-        own_thread: whether the service has a thread of its own; without one, whoever calls ``open`` must also be who
-            calls ``take``, ``call``, ``drain`` and ``close``.
+        own_thread: whether the service has a thread of its own; without one,
+            whoever calls ``open`` must also be who calls ``take``, ``call``,
+            ``drain`` and ``close``.
     """
 
     def __init__(self, make: Callable[[], T], *, own_thread: bool = True) -> None:
         self._make = make
         self._pid = os.getpid()
-        # Waits are single calls in C: an interrupt leaves nothing half done, and may come in a signal's handler.
+        # Waits are single calls in C: an interrupt leaves nothing half done,
+        # and may come in a signal's handler.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._opened: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._live, name="engine", daemon=True) if own_thread else None
+        self._thread = (
+            threading.Thread(target=self._live, name="engine", daemon=True) if own_thread else None
+        )
         self._owner: Owner[T] | None = None
         self._drained: list[SimpleQueue[None]] = []
         self._is_draining = self._is_closing = self._is_over = False
@@ -72,7 +81,8 @@ class EngineService(Generic[T]):
         self._seeing_off = threading.Lock()
 
     def open(self) -> T:
-        """Make the engine. Returns it: what is known of it from its start on may be read by any thread.
+        """Make the engine. Returns it: what is known of it from its start on
+        may be read by any thread.
 
         Raises:
             BaseException: what making it raised.
@@ -85,20 +95,24 @@ class EngineService(Generic[T]):
         return self._owned.served
 
     def submit(self, requests: Iterable[Request], reader: DeltaQueue) -> None:
-        """Queue requests, whose ids are unique among the open ones; work on them begins at once.
+        """Queue requests, whose ids are unique among the open ones; work on
+        them begins at once.
 
-        Every request comes to one last delta for each of its sequences, or to one error: a CapacityError if it could
-        never fit, a RequestError if its id is in use.
+        Every request comes to one last delta for each of its sequences, or to
+        one error: a CapacityError if it could never fit, a RequestError if its
+        id is in use.
 
         Raises:
-            FastDecodeError: the engine is broken (why), closed, draining or another process's; nothing was queued.
+            FastDecodeError: the engine is broken (why), closed, draining or
+                another process's; nothing was queued.
         """
         self._check_usable()
         self._put(partial(self._owned.submit, list(requests), reader))
 
     def cancel(self, request_id: str) -> None:
-        """End a request with the error ``cancelled``; what it holds is free when the step in flight is over. Ids of
-        requests that are over, or of none, are no error."""
+        """End a request with the error ``cancelled``; what it holds is free
+        when the step in flight is over. Ids of requests that are over, or of
+        none, are no error."""
         self._put(partial(self._owned.cancel, request_id))
 
     def cancel_waiting(self, reader: DeltaQueue) -> None:
@@ -106,8 +120,9 @@ class EngineService(Generic[T]):
         self._put(partial(self._owned.cancel_waiting, reader))
 
     def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
-        """A call that ends all requests of a reader, without a word. It is one call in C, so an interrupt comes
-        before or after it; it may be made twice."""
+        """A call that ends all requests of a reader, without a word. It is one
+        call in C, so an interrupt comes before or after it; it may be made
+        twice."""
         return partial(self._inbox.put, partial(self._owned.forget, reader))
 
     def take(self, reader: DeltaQueue, timeout_s: float | None = None) -> list[Delta]:
@@ -127,7 +142,8 @@ class EngineService(Generic[T]):
         return []
 
     def call(self, act: Callable[[T], None]) -> None:
-        """Do something with the engine between two steps, and wait for it. Raises what that raises."""
+        """Do something with the engine between two steps, and wait for it.
+        Raises what that raises."""
         self._check_usable()
         done: SimpleQueue[BaseException | None] = SimpleQueue()
 
@@ -152,7 +168,8 @@ class EngineService(Generic[T]):
         return Snapshot("draining" if self._is_draining else "ready", owner.numbers)
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no more requests, and wait until those that are open are over; False if they aren't in time."""
+        """Take no more requests, and wait until those that are open are over;
+        False if they aren't in time."""
         self._is_draining = True
         drained: SimpleQueue[None] = SimpleQueue()
         self._put(partial(self._drained.append, drained))
@@ -173,7 +190,8 @@ class EngineService(Generic[T]):
             self._inbox.put(self._ask_to_close)
 
     def close(self) -> None:
-        """Close the engine; requests that are open end with an error. Safe to call twice.
+        """Close the engine; requests that are open end with an error. Safe to
+        call twice.
 
         Raises:
             WorkerError: an R-worker that wasn't lost did not stop in time.
@@ -197,7 +215,8 @@ class EngineService(Generic[T]):
         here = os.getpid()
         if here != self._pid:
             raise ConfigError(
-                f"this LLM was made by process {self._pid}, and its fork {here} can't use it: make one after forking",
+                f"this LLM was made by process {self._pid}, and its fork {here} can't use it: "
+                "make one after forking",
                 code="forked",
             )
         if self._owned.broken is not None:
@@ -205,14 +224,17 @@ class EngineService(Generic[T]):
         if self._is_over:
             raise ConfigError("this LLM was closed: make another one", code="closed")
         if self._is_draining:
-            raise ConfigError("no more requests are taken: this LLM is about to end", code="draining")
+            raise ConfigError(
+                "no more requests are taken: this LLM is about to end", code="draining"
+            )
 
     def _start(self, thread: threading.Thread) -> None:
         try:
             thread.start()
             failed = self._opened.get()
         except BaseException:
-            # Interrupted. What would have stopped this thread, had it made the engine, stops the one that makes it.
+            # Interrupted. What would have stopped this thread, had it made the
+            # engine, stops the one that makes it.
             self.ask_to_close()
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
@@ -272,7 +294,8 @@ class EngineService(Generic[T]):
                 self._drained.pop().put(None)
 
     def _turn(self, timeout_s: float | None) -> None:
-        """Do what others want, and a step if there is work; if there is none, wait so long for some."""
+        """Do what others want, and a step if there is work; if there is none,
+        wait so long for some."""
         owner = self._owned
         try:
             self._obey(0 if owner.has_work else timeout_s)
@@ -288,7 +311,9 @@ class EngineService(Generic[T]):
     def _obey(self, timeout_s: float | None) -> None:
         with contextlib.suppress(Empty):
             self._inbox.get(timeout_s != 0, timeout_s)()
-            for _ in range(self._inbox.qsize()):  # and no more, or who asks much would starve the steps
+            for _ in range(
+                self._inbox.qsize()
+            ):  # and no more, or who asks much would starve the steps
                 self._inbox.get_nowait()()
 
 
@@ -311,10 +336,14 @@ def _raise(failed: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def kept_interrupts() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C is kept until the end; a second one isn't. Gives whether one is kept. Where the signal has
-    another handler than Python's own, or in another thread than the main one, nothing is changed."""
+    """Inside, Ctrl-C is kept until the end; a second one isn't. Gives whether
+    one is kept. Where the signal has another handler than Python's own, or in
+    another thread than the main one, nothing is changed."""
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+    if (
+        before is not signal.default_int_handler
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield lambda: False
         return
     kept: list[int] = []

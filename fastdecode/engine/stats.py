@@ -9,8 +9,8 @@ from fastdecode.engine.latency import LatencyHistogram
 
 @dataclass
 class EngineStats:
-    """Totals since the engine started. Wall time while any lane runs part of a prompt counts as prefill, the rest as
-    decode."""
+    """Totals since the engine started. Wall time while any lane runs part of a
+    prompt counts as prefill, the rest as decode."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -58,7 +58,8 @@ class EngineStats:
         self.r_busy_s += r_busy_s
 
     def count_time(self, elapsed_s: float, wait_s: float, *, is_prefill: bool) -> None:
-        """So much time has passed, of which the S-worker waited so long; ``is_prefill``: part of a prompt ran in it."""
+        """So much time has passed, of which the S-worker waited so long;
+        ``is_prefill``: part of a prompt ran in it."""
         self.wait_s += wait_s
         if is_prefill:
             self.prefill_s += elapsed_s

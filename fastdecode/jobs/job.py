@@ -1,12 +1,15 @@
-"""The batch job: answers every line of a file, and survives being killed at any moment.
+"""The batch job: answers every line of a file, and survives being killed at any
+moment.
 
-What makes it so is that there is one truth, the output: a line is done when its answer stands there (``journal``). The
-manifest beside it says what the answers depend on; a resumed job must agree with it (``manifest``). A line's seed comes
-from the run's seed and the line's id, and its tokens depend on nothing else, so a resumed run says what an undisturbed
-one would have said.
+What makes it so is that there is one truth, the output: a line is done when its
+answer stands there (``journal``). The manifest beside it says what the answers
+depend on; a resumed job must agree with it (``manifest``). A line's seed comes
+from the run's seed and the line's id, and its tokens depend on nothing else, so
+a resumed run says what an undisturbed one would have said.
 
-Memory is flat: the input is read as there is room (``LLM.stream``), answers are written as they come, and what is kept
-of a line beyond that is two bits (done, duplicate). Only the first pass needs 24 bytes a line, to find duplicates.
+Memory is flat: the input is read as there is room (``LLM.stream``), answers are
+written as they come, and what is kept of a line beyond that is two bits (done,
+duplicate). Only the first pass needs 24 bytes a line, to find duplicates.
 """
 
 from __future__ import annotations
@@ -116,7 +119,10 @@ class BatchJob:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._rules.template is not None:
             self._rules.template.close()
@@ -142,11 +148,14 @@ class BatchJob:
         )
 
     def run(self, llm: LLM, stopping: Stopping, progress: Progress) -> JobResult:
-        """Answer what is left, until it is done, or ``stopping`` is asked, or no R-worker is left.
+        """Answer what is left, until it is done, or ``stopping`` is asked, or
+        no R-worker is left.
 
         Raises:
-            ConfigError: the input was changed meanwhile; some answers may be to lines that aren't there any more.
-            FastDecodeError: (code ``output_failed``) the output can't be written.
+            ConfigError: the input was changed meanwhile; some answers may be to
+                lines that aren't there any more.
+            FastDecodeError: (code ``output_failed``) the output can't be
+                written.
         """
         progress.begin(self._survey.num_lines, len(self._done))
         self._output.begin()
@@ -174,7 +183,10 @@ class BatchJob:
         self._output.sync()
         self._interrupted = stopping.wanted and self.num_pending > 0
         if self._input_changed:
-            raise ConfigError(f"{self._path} was changed while it was read: some answers may be to lines that are gone")
+            raise ConfigError(
+                f"{self._path} was changed while it was read: some answers may be to lines that "
+                "are gone"
+            )
         return self.result()
 
     def _requests(self, llm: LLM, stopping: Stopping) -> Iterator[PromptRequest]:
@@ -196,7 +208,9 @@ class BatchJob:
                     return
             self._input_changed = reader.sha256 != self._survey.sha256
 
-    def _read(self, number: int, place: int, raw: bytes | None, llm: LLM) -> tuple[LineRequest | None, list[Prompt]]:
+    def _read(
+        self, number: int, place: int, raw: bytes | None, llm: LLM
+    ) -> tuple[LineRequest | None, list[Prompt]]:
         """A line's request and its prompts; None if it was answered with an error."""
         line_id: LineId | None = None
         try:
@@ -205,13 +219,18 @@ class BatchJob:
             request = self._lines.parse(raw, number)
             line_id = request.line_id
             if number in self._survey.duplicates:
-                text = f"an earlier line has this {self._lines.id_field}: give each line one of its own"
+                text = (
+                    f"an earlier line has this {self._lines.id_field}: give each line one of its "
+                    "own"
+                )
                 raise LineError(text, code=self._lines.duplicate_code, param=self._lines.id_field)
             return request, [self._prompt(turn, llm) for turn in request.prompts]
         except RequestError as error:
             if isinstance(error, LineError) and error.line_id is not None:
                 line_id = error.line_id
-            self._write(number, place, None, self._lines.refusal(number, line_id, error), failed=True)
+            self._write(
+                number, place, None, self._lines.refusal(number, line_id, error), failed=True
+            )
             return None, []
 
     def _prompt(self, turn: Turn, llm: LLM) -> Prompt:
@@ -232,7 +251,8 @@ class BatchJob:
         return replace(request.params, seed=self._rules.seed_of(request.line_id, place))
 
     def _collect(self, output: RequestOutput, llm: LLM) -> None:
-        """One prompt is done. Its line is answered once all of its prompts are, or one has failed."""
+        """One prompt is done. Its line is answered once all of its prompts are,
+        or one has failed."""
         number, place = map(int, output.request_id.split("."))
         line = self._open.get(number)
         if line is None:
@@ -252,9 +272,12 @@ class BatchJob:
         if not is_lost or self._rules.answers_lost:
             refusal = self._lines.refusal(number, line.request.line_id, output.error)
             self._write(number, line.place, output.prompt, refusal, failed=True)
-        # Else it isn't the line's fault: it stays as it was, to be answered when the job is resumed.
+        # Else it isn't the line's fault: it stays as it was, to be answered
+        # when the job is resumed.
 
-    def _write(self, number: int, place: int, prompt: str | None, answer: dict[str, Any], *, failed: bool) -> None:
+    def _write(
+        self, number: int, place: int, prompt: str | None, answer: dict[str, Any], *, failed: bool
+    ) -> None:
         self._done.add(number)
         self._num_failed += failed
         self._num_run += 1

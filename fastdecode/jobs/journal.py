@@ -1,10 +1,12 @@
-"""A batch job's output: answers appended one by one, so that no moment at which the process may die loses or doubles
-one.
+"""A batch job's output: answers appended one by one, so that no moment at which
+the process may die loses or doubles one.
 
-An answer counts once its line, with the newline at its end, is in the file. Every line is handed to the operating
-system whole as soon as it is there, which a dying process can't undo; ``fsync``, now and then, is for a dying machine.
-What such a death leaves at the end (half a line, or blocks that never got their data) is cut off by ``recover``. One
-process at a time holds the file, by ``flock``, from before it decides what to do with it.
+An answer counts once its line, with the newline at its end, is in the file.
+Every line is handed to the operating system whole as soon as it is there, which
+a dying process can't undo; ``fsync``, now and then, is for a dying machine.
+What such a death leaves at the end (half a line, or blocks that never got their
+data) is cut off by ``recover``. One process at a time holds the file, by
+``flock``, from before it decides what to do with it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.files import write_whole
 from fastdecode.jobs.line_set import LineSet
 
-# Which line an answer is for, and whether it is an error; KeyError, ValueError or TypeError: it is no answer of ours.
+# Which line an answer is for, and whether it is an error; KeyError, ValueError
+# or TypeError: it is no answer of ours.
 Identify: TypeAlias = Callable[[dict[str, Any]], tuple[int, bool]]
 
 
@@ -52,7 +55,13 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path, fd: int, *, sync_lines: int, sync_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        fd: int,
+        *,
+        sync_lines: int,
+        sync_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path = path
         self._fd = fd
@@ -111,13 +120,15 @@ class Journal:
 
     def _failed(self, error: OSError) -> FastDecodeError:
         return FastDecodeError(
-            f"can't write the output file {self._path}: {error.strerror}; when there is room, go on with --resume",
+            f"can't write the output file {self._path}: {error.strerror}; when there is room, go "
+            "on with --resume",
             code="output_failed",
         )
 
 
 class Held:
-    """An output that this process holds and no other; let go of it, or make a ``Journal`` of its ``fd``."""
+    """An output that this process holds and no other; let go of it, or make a
+    ``Journal`` of its ``fd``."""
 
     def __init__(self, path: Path, fd: int, *, is_new: bool) -> None:
         self.path = path
@@ -137,9 +148,13 @@ class Held:
             os.fsync(self.fd)
             sync_directory(self.path)
         except OSError as error:
-            raise ConfigError(f"can't empty the output file {self.path}: {error.strerror}") from None
+            raise ConfigError(
+                f"can't empty the output file {self.path}: {error.strerror}"
+            ) from None
 
-    def recover(self, identify: Identify, *, last_line: int, retry_errors: bool = False) -> Recovered:
+    def recover(
+        self, identify: Identify, *, last_line: int, retry_errors: bool = False
+    ) -> Recovered:
         """What it holds; a torn end is cut off.
 
         Args:
@@ -158,7 +173,9 @@ class Held:
             if retry_errors and found.num_failed:
                 self.fd, found = _without_errors(self.path, self.fd, identify, found)
         except OSError as error:
-            raise ConfigError(f"can't repair the output file {self.path}: {error.strerror}") from None
+            raise ConfigError(
+                f"can't repair the output file {self.path}: {error.strerror}"
+            ) from None
         return found
 
     def let_go(self) -> None:
@@ -204,7 +221,9 @@ def _lock(fd: int, path: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"another run is writing {path}: wait for it to end, or stop it") from None
+        raise ConfigError(
+            f"another run is writing {path}: wait for it to end, or stop it"
+        ) from None
     except OSError:
         return  # a file system without locks; then whoever runs two at once has to know
 
@@ -229,8 +248,10 @@ def _scan(path: Path, identify: Identify, last_line: int) -> tuple[Recovered, in
                 continue
             if torn_at is not None:
                 raise ConfigError(
-                    f"line {torn_at} of {path} is no answer, but lines after it are: that isn't how an interrupted run "
-                    f"ends, so somebody else has written there; restore the file, or start anew with --overwrite"
+                    f"line {torn_at} of {path} is no answer, but lines after it are: that isn't "
+                    "how an interrupted run "
+                    "ends, so somebody else has written there; restore the file, or start anew "
+                    "with --overwrite"
                 )
             _note(found, answer, identify, last_line, f"line {place} of {path}")
             good_bytes += len(raw)
@@ -249,25 +270,38 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) else None
 
 
-def _note(found: Recovered, answer: dict[str, Any], identify: Identify, last_line: int, where: str) -> None:
+def _note(
+    found: Recovered, answer: dict[str, Any], identify: Identify, last_line: int, where: str
+) -> None:
     try:
         number, failed = identify(answer)
         if not 1 <= number <= last_line:
             raise ValueError("no line has such a number")
     except (KeyError, ValueError, TypeError):
-        text = f"{where} is no answer of the run that its manifest tells of: start anew with --overwrite"
+        text = (
+            f"{where} is no answer of the run that its manifest tells of: start anew with "
+            "--overwrite"
+        )
         raise ConfigError(text) from None
     if number in found.done:
-        raise ConfigError(f"{where} answers line {number} a second time: remove it, or start anew with --overwrite")
+        raise ConfigError(
+            f"{where} answers line {number} a second time: remove it, or start anew with "
+            "--overwrite"
+        )
     found.done.add(number)
     found.num_failed += failed
 
 
-def _without_errors(path: Path, fd: int, identify: Identify, before: Recovered) -> tuple[int, Recovered]:
-    """The output with its errors taken out: a new file that takes the old one's name when it is whole."""
+def _without_errors(
+    path: Path, fd: int, identify: Identify, before: Recovered
+) -> tuple[int, Recovered]:
+    """The output with its errors taken out: a new file that takes the old one's
+    name when it is whole."""
     found = Recovered(num_torn_bytes=before.num_torn_bytes, num_retried=before.num_failed)
     temporary = path.with_name(path.name + ".tmp")
-    new = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    new = os.open(
+        temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
+    )
     try:
         _lock(new, path)
         with path.open("rb") as file:

@@ -1,4 +1,5 @@
-"""What a batch job needs of the format of its lines: a request out of a line, an answer into one."""
+"""What a batch job needs of the format of its lines: a request out of a line,
+an answer into one."""
 
 from __future__ import annotations
 
@@ -28,9 +29,12 @@ class LineRequest:
 
 
 class LineError(RequestError):
-    """A line that can't be answered. ``line_id`` and ``param`` (the field to blame), as far as they are known."""
+    """A line that can't be answered. ``line_id`` and ``param`` (the field to
+    blame), as far as they are known."""
 
-    def __init__(self, message: str, *, code: str, line_id: LineId | None = None, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, code: str, line_id: LineId | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message, code=code)
         self.line_id = line_id
         self.param = param
@@ -51,12 +55,15 @@ class LineFormat(Protocol):
     ) -> dict[str, Any]:
         """The answer to a request of which every prompt was continued."""
 
-    def refusal(self, number: int, line_id: LineId | None, error: FastDecodeError) -> dict[str, Any]:
+    def refusal(
+        self, number: int, line_id: LineId | None, error: FastDecodeError
+    ) -> dict[str, Any]:
         """The answer to a line that is answered with an error."""
 
     def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:
         """Which line an answer is for, and whether it is an error.
 
         Raises:
-            KeyError, ValueError, TypeError: it is no answer of this format and this run.
+            KeyError, ValueError, TypeError: it is no answer of this format and
+                this run.
         """

@@ -1,4 +1,5 @@
-"""Sets of lines, and lines with equal ids, in little memory: what is kept of a line is a bit, not an object."""
+"""Sets of lines, and lines with equal ids, in little memory: what is kept of a
+line is a bit, not an object."""
 
 from __future__ import annotations
 
@@ -36,9 +37,11 @@ class LineSet:
 
 
 class DuplicateFinder:
-    """Finds lines whose id an earlier line has, at 24 bytes a line while it looks: a 16-byte digest and a number.
+    """Finds lines whose id an earlier line has, at 24 bytes a line while it
+    looks: a 16-byte digest and a number.
 
-    Among a million different ids, two share a digest with a probability below 1e-26.
+    Among a million different ids, two share a digest with a probability below
+    1e-26.
     """
 
     def __init__(self) -> None:
@@ -50,7 +53,8 @@ class DuplicateFinder:
         self._numbers += number.to_bytes(8, "little")
 
     def find(self) -> NDArray[np.int64]:
-        """[num_duplicates, 2]: each line whose id was used before, and the first line that used it; in order."""
+        """[num_duplicates, 2]: each line whose id was used before, and the
+        first line that used it; in order."""
         digests = np.frombuffer(bytes(self._digests), np.uint64).reshape(-1, 2)
         numbers = np.frombuffer(bytes(self._numbers), np.int64)
         order = np.lexsort((numbers, digests[:, 1], digests[:, 0]))

@@ -1,4 +1,5 @@
-"""Reading files of JSON Lines that somebody else wrote: bounded lines, counted as an editor counts them, and hashed."""
+"""Reading files of JSON Lines that somebody else wrote: bounded lines, counted
+as an editor counts them, and hashed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 
 
 class LineReader:
-    """The lines of a file that aren't blank, each with its number; None for a line that is too long to be read.
+    """The lines of a file that aren't blank, each with its number; None for a
+    line that is too long to be read.
 
     Args:
         file: opened in binary, at its beginning.
@@ -49,7 +51,9 @@ class LineReader:
 
 
 def too_long(number: int) -> RequestError:
-    return RequestError(f"line {number} is longer than {MAX_LINE_BYTES} bytes: split it", code="line_too_long")
+    return RequestError(
+        f"line {number} is longer than {MAX_LINE_BYTES} bytes: split it", code="line_too_long"
+    )
 
 
 def load_object(raw: bytes, number: int, code: str = "invalid_json") -> dict[str, Any]:
@@ -59,14 +63,19 @@ def load_object(raw: bytes, number: int, code: str = "invalid_json") -> dict[str
     except (ValueError, RecursionError) as error:
         raise RequestError(f"line {number} is not valid JSON: {error}", code=code) from None
     if not isinstance(line, dict):
-        raise RequestError(f"line {number} is not a JSON object but {type(line).__name__}", code=code)
+        raise RequestError(
+            f"line {number} is not a JSON object but {type(line).__name__}", code=code
+        )
     return line
 
 
 def utf8(text: str, what: str) -> str:
-    """The text, if it is one: JSON escapes can spell lone surrogates, which no tokenizer or UTF-8 file takes."""
+    """The text, if it is one: JSON escapes can spell lone surrogates, which no
+    tokenizer or UTF-8 file takes."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RequestError(f'"{what}" has a lone surrogate, which is no character', code="invalid_text") from None
+        raise RequestError(
+            f'"{what}" has a lone surrogate, which is no character', code="invalid_text"
+        ) from None
     return text

@@ -1,7 +1,8 @@
-"""What a batch job's answers depend on, kept beside its output, so that another job can't go on with it by mistake.
+"""What a batch job's answers depend on, kept beside its output, so that another
+job can't go on with it by mistake.
 
-Not in it: what changes no text (the number of R-workers, threads, memory, the schedule), so that a run may be resumed
-on another machine.
+Not in it: what changes no text (the number of R-workers, threads, memory, the
+schedule), so that a run may be resumed on another machine.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ SAMPLES_PER_FILE = 256
 SAMPLE_BYTES = 4096
 # Files of a model directory that a text depends on, beside the weights.
 MODEL_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A run's identity. Everything but the first two fields must be equal for a run to be resumed."""
+    """A run's identity. Everything but the first two fields must be equal for a
+    run to be resumed."""
 
     run_id: str
     """Drawn; stands in the ids of OpenAI answers."""
@@ -71,7 +73,8 @@ class Manifest:
             manifest._check_types()
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
-                f"can't read the run manifest {path}: {error}; without it nobody knows what the output belongs to: "
+                f"can't read the run manifest {path}: {error}; without it nobody knows what the "
+                "output belongs to: "
                 f"restore it, or start anew with --overwrite"
             ) from None
         return manifest
@@ -96,7 +99,10 @@ class Manifest:
             before, now = getattr(self, name), getattr(other, name)
             if isinstance(before, dict):
                 keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-                found += [f"{name} {key}: {_shown(before.get(key))} then, {_shown(now.get(key))} now" for key in keys]
+                found += [
+                    f"{name} {key}: {_shown(before.get(key))} then, {_shown(now.get(key))} now"
+                    for key in keys
+                ]
             elif before != now:
                 found.append(f"{name}: {_shown(before)} then, {_shown(now)} now")
         return found
@@ -112,7 +118,13 @@ class Manifest:
 
     def _check_types(self) -> None:
         for name in (f.name for f in fields(self)):
-            kind = int if name in ("max_model_len", "run_seed") else dict if name in ("sampling", "model") else str
+            kind = (
+                int
+                if name in ("max_model_len", "run_seed")
+                else dict
+                if name in ("sampling", "model")
+                else str
+            )
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name} is no {kind.__name__}")
         datetime.fromisoformat(self.created)
@@ -122,7 +134,9 @@ class Manifest:
 
 def seed_of(run_seed: int, line_id: LineId, prompt: int) -> int:
     """The seed of a prompt of a line, which comes from the run's seed and the line's id alone."""
-    digest = hashlib.blake2b(f"{prompt}:{line_id}".encode(), digest_size=8, key=run_seed.to_bytes(8, "little"))
+    digest = hashlib.blake2b(
+        f"{prompt}:{line_id}".encode(), digest_size=8, key=run_seed.to_bytes(8, "little")
+    )
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
@@ -137,7 +151,8 @@ def new_manifest(
     max_model_len: int,
     run_seed: int | None,
 ) -> Manifest:
-    """The manifest of a run that begins now, with a fresh seed if none is given.
+    """The manifest of a run that begins now, with a fresh seed if none is
+    given.
 
     Raises:
         ConfigError: the seed is out of range.
@@ -161,7 +176,8 @@ def new_manifest(
 
 
 def identify_model(directory: Path, chat_template: Path | None = None) -> dict[str, str]:
-    """Hashes of a model's files: the small ones whole, of the weights their sizes and 256 samples spread over a file.
+    """Hashes of a model's files: the small ones whole, of the weights their
+    sizes and 256 samples spread over a file.
 
     Raises:
         CheckpointError: a file can't be read.

@@ -2,10 +2,11 @@
 
 A line is ``{"custom_id", "method": "POST", "url", "body"}``.
 
-An answer is ``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}``. The body is a
-``text_completion`` or ``chat.completion`` object, or with a status of 400 and above ``{"error": {"message", "type",
-"param", "code"}}``. ``id`` is ``batch_req_<run>_<line number>``: opaque to its reader, and what a resumed run finds its
-place by.
+An answer is ``{"id", "custom_id", "response": {"status_code", "request_id",
+"body"}, "error": null}``. The body is a ``text_completion`` or
+``chat.completion`` object, or with a status of 400 and above ``{"error":
+{"message", "type", "param", "code"}}``. ``id`` is ``batch_req_<run>_<line
+number>``: opaque to its reader, and what a resumed run finds its place by.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from fastdecode.core.sequence import RequestOutput
 from fastdecode.jobs.line_format import LineError, LineId, LineRequest
 from fastdecode.jobs.lines import load_object, utf8
 from fastdecode.openai.answers import answer_body, error_body, status
-from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, BodyError, RequestReader, refuse, refuse_unknown
+from fastdecode.openai.requests import (
+    CHAT_URL,
+    COMPLETIONS_URL,
+    BodyError,
+    RequestReader,
+    refuse,
+    refuse_unknown,
+)
 from fastdecode.text.codec import TextCodec
 
 LINE_FIELDS = ("custom_id", "method", "url", "body")
@@ -72,7 +80,9 @@ class OpenAILines:
         )
         return self._line(number, request.line_id, 200, body)
 
-    def refusal(self, number: int, line_id: LineId | None, error: FastDecodeError) -> dict[str, Any]:
+    def refusal(
+        self, number: int, line_id: LineId | None, error: FastDecodeError
+    ) -> dict[str, Any]:
         code, _ = status(error)
         return self._line(number, line_id, code, error_body(error))
 
@@ -82,8 +92,14 @@ class OpenAILines:
             raise ValueError("an answer of another run")
         return int(number), int(answer["response"]["status_code"]) >= 400
 
-    def _line(self, number: int, line_id: LineId | None, status_code: int, body: dict[str, Any]) -> dict[str, Any]:
-        response = {"status_code": status_code, "request_id": f"req_{self.run_id}_{number}", "body": body}
+    def _line(
+        self, number: int, line_id: LineId | None, status_code: int, body: dict[str, Any]
+    ) -> dict[str, Any]:
+        response = {
+            "status_code": status_code,
+            "request_id": f"req_{self.run_id}_{number}",
+            "body": body,
+        }
         return {
             "id": f"{ID_PREFIX}_{self.run_id}_{number}",
             "custom_id": line_id,

@@ -1,4 +1,5 @@
-"""Opening a batch job: everything is checked that can be without a model, before anything is changed."""
+"""Opening a batch job: everything is checked that can be without a model,
+before anything is changed."""
 
 from __future__ import annotations
 
@@ -61,22 +62,31 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         if self.retry_errors and self.begin != "resume":
-            raise ConfigError("--retry-errors goes with --resume: it is about answers that are already there")
+            raise ConfigError(
+                "--retry-errors goes with --resume: it is about answers that are already there"
+            )
         if not 1 <= self.sync_lines <= MAX_SYNC_LINES:
-            raise ConfigError(f"--sync-lines {self.sync_lines} is not a whole number from 1 to {MAX_SYNC_LINES}")
+            raise ConfigError(
+                f"--sync-lines {self.sync_lines} is not a whole number from 1 to {MAX_SYNC_LINES}"
+            )
         if not 0 <= self.sync_s <= 1e9:
             raise ConfigError(f"--sync-s {self.sync_s} is not a number of seconds from 0 to 1e9")
 
 
 def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], None]) -> BatchJob:
-    """Check everything that can be checked without a model, find out what is left to do, and hold the output.
+    """Check everything that can be checked without a model, find out what is
+    left to do, and hold the output.
 
     Raises:
-        ConfigError, ModelError: something is wrong with options, files or the model directory; nothing was changed.
+        ConfigError, ModelError: something is wrong with options, files or the
+            model directory; nothing was changed.
     """
     options = replace(options, output=options.output.resolve())
     if options.output.exists() and not options.output.is_file():
-        raise ConfigError(f"the output {options.output} is not a file: a job reads in it what is done, to go on with")
+        raise ConfigError(
+            f"the output {options.output} is not a file: a job reads in it what is done, to go on "
+            "with"
+        )
     check_paths(options.input, output=options.output, manifest=Manifest.path_for(options.output))
     template: ChatTemplate | None = None
     reader: RequestReader | None = None
@@ -96,7 +106,10 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
         held.let_go()
         raise
     if recovered.num_torn_bytes:
-        tell(f"the run before ended in the middle of a line: {recovered.num_torn_bytes} bytes were cut off")
+        tell(
+            f"the run before ended in the middle of a line: {recovered.num_torn_bytes} bytes were "
+            "cut off"
+        )
     journal = Journal(options.output, held.fd, sync_lines=options.sync_lines, sync_s=options.sync_s)
     rules = Rules(manifest.seed_of, template, manifest.date)
     return BatchJob(options.input, lines, rules, found, journal, recovered)
@@ -108,11 +121,13 @@ def open_ordered_job(
     tell: Callable[[str], None],
     on_line: Callable[[str | None, dict[str, Any]], None] | None = None,
 ) -> BatchJob:
-    """A job of simple lines whose answers stand in the order of the lines, and that can't be gone on with.
+    """A job of simple lines whose answers stand in the order of the lines, and
+    that can't be gone on with.
 
     Args:
         model: the model directory.
-        on_line: told each answer as it is written, with its prompt if that is text.
+        on_line: told each answer as it is written, with its prompt if that is
+            text.
 
     Raises:
         ConfigError: something is wrong with the files; nothing was changed.
@@ -121,11 +136,16 @@ def open_ordered_job(
     lines = SimpleLines(SamplingParams(**options.sampling), numbers=False)
     found = _survey(options, model, lines, tell)
     rules = Rules(partial(seed_of, secrets.randbits(63)), None, datetime.now(), answers_lost=True)
-    return BatchJob(options.input, lines, rules, found, OrderedOutput(options.output, on_line), Recovered())
+    return BatchJob(
+        options.input, lines, rules, found, OrderedOutput(options.output, on_line), Recovered()
+    )
 
 
-def _survey(options: JobOptions, model: Path, lines: LineFormat, tell: Callable[[str], None]) -> Survey:
-    """Raises ConfigError: bad lines are to keep a job from starting; or the model can answer none of them."""
+def _survey(
+    options: JobOptions, model: Path, lines: LineFormat, tell: Callable[[str], None]
+) -> Survey:
+    """Raises ConfigError: bad lines are to keep a job from starting; or the
+    model can answer none of them."""
     tell(f"checking {options.input}")
     found = survey(options.input, lines, takes_text=not lacks_tokenizer(model))
     if found.is_refused or (len(found.bad) and not options.skip_bad_lines):
@@ -138,8 +158,11 @@ def _reader(options: JobOptions, config: EngineConfig, *, has_template: bool) ->
     return RequestReader(options.sampling, names, has_template)
 
 
-def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Survey, *, is_empty: bool) -> Manifest:
-    """That of the run that is resumed, or a new one; ``is_empty``: nothing is in the output.
+def _manifest(
+    options: JobOptions, config: EngineConfig, lines: str, found: Survey, *, is_empty: bool
+) -> Manifest:
+    """That of the run that is resumed, or a new one; ``is_empty``: nothing is
+    in the output.
 
     Raises:
         ConfigError: there is an output, and this job may not go on with it.
@@ -147,9 +170,14 @@ def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Surv
     path = Manifest.path_for(options.output)
     if options.begin == "new" and not is_empty:
         raise ConfigError(
-            f"the output {options.output} exists: go on with its run by --resume, or throw it away by --overwrite"
+            f"the output {options.output} exists: go on with its run by --resume, or throw it "
+            "away by --overwrite"
         )
-    before = Manifest.read(path) if options.begin == "resume" and (not is_empty or path.exists()) else None
+    before = (
+        Manifest.read(path)
+        if options.begin == "resume" and (not is_empty or path.exists())
+        else None
+    )
     spec = open_checkpoint(config.model).spec(max_model_len=config.s_part.max_model_len)
     identity = identify(config, spec)
     now = new_manifest(
@@ -160,7 +188,9 @@ def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Surv
         dtype=identity.dtype.value,
         kv_dtype=identity.kv_dtype.value,
         max_model_len=identity.max_model_len,
-        run_seed=before.run_seed if before is not None and options.run_seed is None else options.run_seed,
+        run_seed=before.run_seed
+        if before is not None and options.run_seed is None
+        else options.run_seed,
     )
     if before is None:
         return now
@@ -177,10 +207,14 @@ def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Surv
     )
 
 
-def _go_on(held: Held, options: JobOptions, manifest: Manifest, lines: LineFormat, found: Survey) -> Recovered:
+def _go_on(
+    held: Held, options: JobOptions, manifest: Manifest, lines: LineFormat, found: Survey
+) -> Recovered:
     """Begin or resume the output. At no moment stands an old output beside a new manifest."""
     if options.begin == "resume" and not held.is_empty:
-        return held.recover(lines.identify, last_line=found.last_line, retry_errors=options.retry_errors)
+        return held.recover(
+            lines.identify, last_line=found.last_line, retry_errors=options.retry_errors
+        )
     held.empty()
     manifest.write(Manifest.path_for(options.output))
     return Recovered()

@@ -1,7 +1,9 @@
-"""A job's output in the order of its input: answers that are done before their turn wait for it.
+"""A job's output in the order of its input: answers that are done before their
+turn wait for it.
 
-There is no journal of it: a job that writes such an output begins anew each time. But what is written is whole lines,
-in order, also when the job is interrupted.
+There is no journal of it: a job that writes such an output begins anew each
+time. But what is written is whole lines, in order, also when the job is
+interrupted.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ from fastdecode.jobs.spill import Spill
 
 
 class OrderedOutput:
-    """Writes answers by their place, 0 for the first line; made before there is an output, which ``begin`` replaces.
+    """Writes answers by their place, 0 for the first line; made before there is
+    an output, which ``begin`` replaces.
 
     Args:
         path: of the output.
-        on_line: told each answer as it is written, with its prompt if that is text.
+        on_line: told each answer as it is written, with its prompt if that is
+            text.
     """
 
-    def __init__(self, path: Path, on_line: Callable[[str | None, dict[str, Any]], None] | None = None) -> None:
+    def __init__(
+        self, path: Path, on_line: Callable[[str | None, dict[str, Any]], None] | None = None
+    ) -> None:
         self._path = path
         self._on_line = on_line
         self._fd: int | None = None
@@ -85,4 +91,6 @@ class OrderedOutput:
 
     def _failed(self, what: str, error: OSError) -> FastDecodeError:
         self._is_failed = True
-        return FastDecodeError(f"can't {what} the output file {self._path}: {error.strerror}", code="output_failed")
+        return FastDecodeError(
+            f"can't {what} the output file {self._path}: {error.strerror}", code="output_failed"
+        )

@@ -1,8 +1,11 @@
-"""The lines of ``fastdecode generate``: a request a line in, an answer a line out.
+"""The lines of ``fastdecode generate``: a request a line in, an answer a line
+out.
 
-An input line is ``{"id": …, "prompt": "…"}`` or ``{"id": …, "prompt_token_ids": […]}``, with any sampling parameter
-beside it. An output line is ``{"id", "text", "token_ids", "finish_reason", "usage"}`` (``"completions"`` instead of
-the middle three when n > 1, ``"logprobs"`` when asked for), or ``{"id", "error": {"code", "message"}}``.
+An input line is ``{"id": …, "prompt": "…"}`` or ``{"id": …, "prompt_token_ids":
+[…]}``, with any sampling parameter beside it. An output line is ``{"id",
+"text", "token_ids", "finish_reason", "usage"}`` (``"completions"`` instead of
+the middle three when n > 1, ``"logprobs"`` when asked for), or ``{"id",
+"error": {"code", "message"}}``.
 """
 
 from __future__ import annotations
@@ -36,9 +39,7 @@ def _prompt_of(line: dict[str, Any]) -> Prompt:
         raise RequestError('give either "prompt" or "prompt_token_ids"', code="invalid_prompt")
     if "prompt" in line:
         if not isinstance(line["prompt"], str):
-            text = (
-                f'"prompt" must be a string, not {type(line["prompt"]).__name__} (token ids go in "prompt_token_ids")'
-            )
+            text = f'"prompt" must be a string, not {type(line["prompt"]).__name__} (token ids go in "prompt_token_ids")'
             raise RequestError(text, code="invalid_prompt")
         return utf8(line["prompt"], "prompt")
     if not isinstance(line["prompt_token_ids"], list):
@@ -68,7 +69,11 @@ def _completion_fields(completion: Completion) -> dict[str, Any]:
     }
     if completion.logprobs is not None:
         line["logprobs"] = [
-            {"token_id": step.token_id, "logprob": step.logprob, "top": [list(pair) for pair in step.top]}
+            {
+                "token_id": step.token_id,
+                "logprob": step.logprob,
+                "top": [list(pair) for pair in step.top],
+            }
             for step in completion.logprobs
         ]
     return line
@@ -79,8 +84,9 @@ class SimpleLines:
 
     Args:
         defaults: what lines don't say themselves.
-        numbers: every answer also tells the ``line`` that it is for, since answers come in the order in which they
-            finish. Without it only errors do.
+        numbers: every answer also tells the ``line`` that it is for, since
+            answers come in the order in which they finish. Without it only
+            errors do.
     """
 
     name: ClassVar[str] = "simple"
@@ -110,7 +116,9 @@ class SimpleLines:
         place = {"line": number} if self._numbers else {}
         return {"id": request.line_id, **place, **output_fields(output)}
 
-    def refusal(self, number: int, line_id: LineId | None, error: FastDecodeError) -> dict[str, Any]:
+    def refusal(
+        self, number: int, line_id: LineId | None, error: FastDecodeError
+    ) -> dict[str, Any]:
         return {"id": line_id, "line": number, "error": {"code": error.code, "message": str(error)}}
 
     def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:
@@ -120,5 +128,7 @@ class SimpleLines:
 def _id_of(line: dict[str, Any], number: int) -> LineId:
     line_id = line.get("id")
     if isinstance(line_id, bool) or not isinstance(line_id, (str, int)) or line_id == "":
-        raise RequestError(f'line {number} has no "id" that is a string or a whole number', code="invalid_id")
+        raise RequestError(
+            f'line {number} has no "id" that is a string or a whole number', code="invalid_id"
+        )
     return utf8(line_id, "id") if isinstance(line_id, str) else line_id

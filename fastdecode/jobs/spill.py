@@ -1,4 +1,5 @@
-"""Answers that are done before their turn, in bounded memory: some stay there, the rest wait in an unnamed file."""
+"""Answers that are done before their turn, in bounded memory: some stay there,
+the rest wait in an unnamed file."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ from typing import IO, Any, TypeAlias
 
 Answer: TypeAlias = "tuple[str | None, dict[str, Any]]"
 
-# More than that is spilled. Those that come last are, so what is written next tends to be in memory.
+# More than that is spilled. Those that come last are, so what is written next
+# tends to be in memory.
 MAX_IN_MEMORY = 4096
 
 
 class Spill:
-    """Answers (prompt if it is text, output line) by their place. Once closed, its file is gone.
+    """Answers (prompt if it is text, output line) by their place. Once closed,
+    its file is gone.
 
     Args:
-        directory: where the file is made, if one is needed. It begins anew whenever nothing waits in it.
+        directory: where the file is made, if one is needed. It begins anew
+            whenever nothing waits in it.
     """
 
     def __init__(self, directory: Path, max_in_memory: int = MAX_IN_MEMORY) -> None:
@@ -33,7 +37,10 @@ class Spill:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._file is not None:
             self._file.close()

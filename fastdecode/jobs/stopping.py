@@ -14,7 +14,8 @@ class StopNow(Exception):  # noqa: N818  (it isn't an error)
 
 
 class Stopping:
-    """What a person at the keyboard wants. A signal handler asks; the job looks, between steps.
+    """What a person at the keyboard wants. A signal handler asks; the job
+    looks, between steps.
 
     Args:
         grace_s: how long what runs may take to finish after the first time.
@@ -54,4 +55,6 @@ class Stopping:
     @property
     def now(self) -> bool:
         """Don't finish what runs either."""
-        return self._asked > 1 or (self._asked == 1 and self._clock() - self._since >= self._grace_s)
+        return self._asked > 1 or (
+            self._asked == 1 and self._clock() - self._since >= self._grace_s
+        )

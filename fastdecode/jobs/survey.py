@@ -1,4 +1,5 @@
-"""The first pass over a batch job's input: what is in it, which lines are bad, and its hash. Memory stays flat."""
+"""The first pass over a batch job's input: what is in it, which lines are bad,
+and its hash. Memory stays flat."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Survey:
         num_bad = len(self.bad)
         more = "" if num_bad <= MAX_COMPLAINTS else f"\n  and {num_bad - MAX_COMPLAINTS} more"
         return ConfigError(
-            f"{num_bad} of the {self.num_lines} lines of {path} are bad; nothing was run:\n{shown}{more}\n"
+            f"{num_bad} of the {self.num_lines} lines of {path} are bad; nothing was "
+            f"run:\n{shown}{more}\n"
             f"mend them, or have each answered with its error by --on-error skip",
             code="invalid_input",
         )
@@ -60,14 +62,16 @@ class Survey:
 def no_tokenizer(path: Path, num_lines: int) -> ConfigError:
     """Why a file of texts isn't given to a model that takes only token ids."""
     return ConfigError(
-        f"no line of {path} can be answered: {num_lines} are text, but the model directory has no tokenizer.json; "
+        f"no line of {path} can be answered: {num_lines} are text, but the model directory has no "
+        "tokenizer.json; "
         f"add the model's tokenizer.json, or give token ids",
         code="no_tokenizer",
     )
 
 
 def is_openai(path: Path) -> bool:
-    """Whether a file looks like OpenAI batch lines; decided by its first readable line, and OpenAI's if there is none.
+    """Whether a file looks like OpenAI batch lines; decided by its first
+    readable line, and OpenAI's if there is none.
 
     Raises:
         ConfigError: the file can't be read.

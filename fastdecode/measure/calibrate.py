@@ -1,4 +1,5 @@
-"""The S-part of a model on a device, measured: the S-worker alone, then inside the engine that it works in."""
+"""The S-part of a model on a device, measured: the S-worker alone, then inside
+the engine that it works in."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from sworker.dtypes import torch_dtype
 from sworker.load.weights import load_model
 from sworker.measure import WARM_UP, measure_s_part
 
-# Whole steps are measured with short contexts, so that the R-workers, which aren't counted, take little of them.
+# Whole steps are measured with short contexts, so that the R-workers, which
+# aren't counted, take little of them.
 STEP_CONTEXT_TOKENS = 48
 
 
@@ -34,10 +36,12 @@ class SEffort:
 
 
 def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], None]) -> SProfile:
-    """Measure T(B), the rest of the S-part, prompts, and whole steps in the engine.
+    """Measure T(B), the rest of the S-part, prompts, and whole steps in the
+    engine.
 
     Args:
-        config: model, device and dtypes; its R-workers do the attention while the engine is measured.
+        config: model, device and dtypes; its R-workers do the attention while
+            the engine is measured.
         tell: told what is being done, one line at a time.
 
     Raises:
@@ -48,17 +52,29 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
     resolved = resolve_for_this_host(config, spec)
     dtype = torch_dtype(resolved.dtype)
     tell(f"loading {config.model} on {describe_device(resolved)}")
-    _, model = load_model(checkpoint, device=resolved.device, dtype=dtype, max_model_len=config.s_part.max_model_len)
-    tell(f"S-part: {len(effort.batches)} batch sizes, {len(effort.prompts)} prompt lengths, {effort.repeats} repeats")
-    s_worker, of_s = make_s_worker(spec, model, resolved), () if resolved.prompts_on_r else effort.prompts
+    _, model = load_model(
+        checkpoint, device=resolved.device, dtype=dtype, max_model_len=config.s_part.max_model_len
+    )
+    tell(
+        f"S-part: {len(effort.batches)} batch sizes, {len(effort.prompts)} prompt lengths, "
+        f"{effort.repeats} repeats"
+    )
+    s_worker, of_s = (
+        make_s_worker(spec, model, resolved),
+        () if resolved.prompts_on_r else effort.prompts,
+    )
     times = measure_s_part(s_worker, effort.batches, of_s, repeats=effort.repeats)
     del s_worker, model
-    tell("whole steps in the engine" + (", and prompts, which R-workers attend" if resolved.prompts_on_r else ""))
+    tell(
+        "whole steps in the engine"
+        + (", and prompts, which R-workers attend" if resolved.prompts_on_r else "")
+    )
     step, prefill = _measure_in_engine(config, effort)
     on_gpu = resolved.device.type == "cuda"
     return SProfile(
         machine=this_machine(
-            torch.cuda.get_device_name(resolved.device) if on_gpu else "cpu", ("torch", "numpy", "fastdecode")
+            torch.cuda.get_device_name(resolved.device) if on_gpu else "cpu",
+            ("torch", "numpy", "fastdecode"),
         ),
         model=spec.name,
         shape=ModelShape.of(spec),
@@ -78,21 +94,35 @@ def _device_memory_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().total)
 
 
-def _measure_in_engine(config: EngineConfig, effort: SEffort) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """Steps of the same batches in the engine, less what the R-workers computed; and prompts, if R-workers attend them:
-    then with that."""
+def _measure_in_engine(
+    config: EngineConfig, effort: SEffort
+) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+    """Steps of the same batches in the engine, less what the R-workers
+    computed; and prompts, if R-workers attend them: then with that."""
     most = max(effort.batches)
-    batching = replace(config.batching, lanes=1, schedule="greedy", max_num_sequences=most, max_step_tokens=None)
+    batching = replace(
+        config.batching, lanes=1, schedule="greedy", max_num_sequences=most, max_step_tokens=None
+    )
     one_lane = replace(config, batching=batching)
     running = RunningEngine(one_lane)
     try:
         context = min(STEP_CONTEXT_TOKENS, running.resolved.max_model_len // 4)
-        steps = [time_steady_steps(running, batch, context, effort.repeats) for batch in effort.batches]
-        lengths = [n for n in effort.prompts if n < running.resolved.max_model_len and running.resolved.prompts_on_r]
-        prompts = [(n, [time_prompt(running, n) for _ in range(WARM_UP + effort.repeats)]) for n in lengths]
+        steps = [
+            time_steady_steps(running, batch, context, effort.repeats) for batch in effort.batches
+        ]
+        lengths = [
+            n
+            for n in effort.prompts
+            if n < running.resolved.max_model_len and running.resolved.prompts_on_r
+        ]
+        prompts = [
+            (n, [time_prompt(running, n) for _ in range(WARM_UP + effort.repeats)]) for n in lengths
+        ]
     finally:
         running.close()
     return (
         tuple(Point(each.batch, Timing(each.without_r_s)) for each in steps),
-        tuple(Point(num_tokens, Timing(tuple(seconds[WARM_UP:]))) for num_tokens, seconds in prompts),
+        tuple(
+            Point(num_tokens, Timing(tuple(seconds[WARM_UP:]))) for num_tokens, seconds in prompts
+        ),
     )

@@ -1,16 +1,20 @@
-"""Step events as a Chrome trace: open the file in https://ui.perfetto.dev or chrome://tracing.
+"""Step events as a Chrome trace: open the file in https://ui.perfetto.dev or
+chrome://tracing.
 
-The file is a JSON array of events, one a line, written as they happen. The format lets the closing bracket be missing,
-so the file of a run that was killed is as good as any. Rows:
+The file is a JSON array of events, one a line, written as they happen. The
+format lets the closing bracket be missing, so the file of a run that was killed
+is as good as any. Rows:
 
-* **S-worker**: a row a lane with its S-steps (``S 3`` runs up to the attention of layer 3), ``logits`` and ``sample``;
-  a row with what it waited.
+* **S-worker**: a row a lane with its S-steps (``S 3`` runs up to the attention
+  of layer 3), ``logits`` and ``sample``; a row with what it waited.
 * **R-workers**: a row each, with the attention it computed (``L3``).
 * counters: sequences running and waiting, cached tokens (W).
 
-An R-worker tells how long it computed, not when. It computes in the order of arrival, so a span is drawn where it can
-have begun first: when its q, k, v were sent, or when the worker's span before ended. Over a network it was later than
-that by the time of the transfer. ``round_trip_us`` is from sending to the answer's being read.
+An R-worker tells how long it computed, not when. It computes in the order of
+arrival, so a span is drawn where it can have begun first: when its q, k, v were
+sent, or when the worker's span before ended. Over a network it was later than
+that by the time of the transfer. ``round_trip_us`` is from sending to the
+answer's being read.
 """
 
 from __future__ import annotations
@@ -41,10 +45,12 @@ _Event: TypeAlias = dict[str, object]
 
 
 class ChromeTrace:
-    """Writes events to a file. If writing fails, it says so once, and the run goes on without a trace.
+    """Writes events to a file. If writing fails, it says so once, and the run
+    goes on without a trace.
 
     Args:
-        out: where to; this object buffers little and leaves the rest to the file.
+        out: where to; this object buffers little and leaves the rest to the
+            file.
         start_s: time zero, on ``time.perf_counter``.
         max_bytes: stop after so many.
     """
@@ -72,12 +78,23 @@ class ChromeTrace:
         self._span("wait", S_WORKER, WAIT_ROW, start_s, end_s, {})
 
     def attended(
-        self, worker: int, lane: int, step: int, layer: int, sent_s: float, arrived_s: float, compute_s: float
+        self,
+        worker: int,
+        lane: int,
+        step: int,
+        layer: int,
+        sent_s: float,
+        arrived_s: float,
+        compute_s: float,
     ) -> None:
         self._ensure_row(R_WORKERS, worker, f"R-worker {worker}")
         start_s = max(sent_s, self._free_s.get(worker, sent_s))
         end_s = self._free_s[worker] = start_s + compute_s
-        args: _Event = {"step": step, "lane": lane, "round_trip_us": _microseconds(arrived_s - sent_s)}
+        args: _Event = {
+            "step": step,
+            "lane": lane,
+            "round_trip_us": _microseconds(arrived_s - sent_s),
+        }
         self._span(f"L{layer}", R_WORKERS, worker, start_s, end_s, args)
 
     def load(self, at_s: float, num_running: int, num_waiting: int, num_cached_tokens: int) -> None:
@@ -89,7 +106,18 @@ class ChromeTrace:
         if self._out is not None:
             # Every event ends in a comma; this one stands where JSON wants a last one without.
             self._room = max(self._room, 1 << 10)
-            self._write(_line({"ph": "i", "name": "end", "s": "g", "pid": S_WORKER, "tid": 0, "ts": self._now()})[:-2])
+            self._write(
+                _line(
+                    {
+                        "ph": "i",
+                        "name": "end",
+                        "s": "g",
+                        "pid": S_WORKER,
+                        "tid": 0,
+                        "ts": self._now(),
+                    }
+                )[:-2]
+            )
             self._write(b"\n]\n")
             self._out = None
 
@@ -101,7 +129,9 @@ class ChromeTrace:
         self._ensure_row(S_WORKER, row, f"lane {lane}")
         self._span(name, S_WORKER, row, start_s, end_s, args)
 
-    def _span(self, name: str, process: int, row: int, start_s: float, end_s: float, args: _Event) -> None:
+    def _span(
+        self, name: str, process: int, row: int, start_s: float, end_s: float, args: _Event
+    ) -> None:
         start = _microseconds(start_s - self._start_s)
         event: _Event = {"ph": "X", "name": name, "pid": process, "tid": row, "ts": start}
         self._event({**event, "dur": _microseconds(end_s - start_s), "args": args})
@@ -125,7 +155,9 @@ class ChromeTrace:
         if self._out is None:
             return
         if len(data) > self._room:
-            logger.warning("the trace has reached its greatest size; the rest of the run isn't in it")
+            logger.warning(
+                "the trace has reached its greatest size; the rest of the run isn't in it"
+            )
             self.close()
             return
         self._room -= len(data)

@@ -1,5 +1,6 @@
-"""Is this set of hosts fit to run a job? What ``fastdecode doctor`` asks of every R-worker, and how it judges the
-answers. Judging is pure: facts in, findings out."""
+"""Is this set of hosts fit to run a job? What ``fastdecode doctor`` asks of
+every R-worker, and how it judges the answers. Judging is pure: facts in,
+findings out."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SLOW_ROUND_TRIP_S: Final = 1e-3
 """A layer's round trip above this leaves a pipeline of two lanes waiting with most models."""
 SLOW_BYTES_PER_S: Final = 0.5e9
 _BATCHES: Final = (1, 64)
-# What is sent to measure: wide queries, one KV head, so that it is large on the wire and small in memory.
+# What is sent to measure: wide queries, one KV head, so that it is large on the
+# wire and small in memory.
 _PROBE: Final = AttentionSpec(32, 1, 128, scale=1.0)
 
 
@@ -57,13 +59,18 @@ class WorkerFacts:
 
 
 def examine(connection: RConnection, *, repeats: int = 10) -> WorkerFacts:
-    """Ask an R-worker about itself, and measure the way to it. It serves a job afterwards as if nothing had been."""
+    """Ask an R-worker about itself, and measure the way to it. It serves a job
+    afterwards as if nothing had been."""
     report: Report | None = None
     try:
         connection.send(Inspect())
         answer = connection.receive(ANSWER_TIMEOUT_S)
         if not isinstance(answer, Report):
-            text = answer.message if isinstance(answer, Failed) else f"it answered {type(answer).__name__}"
+            text = (
+                answer.message
+                if isinstance(answer, Failed)
+                else f"it answered {type(answer).__name__}"
+            )
             return WorkerFacts(connection.peer, error=text)
         report = answer
         kv = KVSpec(1, _PROBE.num_kv_heads, _PROBE.head_dim, DType.FLOAT16, 16)
@@ -84,7 +91,9 @@ def hash_of_model(directory: str) -> str:
     return open_checkpoint(directory).model_hash
 
 
-def judge(here: HostFacts, workers: Sequence[WorkerFacts], model_hash: str | None = None) -> list[Finding]:
+def judge(
+    here: HostFacts, workers: Sequence[WorkerFacts], model_hash: str | None = None
+) -> list[Finding]:
     """Everything that can be said of an S-worker's host and its R-workers.
 
     Args:
@@ -95,7 +104,14 @@ def judge(here: HostFacts, workers: Sequence[WorkerFacts], model_hash: str | Non
     for worker in workers:
         if worker.error:
             check = "reach" if worker.report is None else "serve"
-            findings.append(Finding("FAIL", check, f"{worker.peer}: {worker.error}", "start it anew, and see its log"))
+            findings.append(
+                Finding(
+                    "FAIL",
+                    check,
+                    f"{worker.peer}: {worker.error}",
+                    "start it anew, and see its log",
+                )
+            )
     reports = [worker.report for worker in workers if worker.report is not None]
     findings += _versions(here, reports)
     findings += _models(reports, model_hash)
@@ -111,10 +127,15 @@ def _versions(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
     for report in reports:
         ours, theirs = here.version("fastdecode"), report.host.version("fastdecode")
         if report.protocol_version != PROTOCOL_VERSION:
-            text = f"{report.worker} speaks protocol version {report.protocol_version}, we speak {PROTOCOL_VERSION}"
+            text = (
+                f"{report.worker} speaks protocol version {report.protocol_version}, we speak "
+                f"{PROTOCOL_VERSION}"
+            )
             yield Finding("FAIL", "versions", text, mend)
         elif ours != theirs:
-            yield Finding("FAIL", "versions", f"{report.worker} runs fastdecode {theirs}, we run {ours}", mend)
+            yield Finding(
+                "FAIL", "versions", f"{report.worker} runs fastdecode {theirs}, we run {ours}", mend
+            )
         for package in ("numpy", "numba", "mpi4py", "pyzmq"):
             mine, other = here.version(package), report.host.version(package)
             if mine and other and mine != other:
@@ -131,7 +152,12 @@ def _versions(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
 def _models(reports: Sequence[Report], model_hash: str | None) -> Iterator[Finding]:
     kept = {report.worker: report.model_hash for report in reports if report.model_hash}
     if model_hash is None and kept:
-        yield Finding("WARN", "model", "R-workers are kept for one model each", "say which is to be run: --model DIR")
+        yield Finding(
+            "WARN",
+            "model",
+            "R-workers are kept for one model each",
+            "say which is to be run: --model DIR",
+        )
     elif model_hash is not None:
         wrong = {worker: hash for worker, hash in kept.items() if hash != model_hash}
         for worker, other in wrong.items():
@@ -142,13 +168,24 @@ def _models(reports: Sequence[Report], model_hash: str | None) -> Iterator[Findi
 
 
 def _huge_pages(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
-    settings = {report.host.host: report.host.huge_pages for report in reports} or {here.host: here.huge_pages}
+    settings = {report.host.host: report.host.huge_pages for report in reports} or {
+        here.host: here.huge_pages
+    }
     for host, setting in settings.items():
         if setting == "never":
             mend = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-            yield Finding("WARN", "huge pages", f"{host}: off; the KV cache is read up to a fifth slower", mend)
+            yield Finding(
+                "WARN",
+                "huge pages",
+                f"{host}: off; the KV cache is read up to a fifth slower",
+                mend,
+            )
         else:
-            yield Finding("PASS", "huge pages", f"{host}: transparent huge pages are {setting or 'not known here'}")
+            yield Finding(
+                "PASS",
+                "huge pages",
+                f"{host}: transparent huge pages are {setting or 'not known here'}",
+            )
 
 
 def _cores(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
@@ -163,7 +200,10 @@ def _cores(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
         beside = " and the S-worker" if has_s_worker else ""
         shown = f"{host}: {num_threads} R-worker thread(s){beside} on {len(cpus)} CPU(s)"
         if cpus and wanted > len(cpus):
-            mend = "fewer --threads (--r-threads), fewer R-workers here, or cores of their own for the S-worker"
+            mend = (
+                "fewer --threads (--r-threads), fewer R-workers here, or cores of their own for "
+                "the S-worker"
+            )
             yield Finding("WARN", "cores", f"{shown}: they take turns", mend)
         else:
             yield Finding("PASS", "cores", shown)
@@ -175,13 +215,25 @@ def _binding(report: Report) -> Iterator[Finding]:
     host, cpus = report.host, set(report.host.cpus)
     if cpus and report.num_threads > len(cpus):
         text = f"{report.worker} has {report.num_threads} threads, but may use {len(cpus)} CPU(s)"
-        yield Finding("WARN", "binding", text, "lower --threads, or have the launcher bind it to more (--bind-to none)")
+        yield Finding(
+            "WARN",
+            "binding",
+            text,
+            "lower --threads, or have the launcher bind it to more (--bind-to none)",
+        )
     nodes = [node for node, listed in enumerate(host.numa_cpus) if cpus & _listed(listed)]
     if len(nodes) > 1:
         text = f"{report.worker} may run on {len(nodes)} NUMA nodes: threads read across sockets"
-        yield Finding("WARN", "binding", text, "one R-worker a node: fastdecode r-worker --numa-node auto (or N)")
+        yield Finding(
+            "WARN",
+            "binding",
+            text,
+            "one R-worker a node: fastdecode r-worker --numa-node auto (or N)",
+        )
     elif nodes:
-        yield Finding("PASS", "binding", f"{report.worker}: {len(cpus)} CPU(s) of NUMA node {nodes[0]}")
+        yield Finding(
+            "PASS", "binding", f"{report.worker}: {len(cpus)} CPU(s) of NUMA node {nodes[0]}"
+        )
 
 
 def _memory(reports: Sequence[Report]) -> Iterator[Finding]:
@@ -193,9 +245,19 @@ def _memory(reports: Sequence[Report]) -> Iterator[Finding]:
         free = min(report.host.free_bytes for report in together)
         shown = f"{host}: {planned / 1e9:.3g} GB for KV caches, {free / 1e9:.3g} GB free"
         if planned > free:
-            yield Finding("FAIL", "memory", shown, f"at most {free / len(together) / 1e9:.2g} GB each: --kv-memory-gb")
+            yield Finding(
+                "FAIL",
+                "memory",
+                shown,
+                f"at most {free / len(together) / 1e9:.2g} GB each: --kv-memory-gb",
+            )
         elif planned > 0.9 * free:
-            yield Finding("WARN", "memory", f"{shown}: little is left for anything else", "a smaller --kv-memory-gb")
+            yield Finding(
+                "WARN",
+                "memory",
+                f"{shown}: little is left for anything else",
+                "a smaller --kv-memory-gb",
+            )
         else:
             yield Finding("PASS", "memory", shown)
 
@@ -206,9 +268,14 @@ def _links(workers: Sequence[WorkerFacts]) -> Iterator[Finding]:
             continue
         link = worker.link
         round_trip = seconds_text(link.round_trip_s)
-        shown = f"{worker.peer}: round trip {round_trip}, {link.bytes_per_s / 1e9:.2f} GB/s each way"
+        shown = (
+            f"{worker.peer}: round trip {round_trip}, {link.bytes_per_s / 1e9:.2f} GB/s each way"
+        )
         if link.round_trip_s > SLOW_ROUND_TRIP_S or link.bytes_per_s < SLOW_BYTES_PER_S:
-            mend = "check that the fast network is used (launch --interface NET), and that ranks don't share CPUs"
+            mend = (
+                "check that the fast network is used (launch --interface NET), and that ranks "
+                "don't share CPUs"
+            )
             yield Finding("WARN", "link", f"{shown}: slow", mend)
         else:
             yield Finding("PASS", "link", shown)

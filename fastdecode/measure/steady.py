@@ -1,7 +1,9 @@
-"""A steady decode batch: sequences of one length that all step together, timed step by step.
+"""A steady decode batch: sequences of one length that all step together, timed
+step by step.
 
-What ``fastdecode calibrate`` and ``fastdecode bench`` measure is the engine itself, through the same ``submit`` and
-``step`` as every other caller's: nothing here knows how a step is scheduled or run.
+What ``fastdecode calibrate`` and ``fastdecode bench`` measure is the engine
+itself, through the same ``submit`` and ``step`` as every other caller's:
+nothing here knows how a step is scheduled or run.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def time_steady_steps(
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SteadySteps:
-    """Run prompts of about ``context_tokens`` random tokens, then time ``num_steps`` steps of the whole batch.
+    """Run prompts of about ``context_tokens`` random tokens, then time
+    ``num_steps`` steps of the whole batch.
 
     Greedy sampling; EOS is ignored. The engine is empty before and after.
 
@@ -72,20 +75,28 @@ def time_steady_steps(
     finally:
         engine.cancel_all()
     context = prompt_len + num_generated / batch + WARM_UP_STEPS + num_steps / 2
-    return SteadySteps(batch, context, tuple(steps[WARM_UP_STEPS:]), tuple(computes[WARM_UP_STEPS:]))
+    return SteadySteps(
+        batch, context, tuple(steps[WARM_UP_STEPS:]), tuple(computes[WARM_UP_STEPS:])
+    )
 
 
 def time_prompt(
-    running: RunningEngine, num_tokens: int, *, seed: int = 0, clock: Callable[[], float] = time.perf_counter
+    running: RunningEngine,
+    num_tokens: int,
+    *,
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds from a prompt of so many random tokens to the first token that follows. The engine is empty before and
-    after.
+    """Seconds from a prompt of so many random tokens to the first token that
+    follows. The engine is empty before and after.
 
     Raises:
         CapacityError: the R-workers don't hold such a prompt.
     """
     assert running.engine.num_unfinished == 0, "the engine is busy"
-    tokens = tuple(np.random.default_rng(seed).integers(0, running.spec.vocab_size, num_tokens).tolist())
+    tokens = tuple(
+        np.random.default_rng(seed).integers(0, running.spec.vocab_size, num_tokens).tolist()
+    )
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     started = clock()
     running.engine.submit(Request("prompt", tokens, params, 1, seed=0))
@@ -100,7 +111,9 @@ def _submit(running: RunningEngine, batch: int, prompt_len: int, num_steps: int,
     config = running.resolved.config
     # Those whose prompt is done early decode while the others' prompts run.
     budget = max(1, config.batching.step_tokens - batch)
-    prompt_steps = 2 * -(-batch * prompt_len // budget) + -(-prompt_len // config.batching.prefill_chunk)
+    prompt_steps = 2 * -(-batch * prompt_len // budget) + -(
+        -prompt_len // config.batching.prefill_chunk
+    )
     max_tokens = prompt_steps + WARM_UP_STEPS + num_steps + 4
     rng = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -116,7 +129,8 @@ def _run_prompts(running: RunningEngine, batch: int, prompt_len: int) -> int:
     while stats.num_prompt_tokens - prompts_before < batch * prompt_len:
         if running.engine.step():
             raise CapacityError(
-                f"{batch} sequences of {prompt_len} tokens didn't run all at once: give the R-workers more KV memory (",
+                f"{batch} sequences of {prompt_len} tokens didn't run all at once: give the "
+                "R-workers more KV memory (",
                 Given("kv_memory_gb"),
                 "), or measure fewer or shorter ones",
             )

@@ -1,4 +1,5 @@
-"""What a run took and gave: the numbers behind ``--summary``, and the few lines that a person reads."""
+"""What a run took and gave: the numbers behind ``--summary``, and the few lines
+that a person reads."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ PERCENTILES = (50, 90, 99)
 
 
 def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int) -> dict[str, Any]:
-    """Timings in seconds, measured inside this process; see ``render`` for how to read them.
+    """Timings in seconds, measured inside this process; see ``render`` for how
+    to read them.
 
-    ``total_s`` is wall time since ``started_s`` (of ``time.perf_counter``); beside loading and steps it holds imports,
-    reading and writing.
+    ``total_s`` is wall time since ``started_s`` (of ``time.perf_counter``);
+    beside loading and steps it holds imports, reading and writing.
 
-    ``s_idle`` and ``r_idle`` are the bubbles: the parts of the time in which the S-worker waited for R-workers, and in
-    which an R-worker, on average, computed nothing.
+    ``s_idle`` and ``r_idle`` are the bubbles: the parts of the time in which
+    the S-worker waited for R-workers, and in which an R-worker, on average,
+    computed nothing.
     """
     stats, facts, now = llm.stats, llm.facts, llm.snapshot().engine
     step_s = max(stats.step_s, 1e-12)
@@ -73,7 +76,8 @@ def _shares(s: dict[str, Any]) -> str:
     if not s["r_workers"]:
         return "no R-workers: the S-worker's device attended, too"
     return (
-        f"of each step on average: S-part {s['s_share']:.0%}, waiting for R-workers {s['wait_share']:.0%} "
+        f"of each step on average: S-part {s['s_share']:.0%}, waiting for R-workers "
+        f"{s['wait_share']:.0%} "
         f"(the busiest of {s['r_workers']} R-workers computed {s['r_share']:.0%} of the time; "
         f"on average they idled {s['r_idle']:.0%})"
     )
@@ -85,18 +89,22 @@ def render(summary: dict[str, Any]) -> str:
     trouble = []
     if s["r_workers_lost"] or s["r_workers_rejoined"]:
         trouble.append(
-            f"{s['r_workers_lost']} of {s['r_workers']} R-workers are lost, {s['r_workers_rejoined']} were replaced; "
+            f"{s['r_workers_lost']} of {s['r_workers']} R-workers are lost, "
+            f"{s['r_workers_rejoined']} were replaced; "
             f"{s['recomputed']} sequences were recomputed on others"
         )
     return "\n".join(
         [
             f"{s['requests'] - s['failed']} requests done, {s['failed']} failed; "
-            f"{s['prompt_tokens']} prompt and {s['output_tokens']} output tokens in {s['steps']} steps",
+            f"{s['prompt_tokens']} prompt and {s['output_tokens']} output tokens in {s['steps']} "
+            "steps",
             f"{s['output_tokens_per_s']:.0f} output tokens/s; "
-            f"load {s['load_s']:.2f} s, prefill {s['prefill_s']:.2f} s, decode {s['decode_s']:.2f} s; "
+            f"load {s['load_s']:.2f} s, prefill {s['prefill_s']:.2f} s, decode "
+            f"{s['decode_s']:.2f} s; "
             f"peak memory {s['peak_rss_bytes'] / 1e9:.2f} GB",
             _shares(s),
-            f"load W {s['load_mean_tokens']:.0f} cached tokens on average, {s['load_peak_tokens']} at its peak; "
+            f"load W {s['load_mean_tokens']:.0f} cached tokens on average, "
+            f"{s['load_peak_tokens']} at its peak; "
             f"TTFT {_shown(s['ttft_s'])}, TPOT {_shown(s['tpot_s'])}",
             *trouble,
         ]

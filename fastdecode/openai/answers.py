@@ -25,13 +25,16 @@ def answer_body(
     """A ``text_completion`` or ``chat.completion`` object.
 
     Args:
-        outputs: one for each of the request's prompts, all of them without an error.
+        outputs: one for each of the request's prompts, all of them without an
+            error.
         answer_id: comes after ``chatcmpl-`` or ``cmpl-``.
         created_s: Unix time.
         model: the name that the answer tells.
     """
     with_token_ids = request.want_token_ids or not codec.has_tokenizer
-    writer = ChoiceWriter(TokenText(codec.vocabulary), request.is_chat, with_token_ids, request.params.n)
+    writer = ChoiceWriter(
+        TokenText(codec.vocabulary), request.is_chat, with_token_ids, request.params.n
+    )
     return {
         "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{answer_id}",
         "object": "chat.completion" if request.is_chat else "text_completion",
@@ -49,12 +52,19 @@ def answer_body(
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
     """The tokens that all outputs together took."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_output = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+    num_output = sum(
+        len(completion.token_ids) for output in outputs for completion in output.completions
+    )
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+    }
 
 
 def error_body(error: FastDecodeError) -> dict[str, Any]:
-    """``{"error": {"message", "type", "param", "code"}}``; the field to blame is the error's ``param``."""
+    """``{"error": {"message", "type", "param", "code"}}``; the field to blame
+    is the error's ``param``."""
     _, kind = status(error)
     param = getattr(error, "param", None)
     return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}
@@ -102,16 +112,22 @@ class ChoiceWriter:
         if completion.logprobs is None:
             return None
         if self.is_chat:
-            return {"content": [self._chat_step(step) for step in completion.logprobs], "refusal": None}
+            return {
+                "content": [self._chat_step(step) for step in completion.logprobs],
+                "refusal": None,
+            }
         return {
             "tokens": [self.tokens.text_of(step.token_id) for step in completion.logprobs],
             "token_logprobs": [step.logprob for step in completion.logprobs],
             "top_logprobs": [self._top(step) for step in completion.logprobs],
-            "text_offset": self.tokens.offsets(completion.token_ids, output.prompt_token_ids, len(completion.text)),
+            "text_offset": self.tokens.offsets(
+                completion.token_ids, output.prompt_token_ids, len(completion.text)
+            ),
         }
 
     def _top(self, step: TokenLogprob) -> dict[str, float]:
-        """OpenAI's shape: by text. The drawn token is there even if it isn't among the likeliest."""
+        """OpenAI's shape: by text. The drawn token is there even if it isn't
+        among the likeliest."""
         top: dict[str, float] = {}
         for token_id, logprob in (*step.top, (step.token_id, step.logprob)):
             top.setdefault(self.tokens.text_of(token_id), logprob)

@@ -1,10 +1,12 @@
 """Bodies of OpenAI requests: what they ask, and what of it is refused.
 
-A body is what one would post to ``/v1/completions`` or ``/v1/chat/completions``. A field of it is one of
+A body is what one would post to ``/v1/completions`` or
+``/v1/chat/completions``. A field of it is one of
 
 * what we do: ``FIELDS`` and the prompt or the messages;
 * a label that changes no answer (``LABELS``);
-* what we don't do (``NOT_SUPPORTED``): accepted with a value that asks for nothing (null, or as listed), else refused;
+* what we don't do (``NOT_SUPPORTED``): accepted with a value that asks for
+  nothing (null, or as listed), else refused;
 * unknown, and refused: a misspelt field must not be ignored.
 """
 
@@ -25,16 +27,18 @@ CHAT_URL = "/v1/chat/completions"
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 100_000
 
-# Fields of SamplingParams that a body gives by the same name. The last six are vLLM's additions to OpenAI's.
+# Fields of SamplingParams that a body gives by the same name. The last six are
+# vLLM's additions to OpenAI's.
 SAMPLING_FIELDS = (
-    "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "max_tokens",
-    "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos",
+    "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
+    "logit_bias", "max_tokens", "top_k", "min_p", "repetition_penalty", "min_tokens",
+    "stop_token_ids", "ignore_eos",
 )  # fmt: skip
 FIELDS = {
     COMPLETIONS_URL: ("model", "prompt", *SAMPLING_FIELDS, "logprobs", "return_token_ids"),
     CHAT_URL: (
-        "model", "messages", *SAMPLING_FIELDS, "max_completion_tokens", "logprobs", "top_logprobs", "return_token_ids",
-        "chat_template_kwargs", "add_generation_prompt",
+        "model", "messages", *SAMPLING_FIELDS, "max_completion_tokens", "logprobs", "top_logprobs",
+        "return_token_ids", "chat_template_kwargs", "add_generation_prompt",
     ),
 }  # fmt: skip
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -43,17 +47,26 @@ NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
     "stream": (False,), "stream_options": (), "echo": (False,), "suffix": ("",), "best_of": (1,),
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True),
     "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
-    "reasoning_effort": (), "verbosity": (), "web_search_options": (), "store": (False,),
-    "service_tier": ("auto", "default"),
-    "logits_processors": ([],), "logit_processors": ([],), "use_beam_search": (False,), "length_penalty": (1,),
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "prompt_logprobs": (), "truncate_prompt_tokens": (), "add_special_tokens": (), "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,), "bad_words": ([],), "priority": (0,), "documents": ([],),
-    "chat_template": (), "continue_final_message": (False,), "mm_processor_kwargs": (),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
+    "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
+    "store": (False,), "service_tier": ("auto", "default"),
+    "logits_processors": ([],), "logit_processors": ([],), "use_beam_search": (False,),
+    "length_penalty": (1,), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "guided_grammar": (), "structured_outputs": (), "prompt_logprobs": (),
+    "truncate_prompt_tokens": (), "add_special_tokens": (), "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,), "bad_words": ([],), "priority": (0,),
+    "documents": ([],), "chat_template": (), "continue_final_message": (False,),
+    "mm_processor_kwargs": (),
 }  # fmt: skip
 # What may stand in a chat message beside role and content, as long as it is null or empty.
-EMPTY_MESSAGE_FIELDS = ("tool_calls", "function_call", "tool_call_id", "refusal", "audio", "annotations")
+EMPTY_MESSAGE_FIELDS = (
+    "tool_calls",
+    "function_call",
+    "tool_call_id",
+    "refusal",
+    "audio",
+    "annotations",
+)
 
 
 class BodyError(RequestError):
@@ -81,7 +94,8 @@ class RequestReader:
     """Reads bodies into requests.
 
     Args:
-        given: sampling parameters for bodies that don't say it themselves; what isn't here is OpenAI's default.
+        given: sampling parameters for bodies that don't say it themselves; what
+            isn't here is OpenAI's default.
         served_model_names: what a body's ``model`` may be.
         has_chat_template: whether chats can be answered.
     """
@@ -97,7 +111,11 @@ class RequestReader:
         model = body.get("model")
         if model is not None and model not in self.served_model_names:
             names = ", ".join(self.served_model_names)
-            refuse("model", f"{model!r} isn't served here, only {names}: see --served-model-name", "model_mismatch")
+            refuse(
+                "model",
+                f"{model!r} isn't served here, only {names}: see --served-model-name",
+                "model_mismatch",
+            )
         want_token_ids = _boolean(body, "return_token_ids") is True
         prompts = (self._chat(body),) if is_chat else _prompts(body.get("prompt"))
         params = self._params(body, is_chat=is_chat)
@@ -121,14 +139,20 @@ class RequestReader:
 
     def _chat(self, body: dict[str, Any]) -> Chat:
         if not self.has_chat_template:
-            text = "need a chat template, and the model has none: give one by --chat-template, or use /v1/completions"
+            text = (
+                "need a chat template, and the model has none: give one by --chat-template, or "
+                "use /v1/completions"
+            )
             refuse("messages", text, "no_chat_template")
         variables = body.get("chat_template_kwargs")
         if variables is not None and not isinstance(variables, dict):
             refuse("chat_template_kwargs", "must be an object")
         for name in variables or {}:
             if name in RESERVED:
-                refuse("chat_template_kwargs", f"can't say {name!r}, which the template is given anyway")
+                refuse(
+                    "chat_template_kwargs",
+                    f"can't say {name!r}, which the template is given anyway",
+                )
         prompt_follows = _boolean(body, "add_generation_prompt") is not False
         return Chat(_messages(body.get("messages")), prompt_follows, variables or {})
 
@@ -145,13 +169,17 @@ def _boolean(body: dict[str, Any], name: str, more: str = "") -> bool | None:
     refuse(name, "must be true or false" + more)
 
 
-def refuse_unknown(given: dict[str, Any], known: Sequence[str], also: Sequence[str], where: str) -> None:
+def refuse_unknown(
+    given: dict[str, Any], known: Sequence[str], also: Sequence[str], where: str
+) -> None:
     """Raise BodyError if a name is neither known nor one of the others."""
     for name in given:
         if name not in known and name not in also:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise BodyError(f"{where} has an unknown field {name!r}: {hint}", code="unknown_field", param=name)
+            raise BodyError(
+                f"{where} has an unknown field {name!r}: {hint}", code="unknown_field", param=name
+            )
 
 
 def _refuse_unsupported(body: dict[str, Any], url: str) -> None:
@@ -170,10 +198,19 @@ def _prompts(prompt: object) -> tuple[Turn, ...]:
         if all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
             return (prompt,)
         if len(prompt) > MAX_PROMPTS:
-            refuse("prompt", f"may have {MAX_PROMPTS} prompts, not {len(prompt)}: make more lines of them")
-        if all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
+            refuse(
+                "prompt",
+                f"may have {MAX_PROMPTS} prompts, not {len(prompt)}: make more lines of them",
+            )
+        if all(isinstance(item, str) for item in prompt) or all(
+            isinstance(item, list) for item in prompt
+        ):
             return tuple(prompt)
-    refuse("prompt", "must be a string, a list of token ids, or a list of either that isn't empty", "invalid_prompt")
+    refuse(
+        "prompt",
+        "must be a string, a list of token ids, or a list of either that isn't empty",
+        "invalid_prompt",
+    )
 
 
 def _messages(messages: object) -> list[dict[str, str]]:
@@ -191,12 +228,18 @@ def _message(message: object, where: str) -> dict[str, str]:
             if value:
                 refuse(f"{where}.{name}", "is not supported: leave it out", "unsupported_field")
         elif name not in ("role", "content", "name"):
-            refuse(f"{where}.{name}", "is unknown: a message has role, content and name", "unknown_field")
+            refuse(
+                f"{where}.{name}",
+                "is unknown: a message has role, content and name",
+                "unknown_field",
+            )
     role = message.get("role")
     if not isinstance(role, str) or not role:
         refuse(f"{where}.role", "must be a string", "invalid_messages")
     if role in ("tool", "function"):
-        refuse(f"{where}.role", f"{role!r} is not supported, since tools aren't", "unsupported_field")
+        refuse(
+            f"{where}.role", f"{role!r} is not supported, since tools aren't", "unsupported_field"
+        )
     plain = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
     if message.get("name") is not None:
         if not isinstance(message["name"], str):
@@ -215,15 +258,26 @@ def _content(content: object, where: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            refuse(where, f"has a part of type {kind!r}, which is not supported: only text is", "unsupported_field")
+            refuse(
+                where,
+                f"has a part of type {kind!r}, which is not supported: only text is",
+                "unsupported_field",
+            )
         if not isinstance(part.get("text"), str):
-            refuse(where, 'has a part of type "text" without a "text" that is a string', "invalid_messages")
+            refuse(
+                where,
+                'has a part of type "text" without a "text" that is a string',
+                "invalid_messages",
+            )
         texts.append(part["text"])
     return "\n".join(texts)
 
 
 def _chat_logprobs(body: dict[str, Any]) -> dict[str, Any]:
-    wanted, top = _boolean(body, "logprobs", " in a chat; how many is top_logprobs"), body.get("top_logprobs")
+    wanted, top = (
+        _boolean(body, "logprobs", " in a chat; how many is top_logprobs"),
+        body.get("top_logprobs"),
+    )
     if top is not None and not wanted:
         refuse("top_logprobs", "needs logprobs: true")
     if wanted is None:

@@ -1,4 +1,5 @@
-"""When may the head of a lane's queue start, and on which R-worker? The policies that ``--schedule`` chooses among.
+"""When may the head of a lane's queue start, and on which R-worker? The
+policies that ``--schedule`` chooses among.
 
 =================  ===============================================================================================
 ``Greedy``         whenever there is room
@@ -8,8 +9,10 @@
                    in ``fastdecode.schedule.stabilized``
 =================  ===============================================================================================
 
-Room for its KV blocks, among the running sequences and in the step's prefill budget is needed whatever the policy; the
-scheduler sees to that. With nothing running in its lane, every policy lets the head start: waiting would gain nothing.
+Room for its KV blocks, among the running sequences and in the step's prefill
+budget is needed whatever the policy; the scheduler sees to that. With nothing
+running in its lane, every policy lets the head start: waiting would gain
+nothing.
 """
 
 from __future__ import annotations
@@ -27,32 +30,42 @@ class Admission(Protocol):
     """One lane's policy. Sequences are micro-batches of one."""
 
     def check_possible(self, sizes: Seq[int]) -> None:
-        """Raises CapacityError if a sequence whose parts may have so many cached tokens each could never start."""
+        """Raises CapacityError if a sequence whose parts may have so many
+        cached tokens each could never start."""
 
     def begin_step(self, step: int, num_running: int, num_startable: int) -> None:
         """A step is being planned; at most ``num_startable`` sequences could start in it."""
 
     def choose(
-        self, batch: MicroBatch, workers: Seq[int], earlier: Earlier = NOTHING_EARLIER, *, alone: bool = True
+        self,
+        batch: MicroBatch,
+        workers: Seq[int],
+        earlier: Earlier = NOTHING_EARLIER,
+        *,
+        alone: bool = True,
     ) -> int | None:
-        """Where the sequence may start in this step, among the R-workers that have room for it, those with most first;
-        None: not yet.
+        """Where the sequence may start in this step, among the R-workers that
+        have room for it, those with most first; None: not yet.
 
         Args:
             batch: the sequence; where sequences are split, one part of it.
-            earlier: its parts that have been placed by now: (R-worker, load) of each.
-            alone: it may also go where it exceeds a limit and nothing else runs.
+            earlier: its parts that have been placed by now: (R-worker, load) of
+                each.
+            alone: it may also go where it exceeds a limit and nothing else
+                runs.
         """
 
     def add(self, worker: int, batch: MicroBatch) -> None:
-        """The sequence starts. Of a split one this tells the first part, and ``prolong`` the others."""
+        """The sequence starts. Of a split one this tells the first part, and
+        ``prolong`` the others."""
 
     def prolong(self, worker: int, batch: MicroBatch) -> None:
         """A running sequence has come to the end of its projection, and goes on as ``batch``."""
 
     def end(self, worker: int, batch: MicroBatch, at: int) -> None:
-        """The sequence is over, or suspended: from step ``at`` on it has no load. Of a split one this tells the first
-        part, and ``unload`` the others."""
+        """The sequence is over, or suspended: from step ``at`` on it has no
+        load. Of a split one this tells the first part, and ``unload`` the
+        others."""
 
     def unload(self, worker: int, batch: MicroBatch, at: int) -> None:
         """From step ``at`` on a part has no load any more."""
@@ -68,7 +81,12 @@ class Greedy:
         pass
 
     def choose(
-        self, batch: MicroBatch, workers: Seq[int], earlier: Earlier = NOTHING_EARLIER, *, alone: bool = True
+        self,
+        batch: MicroBatch,
+        workers: Seq[int],
+        earlier: Earlier = NOTHING_EARLIER,
+        *,
+        alone: bool = True,
     ) -> int | None:
         return workers[0] if workers else None
 
@@ -97,7 +115,12 @@ class Synchronized(Greedy):
             self._num_left = num_startable
 
     def choose(
-        self, batch: MicroBatch, workers: Seq[int], earlier: Earlier = NOTHING_EARLIER, *, alone: bool = True
+        self,
+        batch: MicroBatch,
+        workers: Seq[int],
+        earlier: Earlier = NOTHING_EARLIER,
+        *,
+        alone: bool = True,
     ) -> int | None:
         if not workers:
             self._num_left = 0  # the batch is as full as it gets
@@ -108,7 +131,8 @@ class Synchronized(Greedy):
 
 
 class FixedF(Greedy):
-    """Start at most M sequences every F steps. They may start in later steps of those F if prefill holds them up."""
+    """Start at most M sequences every F steps. They may start in later steps of
+    those F if prefill holds them up."""
 
     def __init__(self, interval: FixedInterval) -> None:
         self._interval = interval
@@ -121,7 +145,12 @@ class FixedF(Greedy):
             self._next_step = step + self._interval.interval
 
     def choose(
-        self, batch: MicroBatch, workers: Seq[int], earlier: Earlier = NOTHING_EARLIER, *, alone: bool = True
+        self,
+        batch: MicroBatch,
+        workers: Seq[int],
+        earlier: Earlier = NOTHING_EARLIER,
+        *,
+        alone: bool = True,
     ) -> int | None:
         return workers[0] if workers and self._num_left > 0 else None
 

@@ -1,20 +1,27 @@
-"""Continuous batching under a policy: the scheduler that all of ``fastdecode.schedule.admission`` shares.
+"""Continuous batching under a policy: the scheduler that all of
+``fastdecode.schedule.admission`` shares.
 
 What holds under every policy:
 
-* First come, first served: nobody starts before the head of the queue, so nobody starves.
-* Every running sequence gets on by at least one token in every step of its lane; prompts run in chunks beside the
-  decoding sequences and never hold them up.
-* A step can't run out of KV blocks: what starts has reserved its room (``starts``), and what outgrows it reserves more
-  before it steps (``outgrown``).
-* Where sequences are split, each part is placed, reserved and counted as load on its own holder.
-* The 2nd to n-th sequences of a request wait until a sibling holds the prompt and then fork it: all but the prompt's
-  last token is shared, the last is run again to get its logits.
+* First come, first served: nobody starts before the head of the queue, so
+  nobody starves.
+* Every running sequence gets on by at least one token in every step of its
+  lane; prompts run in chunks beside the decoding sequences and never hold them
+  up.
+* A step can't run out of KV blocks: what starts has reserved its room
+  (``starts``), and what outgrows it reserves more before it steps
+  (``outgrown``).
+* Where sequences are split, each part is placed, reserved and counted as load
+  on its own holder.
+* The 2nd to n-th sequences of a request wait until a sibling holds the prompt
+  and then fork it: all but the prompt's last token is shared, the last is run
+  again to get its logits.
 
-Room is granted by holders, which takes a round trip. A sequence that starts joins as soon as it has its room: where
-holders answer at once, in the very step that was planned; else in the lane's next one, for which its chunks are booked,
-so that a lane never waits while somebody in it can step. If an answer takes longer than a step, what was booked and
-projected is put off.
+Room is granted by holders, which takes a round trip. A sequence that starts
+joins as soon as it has its room: where holders answer at once, in the very step
+that was planned; else in the lane's next one, for which its chunks are booked,
+so that a lane never waits while somebody in it can step. If an answer takes
+longer than a step, what was booked and projected is put off.
 """
 
 from __future__ import annotations
@@ -35,16 +42,20 @@ from fastdecode.schedule.starts import Starts
 
 
 class ContinuousScheduler:
-    """See the module. Sequences arrive in ascending order of their ids. Nothing here changes a sequence.
+    """See the module. Sequences arrive in ascending order of their ids. Nothing
+    here changes a sequence.
 
     Args:
         ledger: counts what is reserved.
         make_lanes: makes so many empty lanes.
-        lengths: forecasts how a sequence's load is projected, and what it reserves.
+        lengths: forecasts how a sequence's load is projected, and what it
+            reserves.
         num_lanes: at the start.
-        max_num_sequences: most sequences that run at once, shared out evenly among the lanes.
-        opening_steps: steps of a lane in which somebody runs, from a plan to when what starts in it has its room; 0
-            where holders answer at once, else 1.
+        max_num_sequences: most sequences that run at once, shared out evenly
+            among the lanes.
+        opening_steps: steps of a lane in which somebody runs, from a plan to
+            when what starts in it has its room; 0 where holders answer at once,
+            else 1.
     """
 
     def __init__(
@@ -66,7 +77,8 @@ class ContinuousScheduler:
         self._outgrown = Outgrown(ledger, lengths)
         self.lanes = make_lanes(num_lanes)
         self._waiting: deque[Sequence] = deque()
-        # Those that have run before, in order of arrival. All of them came before all that wait for their first start.
+        # Those that have run before, in order of arrival. All of them came
+        # before all that wait for their first start.
         self._interrupted: list[Sequence] = []
 
     @property
@@ -87,18 +99,23 @@ class ContinuousScheduler:
         """The sequences of one request join the queue, in order.
 
         Raises:
-            CapacityError: holders could never have room for one of them; none was added.
+            CapacityError: holders could never have room for one of them; none
+                was added.
         """
         arrived = list(sequences)
         for sequence in arrived:
             self.ledger.check_possible(sequence.max_cached_tokens)
-            self.lanes[0].admission.check_possible(self.ledger.part_sizes(sequence.max_cached_tokens))
+            self.lanes[0].admission.check_possible(
+                self.ledger.part_sizes(sequence.max_cached_tokens)
+            )
         self._waiting.extend(arrived)
 
     def plan(self, lane_index: int, *, may_start: bool = True) -> Plan:
-        """What comes before the lane's next step. Its starts count as running from now on.
+        """What comes before the lane's next step. Its starts count as running
+        from now on.
 
-        While sequences are unfinished, a plan for each lane in turn starts somebody, or somebody is running.
+        While sequences are unfinished, a plan for each lane in turn starts
+        somebody, or somebody is running.
 
         Args:
             may_start: somebody may start.
@@ -121,7 +138,8 @@ class ContinuousScheduler:
         return Plan(tuple(Suspend(run.sequence) for run in suspended), tuple(grows), tuple(starts))
 
     def chunks(self, lane_index: int) -> tuple[Chunk, ...]:
-        """The lane's next step, as it was planned: of all that have their room; none: nobody has it yet."""
+        """The lane's next step, as it was planned: of all that have their room;
+        none: nobody has it yet."""
         lane = self.lanes[lane_index]
         due = [run for run in lane.running.values() if _is_due(run, lane.step)]
         able = [run for run in due if run.is_open]
@@ -155,9 +173,10 @@ class ContinuousScheduler:
         insort(self._interrupted, sequence, key=lambda s: s.sequence_id)
 
     def regroup(self, num_lanes: int) -> None:
-        """From now on there are so many lanes, among which the running sequences are shared out anew. No lane's step
-        is in flight. Prompts keep the room that was booked for them, so for a few steps a lane may run more tokens than
-        it should."""
+        """From now on there are so many lanes, among which the running
+        sequences are shared out anew. No lane's step is in flight. Prompts keep
+        the room that was booked for them, so for a few steps a lane may run
+        more tokens than it should."""
         runs = [run for lane in self.lanes for run in lane.running.values()]
         self.lanes = self._make_lanes(num_lanes)
         # Like cards, so that every lane gets as many of each holder, long and short.
@@ -176,7 +195,9 @@ class ContinuousScheduler:
             queue = self._interrupted or self._waiting
             sibling = _running_sibling(self.lanes, queue[0])
             recompute = queue is self._interrupted
-            candidate = self._starts.candidate(lane, queue[0], sibling, ahead=ahead, recompute=recompute)
+            candidate = self._starts.candidate(
+                lane, queue[0], sibling, ahead=ahead, recompute=recompute
+            )
             if candidate is None:
                 break
             del queue[0]
@@ -189,7 +210,9 @@ class ContinuousScheduler:
         lane_size = -(-self._max_num_sequences // len(self.lanes))
         share = -(-(self.num_running + self.num_waiting) // len(self.lanes))
         in_lane = min(lane_size, share) - len(lane.running) + ending
-        return max(0, min(in_lane, self.num_waiting, self._max_num_sequences - self.num_running + ending))
+        return max(
+            0, min(in_lane, self.num_waiting, self._max_num_sequences - self.num_running + ending)
+        )
 
     def _stop(self, sequence: Sequence) -> bool:
         """A sequence runs no more, if it does."""

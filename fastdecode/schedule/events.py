@@ -1,5 +1,5 @@
-"""What happens to sequences, and what is to be done about it: a ``Lifecycle`` takes the events of this module and gives
-its instructions."""
+"""What happens to sequences, and what is to be done about it: a ``Lifecycle``
+takes the events of this module and gives its instructions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Submitted:
 
 @dataclass(frozen=True)
 class LaneIdle:
-    """No step of the lane is in flight: what comes before its next one? → ``Close``, ``Extend``, ``Open``, ``Fork``"""
+    """No step of the lane is in flight: what comes before its next one? →
+    ``Close``, ``Extend``, ``Open``, ``Fork``"""
 
     lane: int
 
@@ -52,7 +53,8 @@ class Refused:
 
 
 class Drawn(NamedTuple):
-    """What was drawn for a sequence: a token, or the error that it met. A tuple, since there are many in every step."""
+    """What was drawn for a sequence: a token, or the error that it met. A
+    tuple, since there are many in every step."""
 
     sequence: Sequence
     token_id: int = -1
@@ -99,7 +101,8 @@ class Regrouped:
 
 
 Event: TypeAlias = (
-    "Submitted | LaneIdle | LaneReady | Opened | Refused | StepDone | Lost | Joined | Cancelled | Regrouped"
+    "Submitted | LaneIdle | LaneReady | Opened | Refused | StepDone | Lost | Joined | Cancelled | "
+    "Regrouped"
 )
 
 

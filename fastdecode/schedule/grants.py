@@ -75,7 +75,9 @@ class Grants:
             return False
         for part in residence.parts:
             if part.holder == holder:
-                self._num_parts[holder] -= part.part_id in life.unanswered or part.part_id in life.opened
+                self._num_parts[holder] -= (
+                    part.part_id in life.unanswered or part.part_id in life.opened
+                )
                 self._asked.pop(part.part_id, None)
                 life.unanswered.discard(part.part_id)
                 life.opened.pop(part.part_id, None)
@@ -84,7 +86,9 @@ class Grants:
     def check_invariants(self, lives: Iterable[Life]) -> None:
         """Recount everything. ``lives``: of all sequences that aren't over."""
         every = list(lives)
-        assert {i: life for life in every for i in life.unanswered} == {i: one.life for i, one in self._asked.items()}
+        assert {i: life for life in every for i in life.unanswered} == {
+            i: one.life for i, one in self._asked.items()
+        }
         parts = [part_id for life in every for part_id in life.opened]
         assert len(parts) == len(set(parts)), "two parts with one id"
         held = {i: part.holder for life in every for i, part in life.opened.items()}

@@ -1,6 +1,8 @@
-"""How many lanes? As many as keep S-worker and R-workers busy, and no more: each lane reads the weights anew.
+"""How many lanes? As many as keep S-worker and R-workers busy, and no more:
+each lane reads the weights anew.
 
-When B sequences with W cached tokens step in k lanes, all of them have stepped once after at least
+When B sequences with W cached tokens step in k lanes, all of them have stepped
+once after at least
 
 =========================  ==========================================================================
 k · T_S(B/k)               the S-worker does one lane after the other
@@ -8,8 +10,9 @@ k · T_R(W/k)               so does the busiest R-worker
 T_S(B/k) + T_R(W/k) + L    a lane's own way: S-part, out, R-part, back; L is what the way out and back takes
 =========================  ==========================================================================
 
-and after the greatest of these if the lanes fill each other's gaps. The third falls as k grows until it is below the
-others: with lanes of a given size, at k = 1 + (L + T_R)/T_S. The first grows with k by what a step costs whatever its
+and after the greatest of these if the lanes fill each other's gaps. The third
+falls as k grows until it is below the others: with lanes of a given size, at k
+= 1 + (L + T_R)/T_S. The first grows with k by what a step costs whatever its
 batch. All times are of a step through all layers, as measured while it runs.
 """
 
@@ -23,10 +26,12 @@ from fastdecode.schedule.times import MeasuredTimes
 MAX_AUTO_LANES = 8
 # Lane steps between two decisions; twice as many as times have to have been measured for.
 _EVERY = 64
-# Changing the lanes must save this part of a step: it interrupts the pipeline, and predictions are not exact. Of
-# numbers that differ by less than half of it, the lowest is taken.
+# Changing the lanes must save this part of a step: it interrupts the pipeline,
+# and predictions are not exact. Of numbers that differ by less than half of it,
+# the lowest is taken.
 _LEAST_GAIN = 0.06
-# What the round trip's estimate, the least that was seen, rises by with each step: a network may get slower.
+# What the round trip's estimate, the least that was seen, rises by with each
+# step: a network may get slower.
 _FORGET = 1.005
 
 
@@ -41,7 +46,12 @@ class LaneControl:
     """
 
     def __init__(
-        self, times: MeasuredTimes, num_lanes: int, *, most: int = MAX_AUTO_LANES, every: int = _EVERY
+        self,
+        times: MeasuredTimes,
+        num_lanes: int,
+        *,
+        most: int = MAX_AUTO_LANES,
+        every: int = _EVERY,
     ) -> None:
         assert 1 <= num_lanes <= most and every >= 1
         self._times = times
@@ -53,13 +63,16 @@ class LaneControl:
         self._num_steps = 0
         self._num_lanes = num_lanes
 
-    def observe(self, lane: int, num_decoding: int, loads: Mapping[int, int], round_trip_s: float) -> None:
+    def observe(
+        self, lane: int, num_decoding: int, loads: Mapping[int, int], round_trip_s: float
+    ) -> None:
         """A lane's step was run.
 
         Args:
             num_decoding: sequences that decoded.
             loads: by R-worker, the cached tokens that it attended to.
-            round_trip_s: L: for all layers, from sending q, k, v to having o, without the R-worker's compute.
+            round_trip_s: L: for all layers, from sending q, k, v to having o,
+                without the R-worker's compute.
         """
         if not num_decoding:
             return  # that says nothing of the steps to come
@@ -69,15 +82,19 @@ class LaneControl:
         self._num_steps += 1
 
     def decide(self) -> int:
-        """The number of lanes that there should be. If it isn't what it was, ``regrouped`` is due."""
-        # A lane that was not heard of has nothing that decodes: wait for it twice as long as for the others, no longer.
+        """The number of lanes that there should be. If it isn't what it was,
+        ``regrouped`` is due."""
+        # A lane that was not heard of has nothing that decodes: wait for it
+        # twice as long as for the others, no longer.
         all_heard = len(self._batches) >= self._num_lanes
         if self._num_steps < (self._every if all_heard else 2 * self._every):
             return self._num_lanes
         cycles_s = {k: self.cycle_s(k) for k in range(1, self._limit() + 1)}
         fastest_s = min(cycles_s.values())
         if fastest_s < (1 - _LEAST_GAIN) * self.cycle_s(self._num_lanes):
-            return next(k for k, cycle_s in cycles_s.items() if cycle_s <= (1 + _LEAST_GAIN / 2) * fastest_s)
+            return next(
+                k for k, cycle_s in cycles_s.items() if cycle_s <= (1 + _LEAST_GAIN / 2) * fastest_s
+            )
         self._num_steps = 0
         return self._num_lanes
 
@@ -89,7 +106,8 @@ class LaneControl:
         self._loads.clear()
 
     def cycle_s(self, num_lanes: int) -> float:
-        """What one step of the whole batch would take in so many lanes; NaN while that is unknown."""
+        """What one step of the whole batch would take in so many lanes; NaN
+        while that is unknown."""
         num_sequences = sum(self._batches.values())
         s_part_s = self._times.s_part_s(-(-num_sequences // num_lanes), hopeful=True)
         if math.isnan(s_part_s):
@@ -98,8 +116,13 @@ class LaneControl:
         for lane in self._loads.values():
             for worker, load in lane.items():
                 loads[worker] = loads.get(worker, 0) + load
-        r_part_s = max((self._times.r_part_s(w, -(-load // num_lanes)) for w, load in loads.items()), default=0.0)
-        return max(num_lanes * s_part_s, num_lanes * r_part_s, s_part_s + r_part_s + self._round_trip_s)
+        r_part_s = max(
+            (self._times.r_part_s(w, -(-load // num_lanes)) for w, load in loads.items()),
+            default=0.0,
+        )
+        return max(
+            num_lanes * s_part_s, num_lanes * r_part_s, s_part_s + r_part_s + self._round_trip_s
+        )
 
     def _limit(self) -> int:
         """A lane that has nothing to do is of no use."""

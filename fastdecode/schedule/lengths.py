@@ -11,7 +11,8 @@ from fastdecode.core.sequence import Sequence
 
 
 class LengthPredictor(Protocol):
-    """Forecasts how many tokens a sequence will have generated at its end: more than now, at most its max_tokens."""
+    """Forecasts how many tokens a sequence will have generated at its end: more
+    than now, at most its max_tokens."""
 
     def expected(self, sequence: Sequence) -> int:
         """On average: by this its load is projected. Over many sequences, errors cancel out."""
@@ -24,7 +25,8 @@ class LengthPredictor(Protocol):
 
 
 class LongestLengths:
-    """Every sequence may run to its max_tokens. Neither load nor blocks are ever more than what was projected."""
+    """Every sequence may run to its max_tokens. Neither load nor blocks are
+    ever more than what was projected."""
 
     def expected(self, sequence: Sequence) -> int:
         return sequence.request.max_tokens
@@ -37,18 +39,23 @@ class LongestLengths:
 
 
 class LearntLengths:
-    """Mean and quantile of the lengths seen lately, among those that got longer than the sequence at hand is.
+    """Mean and quantile of the lengths seen lately, among those that got longer
+    than the sequence at hand is.
 
-    Until enough are known to have got that far, max_tokens; and always for a sequence that nothing else can end.
-    Sequences that were cancelled, or cut off by a low max_tokens, count with the length they had.
+    Until enough are known to have got that far, max_tokens; and always for a
+    sequence that nothing else can end. Sequences that were cancelled, or cut
+    off by a low max_tokens, count with the length they had.
 
     Args:
-        quantile: the part of sequences that are to end within ``safe``; None: that is max_tokens.
+        quantile: the part of sequences that are to end within ``safe``; None:
+            that is max_tokens.
         window: how many of the last finished sequences count.
         min_observed: fewer give no forecast.
     """
 
-    def __init__(self, quantile: float | None = None, *, window: int = 1024, min_observed: int = 32) -> None:
+    def __init__(
+        self, quantile: float | None = None, *, window: int = 1024, min_observed: int = 32
+    ) -> None:
         assert (quantile is None or 0 < quantile <= 1) and 1 <= min_observed <= window
         self._quantile = quantile
         self._window = window
@@ -77,4 +84,8 @@ class LearntLengths:
         params = sequence.request.params
         ends_at_max = params.ignore_eos and not params.stop and not params.stop_token_ids
         longer = self._ascending[bisect_right(self._ascending, sequence.num_generated) :]
-        return [sequence.request.max_tokens] if ends_at_max or len(longer) < self._min_observed else longer
+        return (
+            [sequence.request.max_tokens]
+            if ends_at_max or len(longer) < self._min_observed
+            else longer
+        )

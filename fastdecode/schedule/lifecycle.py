@@ -1,4 +1,5 @@
-"""One life of a sequence, whoever carries it out: the engine, the simulator, or a test.
+"""One life of a sequence, whoever carries it out: the engine, the simulator, or
+a test.
 
 ::
 
@@ -7,13 +8,14 @@
                    │  ▼         ▼         a holder was lost, refused, or had to make room for others
                    INTERRUPTED ◀──
 
-Nothing here waits, sends, or computes: ``handle`` takes an event and gives the instructions that follow from it, to be
-carried out in their order. A ``Lifecycle`` owns the scheduler, and it alone writes a sequence's tokens, how many of
-them are cached, and where.
+Nothing here waits, sends, or computes: ``handle`` takes an event and gives the
+instructions that follow from it, to be carried out in their order. A
+``Lifecycle`` owns the scheduler, and it alone writes a sequence's tokens, how
+many of them are cached, and where.
 
-A sequence is **at rest** when no step of it is in flight and all that was asked for it is answered. What befalls it
-before, its **fate**, is carried out then: only then is it known what has to be closed, and nobody writes to it any
-more.
+A sequence is **at rest** when no step of it is in flight and all that was asked
+for it is answered. What befalls it before, its **fate**, is carried out then:
+only then is it known what has to be closed, and nobody writes to it any more.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ class Lifecycle:
         """What is to be done now that this has happened.
 
         Raises:
-            CapacityError: a submitted request could never fit; nothing was queued.
+            CapacityError: a submitted request could never fit; nothing was
+                queued.
         """
         match event:
             case StepDone():
@@ -153,8 +156,9 @@ class Lifecycle:
             self.lives.tell(life, "running")
 
     def _refused(self, event: Refused) -> None:
-        """A holder has less room than it said. The sequence waits until there is some, or has failed if there never
-        will be: if nothing of ours took room there when it was asked, nothing that ends makes any."""
+        """A holder has less room than it said. The sequence waits until there
+        is some, or has failed if there never will be: if nothing of ours took
+        room there when it was asked, nothing that ends makes any."""
         asked = self.grants.refused(event.part_id)
         life, part = asked.life, asked.part
         self.lives.tell(life, f"refused by {event.peer}: {event.message}")
@@ -223,12 +227,15 @@ class Lifecycle:
         self._looks_for_room = False
         error = WorkerError("its R-worker was lost, and no R-worker that is left has room for it")
         ledger = self.scheduler.ledger
-        unplaceable = [s for s in self.scheduler.waiting if not ledger.is_possible(s.max_cached_tokens)]
+        unplaceable = [
+            s for s in self.scheduler.waiting if not ledger.is_possible(s.max_cached_tokens)
+        ]
         for request_id in dict.fromkeys(sequence.request.request_id for sequence in unplaceable):
             self._drop(request_id, error)
 
     def _drop(self, request_id: str, error: FastDecodeError | None = None) -> None:
-        """A request ends before its time, all of its sequences with it. None: nobody wants to know."""
+        """A request ends before its time, all of its sequences with it. None:
+        nobody wants to know."""
         if error is not None:
             self._out.append(Fail(request_id, error))
         for life in self.lives.by_request.pop(request_id):

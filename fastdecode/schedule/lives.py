@@ -1,4 +1,5 @@
-"""The books of a lifecycle: every sequence that isn't over, where it is in its life, and what was asked for it."""
+"""The books of a lifecycle: every sequence that isn't over, where it is in its
+life, and what was asked for it."""
 
 from __future__ import annotations
 
@@ -67,11 +68,16 @@ class Lives:
 
     def make(self, request: Request) -> list[Sequence]:
         """A request's sequences, which are no part of the books yet."""
-        return [Sequence.of(next(self._sequence_ids), request, index) for index in range(request.params.n)]
+        return [
+            Sequence.of(next(self._sequence_ids), request, index)
+            for index in range(request.params.n)
+        ]
 
     def add(self, request: Request, sequences: Iterable[Sequence]) -> None:
         """A request has been queued."""
-        assert request.request_id not in self.by_request, "request ids are unique among the unfinished"
+        assert request.request_id not in self.by_request, (
+            "request ids are unique among the unfinished"
+        )
         lives = [Life(sequence, sequence.max_cached_tokens + 1) for sequence in sequences]
         self.by_request[request.request_id] = lives
         for life in lives:
@@ -113,10 +119,13 @@ class Lives:
         return Status.FINISHED if life is None else life.status
 
     def wanted(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
-        """Of a step's chunks those that count: their sequences weren't cancelled, nor did they lose a part."""
+        """Of a step's chunks those that count: their sequences weren't
+        cancelled, nor did they lose a part."""
         if not self.num_fates:
             return chunks
-        return [chunk for chunk in chunks if self.by_sequence[chunk.sequence.sequence_id].fate is None]
+        return [
+            chunk for chunk in chunks if self.by_sequence[chunk.sequence.sequence_id].fate is None
+        ]
 
     def is_on(self, holder: HolderId) -> bool:
         """Whether any sequence still remembers the holder."""
@@ -133,16 +142,23 @@ class Lives:
             request_id
             for request_id, lives in self.by_request.items()
             if len(lives) == lives[0].sequence.request.params.n
-            and all(life.sequence.residence is None and not life.sequence.num_generated for life in lives)
+            and all(
+                life.sequence.residence is None and not life.sequence.num_generated
+                for life in lives
+            )
         ]
 
     def check_invariants(self, waiting: set[SequenceId]) -> None:
         """Recount everything. ``waiting``: those that are in the queue."""
         every = self.by_sequence.values()
-        assert self.num_cached_tokens == sum(life.sequence.num_cached for life in every), "the load is wrong"
+        assert self.num_cached_tokens == sum(life.sequence.num_cached for life in every), (
+            "the load is wrong"
+        )
         assert self.num_fates == sum(life.fate is not None for life in every)
         flying = [sequence_id for ids in self.flying.values() for sequence_id in ids]
-        assert len(flying) == len(set(flying)) and set(flying) <= set(self.by_sequence), "it steps twice"
+        assert len(flying) == len(set(flying)) and set(flying) <= set(self.by_sequence), (
+            "it steps twice"
+        )
         for life in every:
             _check_life(life, life.sequence.sequence_id in waiting, self.is_at_rest(life))
 
@@ -150,7 +166,9 @@ class Lives:
 def _check_life(life: Life, is_waiting: bool, is_at_rest: bool) -> None:
     sequence, residence = life.sequence, life.sequence.residence
     assert life.status is not Status.FINISHED
-    assert is_waiting == (life.status in (Status.WAITING, Status.INTERRUPTED)) == (residence is None)
+    assert (
+        is_waiting == (life.status in (Status.WAITING, Status.INTERRUPTED)) == (residence is None)
+    )
     assert life.fate is None or not is_at_rest, "its fate could have been carried out"
     if residence is None:
         assert sequence.num_cached == 0 and not life.opened and is_at_rest

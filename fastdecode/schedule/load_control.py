@@ -1,16 +1,20 @@
 """Sequence-level load stabilising: when may the next micro-batch start?
 
-The load W of the R-part is the number of cached tokens over all running sequences, and a running sequence adds one
-token a step. If B sequences start together, W climbs from B to B·S and the two parts of the system idle in turn; if the
-same sequences start in micro-batches spread over time, W stays near B·S/2 (FastDecode, arXiv 2403.11421, section
-"Sequence-level load-stabilizing schedule"). Two ways to spread them:
+The load W of the R-part is the number of cached tokens over all running
+sequences, and a running sequence adds one token a step. If B sequences start
+together, W climbs from B to B·S and the two parts of the system idle in turn;
+if the same sequences start in micro-batches spread over time, W stays near
+B·S/2 (FastDecode, arXiv 2403.11421, section "Sequence-level load-stabilizing
+schedule"). Two ways to spread them:
 
 ``FixedInterval``   M = B·F/S sequences every F steps; the load peaks at B·(S + F)/2.
 ``LoadControl``     as soon as the projected load, with the micro-batch on top, never exceeds W_lim.
 
-Steps are counted from 0 by whoever schedules. The sequences of a **micro-batch** that starts at step r are
-``first_length`` tokens long at step r, one token longer at each step, and ``target_length`` at their last step, the
-micro-batch's **end**. The paper's start from nothing: first length 1, end r + S - 1. A cached prompt means more.
+Steps are counted from 0 by whoever schedules. The sequences of a
+**micro-batch** that starts at step r are ``first_length`` tokens long at step
+r, one token longer at each step, and ``target_length`` at their last step, the
+micro-batch's **end**. The paper's start from nothing: first length 1, end r + S
+- 1. A cached prompt means more.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ _END = attrgetter("end")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences that start at the same step with the same number of tokens, and are to reach the same length."""
+    """Sequences that start at the same step with the same number of tokens, and
+    are to reach the same length."""
 
     num_sequences: int
     target_length: int
@@ -38,12 +43,17 @@ class MicroBatch:
     """Tokens that one of them has cached at its first step."""
     skipped: int = 0
     most: int | None = None
-    """Of split sequences, only the part counts that begins after ``skipped`` tokens and holds ``most``."""
+    """Of split sequences, only the part counts that begins after ``skipped``
+    tokens and holds ``most``."""
     end: int = field(init=False, compare=False)
     """Its last step."""
 
     def __post_init__(self) -> None:
-        assert self.num_sequences >= 1 and self.start >= 0 and 1 <= self.first_length <= self.target_length
+        assert (
+            self.num_sequences >= 1
+            and self.start >= 0
+            and 1 <= self.first_length <= self.target_length
+        )
         assert self.skipped == 0 if self.most is None else self.skipped >= 0 < self.most
         object.__setattr__(self, "end", self.start + self.num_steps - 1)
 
@@ -73,14 +83,18 @@ class MicroBatch:
 
 
 class LoadControl:
-    """The projected load of live micro-batches, kept under W_lim (Algorithm 1 of the paper, for any mix of lengths).
+    """The projected load of live micro-batches, kept under W_lim (Algorithm 1
+    of the paper, for any mix of lengths).
 
-    Between two ends the load only grows, so it peaks at end steps: for each live micro-batch i it is enough to know its
-    end E[i] and the load W[i] at that step. Micro-batches are first in, first out: none starts before one that was
-    added earlier. Every method takes O(live micro-batches), however many steps lie between them.
+    Between two ends the load only grows, so it peaks at end steps: for each
+    live micro-batch i it is enough to know its end E[i] and the load W[i] at
+    that step. Micro-batches are first in, first out: none starts before one
+    that was added earlier. Every method takes O(live micro-batches), however
+    many steps lie between them.
 
     Args:
-        limit: W_lim in tokens. It may be changed at any time; what has started stays.
+        limit: W_lim in tokens. It may be changed at any time; what has started
+            stays.
     """
 
     def __init__(self, limit: int) -> None:
@@ -99,7 +113,11 @@ class LoadControl:
         if not batches:
             return self
         control = LoadControl(self.limit)
-        control._live, control._loads, control._latest_start = self._live[:], self._loads[:], self._latest_start
+        control._live, control._loads, control._latest_start = (
+            self._live[:],
+            self._loads[:],
+            self._latest_start,
+        )
         for batch in batches:
             control.add(batch)
         return control
@@ -114,11 +132,15 @@ class LoadControl:
         self._latest_start = max(self._latest_start, added.start)
 
     def end(self, ended: MicroBatch, at: int) -> None:
-        """Sequences of a micro-batch, all or some of those that it was added with, are over before their last step:
-        from step ``at`` on, their load is given back. Does nothing if they would have ended before ``at`` anyway."""
+        """Sequences of a micro-batch, all or some of those that it was added
+        with, are over before their last step: from step ``at`` on, their load
+        is given back. Does nothing if they would have ended before ``at``
+        anyway."""
         if ended.end < at:
             return
-        index = next(i for i in self._alike(ended) if self._live[i].num_sequences >= ended.num_sequences)
+        index = next(
+            i for i in self._alike(ended) if self._live[i].num_sequences >= ended.num_sequences
+        )
         self._add_load(ended, at, sign=-1)
         num_left = self._live[index].num_sequences - ended.num_sequences
         if num_left:
@@ -127,26 +149,34 @@ class LoadControl:
             del self._live[index], self._loads[index]
 
     def earliest_start(self, new: MicroBatch) -> int:
-        """The first step, not before ``new.start`` nor the latest start, from which these sequences can run to their
-        end with the whole load within the limit (the paper's GetEarliestStep).
+        """The first step, not before ``new.start`` nor the latest start, from
+        which these sequences can run to their end with the whole load within
+        the limit (the paper's GetEarliestStep).
 
-        Let x[i] = ⌊(W_lim - W[i]) / m⌋ be the length to which the new sequences may have grown at E[i]. If they are
-        still running then, they must not start before E[i] - x[i] + first_length. Among equal lengths nothing ends
-        after the new sequences do, and the latest of these steps is the paper's answer. A short micro-batch, though,
-        may fit in before: it must then end where the load leaves room for its full length. So each live micro-batch
-        forbids one interval of starts, and the intervals come in ascending order.
+        Let x[i] = ⌊(W_lim - W[i]) / m⌋ be the length to which the new sequences
+        may have grown at E[i]. If they are still running then, they must not
+        start before E[i] - x[i] + first_length. Among equal lengths nothing
+        ends after the new sequences do, and the latest of these steps is the
+        paper's answer. A short micro-batch, though, may fit in before: it must
+        then end where the load leaves room for its full length. So each live
+        micro-batch forbids one interval of starts, and the intervals come in
+        ascending order.
 
-        Parts of split sequences don't grow all the time. Where they would have to, to make room, they are taken not to:
-        beside them, the answer may be a later step than the first.
+        Parts of split sequences don't grow all the time. Where they would have
+        to, to make room, they are taken not to: beside them, the answer may be
+        a later step than the first.
 
         Raises:
-            CapacityError: (code ``exceeds_load_limit``) the sequences alone exceed the limit.
+            CapacityError: (code ``exceeds_load_limit``) the sequences alone
+                exceed the limit.
         """
         room = self.limit - new.peak  # for all others, at the new one's end
         if room < 0:
             raise CapacityError(
-                f"{new.num_sequences} sequences of {new.target_length} tokens are a load of {new.peak} tokens, above "
-                f"the limit of {self.limit}: start fewer at once, lower max_tokens, or raise the load limit",
+                f"{new.num_sequences} sequences of {new.target_length} tokens are a load of "
+                f"{new.peak} tokens, above "
+                f"the limit of {self.limit}: start fewer at once, lower max_tokens, or raise the "
+                "load limit",
                 code="exceeds_load_limit",
             )
         start = max(new.start, self._latest_start)
@@ -154,7 +184,8 @@ class LoadControl:
         previous_end = -1
         for live, load in zip(self._live, self._loads, strict=True):
             if load > room:
-                # Before E[i] the load is lower by num_growing a step: over how many steps is it too high to end in?
+                # Before E[i] the load is lower by num_growing a step: over how
+                # many steps is it too high to end in?
                 num_steps = live.end - previous_end
                 if num_growing:
                     num_steps = min(-((room - load) // num_growing), num_steps)
@@ -168,8 +199,9 @@ class LoadControl:
         return start
 
     def fits(self, batch: MicroBatch, limit_at: Callable[[int], float]) -> bool:
-        """Whether the load, with a micro-batch on top that starts no earlier than any other, would keep below
-        ``limit_at(step)`` at each of its steps. The limit must not rise from a step to the next."""
+        """Whether the load, with a micro-batch on top that starts no earlier
+        than any other, would keep below ``limit_at(step)`` at each of its
+        steps. The limit must not rise from a step to the next."""
         index = bisect_left(self._live, batch.end, key=_END)
         at_end = batch.peak + sum(later.load_at(batch.end) for later in self._live[index:])
         return at_end <= limit_at(batch.end) and all(
@@ -193,12 +225,16 @@ class LoadControl:
 
     def _add_load(self, batch: MicroBatch, since: int, *, sign: int) -> None:
         """Change W by the micro-batch's load, at the end steps from ``since`` on."""
-        first, last = bisect_left(self._live, since, key=_END), bisect_right(self._live, batch.end, key=_END)
+        first, last = (
+            bisect_left(self._live, since, key=_END),
+            bisect_right(self._live, batch.end, key=_END),
+        )
         for index in range(first, last):
             self._loads[index] += sign * batch.load_at(self._live[index].end)
 
     def _alike(self, batch: MicroBatch) -> Iterator[int]:
-        """Indices of the live micro-batches that differ from this one at most in their number of sequences."""
+        """Indices of the live micro-batches that differ from this one at most
+        in their number of sequences."""
         for index in range(bisect_left(self._live, batch.end, key=_END), len(self._live)):
             live = self._live[index]
             if live.end > batch.end:
@@ -209,25 +245,32 @@ class LoadControl:
 
 @dataclass(frozen=True)
 class FixedInterval:
-    """``num_sequences`` (M) start every ``interval`` (F) steps, from the first step on. The load climbs to its peak
-    within ``target_length`` (S) steps, never exceeds it, and the first of a crowd waits no more than F steps."""
+    """``num_sequences`` (M) start every ``interval`` (F) steps, from the first
+    step on. The load climbs to its peak within ``target_length`` (S) steps,
+    never exceeds it, and the first of a crowd waits no more than F steps."""
 
     num_sequences: int
     interval: int
     target_length: int
 
     @classmethod
-    def of(cls, batch_size: int, target_length: int, interval: int, limit: int | None = None) -> FixedInterval:
-        """The interval schedule that keeps about ``batch_size`` (B) sequences running: M = B·F/S, rounded; lowered
-        until the peak is within ``limit`` (W_lim), since rounding up may lift it above B·(S + F)/2.
+    def of(
+        cls, batch_size: int, target_length: int, interval: int, limit: int | None = None
+    ) -> FixedInterval:
+        """The interval schedule that keeps about ``batch_size`` (B) sequences
+        running: M = B·F/S, rounded; lowered until the peak is within ``limit``
+        (W_lim), since rounding up may lift it above B·(S + F)/2.
 
         Raises:
-            ConfigError: ``interval`` is not within 1..S, so that M would exceed B.
-            CapacityError: (code ``exceeds_load_limit``) even one sequence every F steps exceeds the limit.
+            ConfigError: ``interval`` is not within 1..S, so that M would exceed
+                B.
+            CapacityError: (code ``exceeds_load_limit``) even one sequence every
+                F steps exceeds the limit.
         """
         if not 1 <= interval <= target_length:
             raise ConfigError(
-                Given("interval", interval), f" is not within 1..{target_length} steps, the length of a sequence"
+                Given("interval", interval),
+                f" is not within 1..{target_length} steps, the length of a sequence",
             )
         one = cls(1, interval, target_length)
         num_sequences = max(1, round(batch_size * interval / target_length))
@@ -235,7 +278,8 @@ class FixedInterval:
             num_sequences = min(num_sequences, limit // one.peak)
         if num_sequences == 0:
             raise CapacityError(
-                f"one sequence of {target_length} tokens every {interval} steps is a load of {one.peak} tokens, above "
+                f"one sequence of {target_length} tokens every {interval} steps is a load of "
+                f"{one.peak} tokens, above "
                 f"the limit of {limit}: lengthen the interval or raise the load limit",
                 code="exceeds_load_limit",
             )
@@ -248,6 +292,7 @@ class FixedInterval:
 
     @property
     def peak(self) -> int:
-        """The highest load: M·(S + (S - F) + (S - 2F) + …). If F divides S and S divides B·F, this is B·(S + F)/2."""
+        """The highest load: M·(S + (S - F) + (S - 2F) + …). If F divides S and
+        S divides B·F, this is B·(S + F)/2."""
         n = self.num_micro_batches
         return self.num_sequences * (n * self.target_length - self.interval * (n * (n - 1) // 2))

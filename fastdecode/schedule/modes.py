@@ -25,23 +25,34 @@ def make_scheduler(
     *,
     opening_steps: int = 0,
 ) -> ContinuousScheduler:
-    """A scheduler for holders of so many KV ``blocks`` each, of ``block_size`` tokens.
+    """A scheduler for holders of so many KV ``blocks`` each, of ``block_size``
+    tokens.
 
     Args:
         opening_steps: see ``ContinuousScheduler``.
-        times: what load limits follow from, unless ``load_limit`` is given; asked again now and then. Without either,
-            the limit is the load of a full batch whose starts are spread evenly.
+        times: what load limits follow from, unless ``load_limit`` is given;
+            asked again now and then. Without either, the limit is the load of a
+            full batch whose starts are spread evenly.
 
     Raises:
         ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
     """
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
-    lengths: LengthPredictor = LearntLengths(options.length_quantile) if options.learn_lengths else LongestLengths()
+    lengths: LengthPredictor = (
+        LearntLengths(options.length_quantile) if options.learn_lengths else LongestLengths()
+    )
 
     def make_lanes(num_lanes: int) -> list[Lane]:
         one = replace(options, num_lanes=num_lanes)
-        budget = one.max_step_tokens - one.lane_size, one.prefill_chunk, one.max_closed_rows, one.split_tokens
-        return [Lane(_admission(one, capacity, times), PrefillBudget(*budget)) for _ in range(num_lanes)]
+        budget = (
+            one.max_step_tokens - one.lane_size,
+            one.prefill_chunk,
+            one.max_closed_rows,
+            one.split_tokens,
+        )
+        return [
+            Lane(_admission(one, capacity, times), PrefillBudget(*budget)) for _ in range(num_lanes)
+        ]
 
     return ContinuousScheduler(
         BlockLedger(blocks, block_size, options.split_tokens, options.max_closed_rows),
@@ -53,7 +64,9 @@ def make_scheduler(
     )
 
 
-def _admission(options: ScheduleOptions, capacity: tuple[int, ...], times: StepTimes | None) -> Admission:
+def _admission(
+    options: ScheduleOptions, capacity: tuple[int, ...], times: StepTimes | None
+) -> Admission:
     """One lane's policy."""
     if options.mode == "greedy":
         return Greedy()
@@ -67,7 +80,9 @@ def _admission(options: ScheduleOptions, capacity: tuple[int, ...], times: StepT
         limited = f"the load limit of {options.load_limit}"
         if options.num_lanes > 1:
             limited += f", shared out to {options.num_lanes} lanes,"
-        return Stabilized(capacity, options.lane_size, limits=limits, limited=limited, headroom=headroom)
+        return Stabilized(
+            capacity, options.lane_size, limits=limits, limited=limited, headroom=headroom
+        )
 
     def balance() -> tuple[int, ...] | None:
         return None if times is None else balanced_loads(times, options.lane_size, capacity)
@@ -76,14 +91,16 @@ def _admission(options: ScheduleOptions, capacity: tuple[int, ...], times: StepT
 
 
 def _shares(limit: int, capacity: tuple[int, ...], times: StepTimes | None) -> tuple[int, ...]:
-    """A lane's load limit dealt out to R-workers by their speed, or else by their memory; none gets more than it
-    holds."""
+    """A lane's load limit dealt out to R-workers by their speed, or else by
+    their memory; none gets more than it holds."""
     weights = [float(tokens) for tokens in capacity]
     if times is not None:
         weights = [
-            1 / max(times.r_part_s(worker, tokens) / max(1, tokens), 1e-30) for worker, tokens in enumerate(capacity)
+            1 / max(times.r_part_s(worker, tokens) / max(1, tokens), 1e-30)
+            for worker, tokens in enumerate(capacity)
         ]
     total = sum(weights)
     return tuple(
-        max(1, min(tokens, int(limit * weight / total))) for tokens, weight in zip(capacity, weights, strict=True)
+        max(1, min(tokens, int(limit * weight / total)))
+        for tokens, weight in zip(capacity, weights, strict=True)
     )

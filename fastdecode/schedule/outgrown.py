@@ -1,9 +1,11 @@
-"""Running sequences that have come to the end of what was forecast for them: they go on, others may have to wait.
+"""Running sequences that have come to the end of what was forecast for them:
+they go on, others may have to wait.
 
-A sequence reserves blocks for the length that is forecast for it. If it gets longer, it reserves more, and if there is
-no more, the sequences of its lane that arrived last are suspended to make room: their blocks are freed, their tokens
-kept, and they go back to their place in the queue, to be recomputed. Where forecasts are upper bounds, nobody is
-suspended.
+A sequence reserves blocks for the length that is forecast for it. If it gets
+longer, it reserves more, and if there is no more, the sequences of its lane
+that arrived last are suspended to make room: their blocks are freed, their
+tokens kept, and they go back to their place in the queue, to be recomputed.
+Where forecasts are upper bounds, nobody is suspended.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Outgrown:
         self._lengths = lengths
 
     def make_room(self, lane: Lane) -> tuple[list[Grow], list[Run]]:
-        """Those that arrived first come first. Returns who is enlarged, and who has left the lane for it."""
+        """Those that arrived first come first. Returns who is enlarged, and who
+        has left the lane for it."""
         grows: list[Grow] = []
         suspended: list[Run] = []
         outgrown = [
@@ -55,11 +58,12 @@ class Outgrown:
         return grows, suspended
 
     def _enlarge(self, lane: Lane, run: Run) -> tuple[int, list[Run]]:
-        """Reserve more for a sequence: what is forecast, or just the next block. Not for split ones, which have
-        reserved all.
+        """Reserve more for a sequence: what is forecast, or just the next
+        block. Not for split ones, which have reserved all.
 
         Returns:
-            What it has room for then, and those suspended for it; 0 if the sequence itself is the last of them.
+            What it has room for then, and those suspended for it; 0 if the
+            sequence itself is the last of them.
         """
         (part,) = run.residence.parts
         suspended: list[Run] = []
@@ -69,7 +73,9 @@ class Outgrown:
                 lane.reserved_tokens[part.holder] += num_tokens - part.num_tokens
                 return num_tokens, suspended
             # Only this lane is at rest; the others' sequences may be in the middle of a step.
-            here = (r for r in lane.running.values() if r.is_open and r.residence.is_on(part.holder))
+            here = (
+                r for r in lane.running.values() if r.is_open and r.residence.is_on(part.holder)
+            )
             last = max(here, key=arrival)
             suspended.append(last)
             lane.leave(last, at=lane.step)

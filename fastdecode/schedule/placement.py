@@ -1,7 +1,8 @@
 """Sequence → holder; or, where long sequences are split, part → holder.
 
-Placement counts the KV blocks that running sequences have reserved, so that no step can run out of them. Blocks that
-siblings share are counted once for each of them: the count errs on the safe side, and needs no news from the holders.
+Placement counts the KV blocks that running sequences have reserved, so that no
+step can run out of them. Blocks that siblings share are counted once for each
+of them: the count errs on the safe side, and needs no news from the holders.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ class BlockLedger:
     Args:
         blocks: of each holder.
         block_size: tokens in a block.
-        part_tokens: a sequence that may get longer than this is split into parts of so many tokens; a multiple of
+        part_tokens: a sequence that may get longer than this is split into
+            parts of so many tokens; a multiple of
             ``block_size``. None: every sequence is whole.
-        max_closed_parts: most closed parts, all but the last of each sequence, on one holder.
+        max_closed_parts: most closed parts, all but the last of each sequence,
+            on one holder.
     """
 
     def __init__(
@@ -56,7 +59,8 @@ class BlockLedger:
         self._free[holder] = self._capacity[holder] = num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of ``num_tokens`` cached tokens fills; a sequence always takes one."""
+        """Blocks that a sequence of ``num_tokens`` cached tokens fills; a
+        sequence always takes one."""
         return max(1, -(-num_tokens // self.block_size))
 
     def part_sizes(self, num_tokens: int) -> tuple[int, ...]:
@@ -68,7 +72,10 @@ class BlockLedger:
 
     def is_possible(self, num_tokens: int) -> bool:
         """Whether holders, were they empty, could hold a sequence of ``num_tokens`` tokens."""
-        return self.blocks_for(num_tokens) <= self._most_blocks and len(self.part_sizes(num_tokens)) <= self._most_parts
+        return (
+            self.blocks_for(num_tokens) <= self._most_blocks
+            and len(self.part_sizes(num_tokens)) <= self._most_parts
+        )
 
     def check_possible(self, num_tokens: int) -> None:
         """Raises CapacityError unless ``is_possible``."""
@@ -76,33 +83,42 @@ class BlockLedger:
             most = self._most_blocks
             if self.part_tokens is None:
                 who = "the largest R-worker has"
-                more = "or let several hold parts of it (--split-tokens; not with --r-partition heads)"
+                more = (
+                    "or let several hold parts of it (--split-tokens; not with --r-partition heads)"
+                )
             else:
                 who = f"in parts of {self.part_tokens} tokens R-workers together have room for"
                 more = "or take smaller parts (--split-tokens)"
             raise CapacityError(
-                f"the prompt and max_tokens may fill {num_tokens} cached tokens ({self.blocks_for(num_tokens)} KV "
-                f"blocks), but {who} {most} blocks ({most * self.block_size} tokens): shorten one of the two, give "
+                f"the prompt and max_tokens may fill {num_tokens} cached tokens "
+                f"({self.blocks_for(num_tokens)} KV "
+                f"blocks), but {who} {most} blocks ({most * self.block_size} tokens): shorten one "
+                "of the two, give "
                 f"R-workers more memory (--kv-memory-gb), {more}"
             )
         sizes = self.part_sizes(num_tokens)
         if len(sizes) > self._most_parts:
             raise CapacityError(
-                f"the sequence may grow to {num_tokens} cached tokens, {len(sizes)} parts of {sizes[0]}, but its "
-                f"queries can go to {self._most_parts} parts at most: lower max_tokens, or let parts be longer "
+                f"the sequence may grow to {num_tokens} cached tokens, {len(sizes)} parts of "
+                f"{sizes[0]}, but its "
+                f"queries can go to {self._most_parts} parts at most: lower max_tokens, or let "
+                "parts be longer "
                 "(--split-tokens)",
                 code="too_many_parts",
             )
 
     @property
     def _most_blocks(self) -> int:
-        """Of the longest sequence that empty holders hold: as many full parts as there is room for, and a last one
-        in the largest room that these leave."""
+        """Of the longest sequence that empty holders hold: as many full parts
+        as there is room for, and a last one in the largest room that these
+        leave."""
         capacities = [c for h, c in enumerate(self._capacity) if h not in self._lost]
         if self.part_tokens is None:
             return max(capacities, default=0)
         full = self.part_tokens // self.block_size
-        return sum(c // full for c in capacities) * full + max((c % full for c in capacities), default=0)
+        return sum(c // full for c in capacities) * full + max(
+            (c % full for c in capacities), default=0
+        )
 
     @property
     def _most_parts(self) -> int:
@@ -123,18 +139,22 @@ class BlockLedger:
     def holders_with_room(
         self, num_tokens: int, may_grow_to: int, taken: Mapping[HolderId, int] = _NOTHING
     ) -> list[HolderId]:
-        """Those that have room for ``num_tokens`` now, and could hold ``may_grow_to`` if they were empty; those with
-        most free blocks first. ``taken``: holder → blocks that are as good as reserved."""
+        """Those that have room for ``num_tokens`` now, and could hold
+        ``may_grow_to`` if they were empty; those with most free blocks first.
+        ``taken``: holder → blocks that are as good as reserved."""
         blocks, most = self.blocks_for(num_tokens), self.blocks_for(may_grow_to)
         present = (HolderId(h) for h in range(len(self._free)) if h not in self._lost)
         free = {h: self._free[h] - taken.get(h, 0) for h in present}
         fitting = (h for h in free if free[h] >= blocks and self._capacity[h] >= most)
         return sorted(fitting, key=lambda h: (-free[h], h))
 
-    def candidates(self, placed: Seq[HolderId], sizes: Seq[int], may_grow_to: Seq[int]) -> list[list[HolderId]]:
-        """Where the next part of a sequence could go, those first that have fewest of its other parts, so that as many
-        holders as possible attend to it at once. All parts but the last are of one size, so that taking whatever
-        holder has room never spoils it for a later part.
+    def candidates(
+        self, placed: Seq[HolderId], sizes: Seq[int], may_grow_to: Seq[int]
+    ) -> list[list[HolderId]]:
+        """Where the next part of a sequence could go, those first that have
+        fewest of its other parts, so that as many holders as possible attend to
+        it at once. All parts but the last are of one size, so that taking
+        whatever holder has room never spoils it for a later part.
 
         Args:
             placed: where its parts before this one go.
@@ -142,7 +162,8 @@ class BlockLedger:
             may_grow_to: tokens that each may have in the end.
 
         Returns:
-            Holders that have as many of its parts, together; a single empty list if there is room nowhere.
+            Holders that have as many of its parts, together; a single empty
+            list if there is room nowhere.
         """
         part = len(placed)
         taken: Counter[HolderId] = Counter()
@@ -150,7 +171,11 @@ class BlockLedger:
             taken[holder] += self.blocks_for(num_tokens)
         fitting = self.holders_with_room(sizes[part], may_grow_to[part], taken)
         if part < len(sizes) - 1:
-            fitting = [h for h in fitting if self._closed_parts[h] + placed.count(h) < self._max_closed_parts]
+            fitting = [
+                h
+                for h in fitting
+                if self._closed_parts[h] + placed.count(h) < self._max_closed_parts
+            ]
         fitting.sort(key=placed.count)
         return [list(tier) for _, tier in itertools.groupby(fitting, key=placed.count)] or [[]]
 
@@ -170,7 +195,9 @@ class BlockLedger:
     def release(self, residence: Residence) -> None:
         """Free what a sequence's parts have."""
         self._hold(residence, -1)
-        assert all(self._free[part.holder] <= self._capacity[part.holder] for part in residence.parts)
+        assert all(
+            self._free[part.holder] <= self._capacity[part.holder] for part in residence.parts
+        )
 
     def check_invariants(self, residences: Iterable[Residence]) -> None:
         """Recount. ``residences``: of all that runs."""

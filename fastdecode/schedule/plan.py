@@ -1,7 +1,9 @@
-"""What a scheduler plans for the next step of a lane: who is suspended, enlarged and started before it, who runs in it.
+"""What a scheduler plans for the next step of a lane: who is suspended,
+enlarged and started before it, who runs in it.
 
-A sequence is **waiting**, then **running** in one lane, then over. A plan is made for each step of a lane; requests
-therefore join and leave the running batch at every step (continuous batching).
+A sequence is **waiting**, then **running** in one lane, then over. A plan is
+made for each step of a lane; requests therefore join and leave the running
+batch at every step (continuous batching).
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Suspend:
-    """A running sequence gives its blocks back and waits again, its tokens kept, to be recomputed when it starts anew,
-    which may be in the same plan."""
+    """A running sequence gives its blocks back and waits again, its tokens
+    kept, to be recomputed when it starts anew, which may be in the same
+    plan."""
 
     sequence: Sequence
 

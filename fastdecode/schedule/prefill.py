@@ -1,17 +1,24 @@
-"""Chunked prefill beside decoding: which step runs how many tokens of which prompt, fixed when the prompt starts.
+"""Chunked prefill beside decoding: which step runs how many tokens of which
+prompt, fixed when the prompt starts.
 
-Every step has room for so many prompt tokens beside the decoding sequences, which are never held up. Prompts book that
-room in order of their start, each at most one chunk a step. What is booked stays booked, so a sequence's last prefill
-step, and with it its load at every later step, is known when it starts, and load control can count on it.
+Every step has room for so many prompt tokens beside the decoding sequences,
+which are never held up. Prompts book that room in order of their start, each at
+most one chunk a step. What is booked stays booked, so a sequence's last prefill
+step, and with it its load at every later step, is known when it starts, and
+load control can count on it.
 
-Whoever books when the present step has room gets room in every step that follows, up to their last: bookings made
-earlier take less and less of the later steps. So from its start on a sequence gets at least one token further in every
-step; a prefill of q steps that ends with c cached tokens never has more than c - q + 1 in its first step, c - q + 2 in
-its second, and so on: no more than a sequence that decodes from there. (Chunks of split sequences end where a part
-does, so a larger one may follow; who finds a later step full because of that waits.)
+Whoever books when the present step has room gets room in every step that
+follows, up to their last: bookings made earlier take less and less of the later
+steps. So from its start on a sequence gets at least one token further in every
+step; a prefill of q steps that ends with c cached tokens never has more than c
+- q + 1 in its first step, c - q + 2 in its second, and so on: no more than a
+sequence that decodes from there. (Chunks of split sequences end where a part
+does, so a larger one may follow; who finds a later step full because of that
+waits.)
 
-The queries of a split sequence also go to the holders of its **closed** parts, once for each of them, and so take
-room in messages: to each holder chunk · closed parts there **closed-part rows**. These are booked, too, and chunks get
+The queries of a split sequence also go to the holders of its **closed** parts,
+once for each of them, and so take room in messages: to each holder chunk ·
+closed parts there **closed-part rows**. These are booked, too, and chunks get
 smaller as a holder has more of the parts.
 """
 
@@ -38,12 +45,17 @@ class PrefillBudget:
     Args:
         max_step_tokens: of all prompts in one step.
         max_chunk: of one prompt in one step.
-        max_closed_rows: of all prompts in one step, on one holder. No prompt has more closed parts there than this.
+        max_closed_rows: of all prompts in one step, on one holder. No prompt
+            has more closed parts there than this.
         part_tokens: sequences that are split have parts of so many tokens.
     """
 
     def __init__(
-        self, max_step_tokens: int, max_chunk: int, max_closed_rows: int = 1 << 40, part_tokens: int | None = None
+        self,
+        max_step_tokens: int,
+        max_chunk: int,
+        max_closed_rows: int = 1 << 40,
+        part_tokens: int | None = None,
     ) -> None:
         assert max_step_tokens >= 1 and max_chunk >= 1 and max_closed_rows >= 1
         self._max_step_tokens = max_step_tokens
@@ -63,12 +75,14 @@ class PrefillBudget:
     def chunks(
         self, num_tokens: int, first: int = 0, *, parts: Seq[int] | None = None, ahead: int = 0
     ) -> tuple[int, ...]:
-        """How many of a prompt's tokens would run in a step, the next, …; empty if the step has no room left.
+        """How many of a prompt's tokens would run in a step, the next, …; empty
+        if the step has no room left.
 
         Args:
             num_tokens: of the prompt, from its ``first`` on.
-            parts: of a split sequence, the holder of each part as far as they are known. A chunk doesn't go beyond
-                its part, and its queries find room on the holders of those before.
+            parts: of a split sequence, the holder of each part as far as they
+                are known. A chunk doesn't go beyond its part, and its queries
+                find room on the holders of those before.
             ahead: which step it is; 0 is the present one.
         """
         chunks: list[int] = []
@@ -80,7 +94,9 @@ class PrefillBudget:
                 assert self._part_tokens is not None
                 chunk = min(chunk, self._part_tokens - first % self._part_tokens)
                 for holder, num_closed in self._closed(parts, first).items():
-                    chunk = min(chunk, (self._max_closed_rows - booked.closed_rows[holder]) // num_closed)
+                    chunk = min(
+                        chunk, (self._max_closed_rows - booked.closed_rows[holder]) // num_closed
+                    )
             if chunk <= 0:
                 return ()  # now; or later, where lanes were regrouped and bookings came together
             chunks.append(chunk)
@@ -88,15 +104,31 @@ class PrefillBudget:
             first += chunk
         return tuple(chunks)
 
-    def book(self, chunks: Iterable[int], first: int = 0, *, parts: Seq[int] | None = None, ahead: int = 0) -> None:
+    def book(
+        self,
+        chunks: Iterable[int],
+        first: int = 0,
+        *,
+        parts: Seq[int] | None = None,
+        ahead: int = 0,
+    ) -> None:
         """Take what ``chunks`` offered, or whatever else, whether or not there is room."""
         self._count(chunks, first, parts, ahead, 1)
 
-    def unbook(self, chunks: Iterable[int], first: int = 0, *, parts: Seq[int] | None = None, ahead: int = 0) -> None:
+    def unbook(
+        self,
+        chunks: Iterable[int],
+        first: int = 0,
+        *,
+        parts: Seq[int] | None = None,
+        ahead: int = 0,
+    ) -> None:
         """Give back what was booked."""
         self._count(chunks, first, parts, ahead, -1)
 
-    def _count(self, chunks: Iterable[int], first: int, parts: Seq[int] | None, ahead: int, sign: int) -> None:
+    def _count(
+        self, chunks: Iterable[int], first: int, parts: Seq[int] | None, ahead: int, sign: int
+    ) -> None:
         for step, chunk in enumerate(chunks, ahead):
             while step >= len(self._booked):
                 self._booked.append(_Booked())

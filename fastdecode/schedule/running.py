@@ -1,4 +1,5 @@
-"""What runs under a ``ContinuousScheduler``: sequences, with what was promised to them, and the lanes they are in."""
+"""What runs under a ``ContinuousScheduler``: sequences, with what was promised
+to them, and the lanes they are in."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Run:
     prefill: deque[int]
     """Chunks that are still booked."""
     first_step: int | None
-    """Of its lane: what is booked begins there. None: nothing is, for want of room; so it can't step."""
+    """Of its lane: what is booked begins there. None: nothing is, for want of
+    room; so it can't step."""
     until: int
     """It may have so many tokens cached before it needs more room, or another projection."""
     is_open: bool = False
@@ -96,7 +98,9 @@ def loads(residence: Residence, projected: MicroBatch) -> list[tuple[HolderId, M
     """Of a sequence's projected load, what each part is of it, and where."""
     if len(residence.parts) == 1:
         return [(residence.parts[0].holder, projected)]
-    return [(part.holder, projected.part(part.first_token, part.num_tokens)) for part in residence.parts]
+    return [
+        (part.holder, projected.part(part.first_token, part.num_tokens)) for part in residence.parts
+    ]
 
 
 def arrival(run: Run) -> int:
@@ -104,5 +108,6 @@ def arrival(run: Run) -> int:
 
 
 def cached_at_end(sequence: Sequence, num_generated: int) -> int:
-    """Tokens that a sequence has cached when it ends with so many generated: the last one never is."""
+    """Tokens that a sequence has cached when it ends with so many generated:
+    the last one never is."""
     return sequence.num_prompt_tokens + num_generated - 1

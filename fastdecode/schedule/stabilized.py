@@ -1,8 +1,10 @@
-"""The paper's schedule for real traffic: load control over several R-workers (FastDecode, arXiv 2403.11421, section
-"Sequence-level load-stabilizing schedule").
+"""The paper's schedule for real traffic: load control over several R-workers
+(FastDecode, arXiv 2403.11421, section "Sequence-level load-stabilizing
+schedule").
 
-Lanes don't share steps, and each has a load control and a limit of its own at every R-worker. So no lane, and hence no
-R-worker, ever exceeds its limit, whichever lane happens to run faster.
+Lanes don't share steps, and each has a load control and a limit of its own at
+every R-worker. So no lane, and hence no R-worker, ever exceeds its limit,
+whichever lane happens to run faster.
 """
 
 from __future__ import annotations
@@ -20,24 +22,32 @@ RECALIBRATE_EVERY = 64
 
 
 class Stabilized:
-    """Load control for each R-worker: start on the one whose projected peak is lowest, relative to its limit, among
-    those where the load stays within the limit until the sequence ends.
+    """Load control for each R-worker: start on the one whose projected peak is
+    lowest, relative to its limit, among those where the load stays within the
+    limit until the sequence ends.
 
-    A sequence that is longer than a limit starts where nothing else runs, and then runs there alone. The parts of a
-    split one that are on the same R-worker are weighed together.
+    A sequence that is longer than a limit starts where nothing else runs, and
+    then runs there alone. The parts of a split one that are on the same
+    R-worker are weighed together.
 
     Args:
         capacity: tokens that each R-worker holds.
         batch_size: most sequences of the lane: B.
-        limits: W_lim of each R-worker for this lane, in tokens; sequences above the highest of them are refused.
+        limits: W_lim of each R-worker for this lane, in tokens; sequences above
+            the highest of them are refused.
         limited: what ``limits`` come from, for people.
-        balance: gives instead the load at which each R-worker is as busy as the S-worker, anew now and then; None while
-            that is unknown. The limits never come to less than the mean load of a full batch whose starts are spread
-            evenly, the paper's B·S/2: where R-workers are what everything waits for, fewer sequences would make the
-            S-worker read its weights more often, and R-workers no faster. Balance is sought at the mean load, so the
-            limit is half a sequence more: B·(S + F)/2 when one starts every F = S/B steps.
-        headroom: leave room for the sequences that start later, always. An empty lane then fills evenly by itself, and
-            stays even; without it, equal lengths drift into convoys.
+        balance: gives instead the load at which each R-worker is as busy as the
+            S-worker, anew now and then; None while that is unknown. The limits
+            never come to less than the mean load of a full batch whose starts
+            are spread evenly, the paper's B·S/2: where R-workers are what
+            everything waits for, fewer sequences would make the S-worker read
+            its weights more often, and R-workers no faster. Balance is sought
+            at the mean load, so the
+            limit is half a sequence more: B·(S + F)/2 when one starts every F =
+                S/B steps.
+        headroom: leave room for the sequences that start later, always. An
+            empty lane then fills evenly by itself, and stays even; without it,
+            equal lengths drift into convoys.
     """
 
     def __init__(
@@ -58,7 +68,8 @@ class Stabilized:
         self._balance = balance
         self._balanced: Seq[int] | None = None
         self._headroom = Headroom() if headroom else None
-        # Of the sequences that have started: how many, the steps that they take, and their lengths summed over those.
+        # Of the sequences that have started: how many, the steps that they
+        # take, and their lengths summed over those.
         self._num_started = self._num_steps = self._token_steps = 0
 
     def check_possible(self, sizes: Seq[int]) -> None:
@@ -66,12 +77,16 @@ class Stabilized:
         limits = [control.limit for control in self._controls]
         most, where = max(limits), "on any R-worker"
         if len(sizes) > 1:
-            # As many full parts as the limits leave room for, and a last one in the most that these leave.
-            most = sum(limit // part for limit in limits) * part + max(limit % part for limit in limits)
+            # As many full parts as the limits leave room for, and a last one in
+            # the most that these leave.
+            most = sum(limit // part for limit in limits) * part + max(
+                limit % part for limit in limits
+            )
             where = f"on all R-workers together, in parts of {part}"
         if self._are_given and sum(sizes) > most:
             raise CapacityError(
-                f"the sequence may grow to {sum(sizes)} cached tokens, but {self._limited} leaves it no more than "
+                f"the sequence may grow to {sum(sizes)} cached tokens, but {self._limited} leaves "
+                "it no more than "
                 f"{most} {where}: lower max_tokens, or raise the load limit (--load-limit)",
                 code="exceeds_load_limit",
             )
@@ -84,10 +99,17 @@ class Stabilized:
             self._set_limits()
 
     def choose(
-        self, batch: MicroBatch, workers: Seq[int], earlier: Earlier = NOTHING_EARLIER, *, alone: bool = True
+        self,
+        batch: MicroBatch,
+        workers: Seq[int],
+        earlier: Earlier = NOTHING_EARLIER,
+        *,
+        alone: bool = True,
     ) -> int | None:
         own = {worker: [part for at, part in earlier if at == worker] for worker in workers}
-        by_load = sorted(workers, key=lambda worker: self._controls[worker].peak() / self._controls[worker].limit)
+        by_load = sorted(
+            workers, key=lambda worker: self._controls[worker].peak() / self._controls[worker].limit
+        )
         fitting = (w for w in by_load if self._fits(batch, self._controls[w], own[w], alone=alone))
         return next(fitting, None)
 
@@ -128,12 +150,18 @@ class Stabilized:
         share = min(1.0, self._batch_size * mean_length / max(1, sum(self._capacity)))
         return [int(share * tokens) for tokens in self._capacity]
 
-    def _fits(self, batch: MicroBatch, control: LoadControl, own: Seq[MicroBatch], *, alone: bool) -> bool:
+    def _fits(
+        self, batch: MicroBatch, control: LoadControl, own: Seq[MicroBatch], *, alone: bool
+    ) -> bool:
         """``own``: earlier parts of the same sequence, on the same R-worker."""
         peak = batch.peak + sum(part.peak for part in own)  # all at their common end
         if peak > control.limit:
             # A split sequence that given limits leave room for elsewhere waits for that.
-            empty = not any(self._controls) if self._are_given and batch.most is not None else not control
+            empty = (
+                not any(self._controls)
+                if self._are_given and batch.most is not None
+                else not control
+            )
             return alone and empty
         control = control.with_also(own)
         start = control.earliest_start(batch)

@@ -1,8 +1,10 @@
-"""How a waiting sequence would start: as what fork, in which chunks, on which holders, with what load.
+"""How a waiting sequence would start: as what fork, in which chunks, on which
+holders, with what load.
 
-A sequence that may need several parts starts when all of them have room for all that it may ever need, whatever is
-forecast. Where the parts are says how long chunks may be, and the number of chunks how much load is when: so places,
-chunks and load of a split sequence are settled in two rounds.
+A sequence that may need several parts starts when all of them have room for all
+that it may ever need, whatever is forecast. Where the parts are says how long
+chunks may be, and the number of chunks how much load is when: so places, chunks
+and load of a split sequence are settled in two rounds.
 """
 
 from __future__ import annotations
@@ -76,11 +78,13 @@ class Starts:
     def candidate(
         self, lane: Lane, sequence: Sequence, sibling: Run | None, *, ahead: int, recompute: bool
     ) -> Candidate | None:
-        """How the sequence could start now, as a fork if that can be; None if it has to wait.
+        """How the sequence could start now, as a fork if that can be; None if
+        it has to wait.
 
         Args:
             sibling: a running sequence of the same request.
-            recompute: it has run before, and reserves all that it may ever need.
+            recompute: it has run before, and reserves all that it may ever
+                need.
         """
         num_shared = sequence.num_prompt_tokens - 1
         if sibling is not None and num_shared:
@@ -106,17 +110,25 @@ class Starts:
         return Start(wish.sequence, residence, parent, wish.num_shared)
 
     def _wish(
-        self, sequence: Sequence, ahead: int, recompute: bool, parent: Run | None = None, num_shared: int = 0
+        self,
+        sequence: Sequence,
+        ahead: int,
+        recompute: bool,
+        parent: Run | None = None,
+        num_shared: int = 0,
     ) -> Wish:
         most = sequence.max_cached_tokens
         may_grow_to = self._ledger.part_sizes(most)
         reserve = most
         if len(may_grow_to) == 1 and not recompute:
             reserve = cached_at_end(sequence, self._lengths.safe(sequence))
-        return Wish(sequence, self._ledger.part_sizes(reserve), may_grow_to, ahead, parent, num_shared)
+        return Wish(
+            sequence, self._ledger.part_sizes(reserve), may_grow_to, ahead, parent, num_shared
+        )
 
     def _meet(self, lane: Lane, wish: Wish) -> Candidate | None:
-        """Chunks, load and places, as far as blocks, prefill budget and policy allow it; else None."""
+        """Chunks, load and places, as far as blocks, prefill budget and policy
+        allow it; else None."""
         candidate = self._settle(lane, wish, () if wish.is_split else None, wish.beside_parent)
         if candidate is None or not wish.is_split:
             return candidate
@@ -125,7 +137,8 @@ class Starts:
     def _settle(
         self, lane: Lane, wish: Wish, parts: tuple[HolderId, ...] | None, fixed: Seq[HolderId]
     ) -> Candidate | None:
-        """One round. ``parts``: see ``PrefillBudget.chunks``; ``fixed``: where the first parts have to be."""
+        """One round. ``parts``: see ``PrefillBudget.chunks``; ``fixed``: where
+        the first parts have to be."""
         chunks = self._chunks(lane, wish, parts)
         if chunks is None:
             return None
@@ -133,14 +146,19 @@ class Starts:
         holders = self._place(lane, wish, projected, fixed)
         return None if holders is None else Candidate(wish, chunks, holders, projected)
 
-    def _chunks(self, lane: Lane, wish: Wish, parts: tuple[HolderId, ...] | None) -> tuple[int, ...] | None:
+    def _chunks(
+        self, lane: Lane, wish: Wish, parts: tuple[HolderId, ...] | None
+    ) -> tuple[int, ...] | None:
         num_tokens = len(wish.sequence.token_ids) - wish.num_shared
         if num_tokens == 1:
             return ()
-        return lane.budget.chunks(num_tokens, wish.num_shared, parts=parts, ahead=wish.ahead) or None
+        return (
+            lane.budget.chunks(num_tokens, wish.num_shared, parts=parts, ahead=wish.ahead) or None
+        )
 
     def _projected(self, lane: Lane, wish: Wish, num_chunks: int) -> MicroBatch:
-        # Holders have all of its tokens after the last prefill step, and one more after each that follows.
+        # Holders have all of its tokens after the last prefill step, and one
+        # more after each that follows.
         expected = cached_at_end(wish.sequence, self._lengths.expected(wish.sequence))
         first_length = len(wish.sequence.token_ids) - max(0, num_chunks - 1)
         return MicroBatch(1, expected, lane.step + wish.ahead, first_length)
@@ -150,7 +168,8 @@ class Starts:
     ) -> tuple[HolderId, ...] | None:
         """A holder for each part, the first ones where they have to be; None: not in this step."""
         shares = _shares(wish, projected)
-        # Before parts go where they exceed a limit alone, all holders are looked at for room within their limits.
+        # Before parts go where they exceed a limit alone, all holders are
+        # looked at for room within their limits.
         for alone in (False, True) if wish.is_split else (True,):
             placed: list[HolderId] = []
             while len(placed) < len(shares):
@@ -171,14 +190,19 @@ class Starts:
         fixed: Seq[HolderId],
         alone: bool,
     ) -> HolderId | None:
-        """A holder for the part that comes after those that are ``placed``; ``shares``: the load of each part."""
+        """A holder for the part that comes after those that are ``placed``;
+        ``shares``: the load of each part."""
         part = len(placed)
         tiers = self._ledger.candidates(placed, wish.sizes, wish.may_grow_to)
         if part < len(fixed):
             tiers = [[fixed[part]]] if any(fixed[part] in tier for tier in tiers) else []
         earlier = tuple(zip(placed, shares, strict=False))
         for tier in tiers:
-            tier.sort(key=lambda holder: lane.reserved_tokens[holder] / self._ledger.capacity_tokens(holder))
+            tier.sort(
+                key=lambda holder: (
+                    lane.reserved_tokens[holder] / self._ledger.capacity_tokens(holder)
+                )
+            )
             chosen = lane.admission.choose(shares[part], tier, earlier, alone=alone)
             if chosen is not None:
                 return HolderId(chosen)
@@ -190,4 +214,7 @@ def _shares(wish: Wish, projected: MicroBatch) -> list[MicroBatch]:
     if not wish.is_split:
         return [projected]
     firsts = itertools.accumulate(wish.sizes, initial=0)
-    return [projected.part(first, num_tokens) for first, num_tokens in zip(firsts, wish.sizes, strict=False)]
+    return [
+        projected.part(first, num_tokens)
+        for first, num_tokens in zip(firsts, wish.sizes, strict=False)
+    ]

@@ -1,4 +1,5 @@
-"""How long does a step take? What load limits follow from, injected into the policy: fitted, or measured as it runs."""
+"""How long does a step take? What load limits follow from, injected into the
+policy: fitted, or measured as it runs."""
 
 from __future__ import annotations
 
@@ -11,21 +12,27 @@ from typing import Protocol
 
 
 class StepTimes(Protocol):
-    """Seconds of a lane's step through all layers. Neither falls when its argument grows. Where prompts run beside the
-    decoding sequences all the time, they may be counted in, at their average."""
+    """Seconds of a lane's step through all layers. Neither falls when its
+    argument grows. Where prompts run beside the decoding sequences all the
+    time, they may be counted in, at their average."""
 
     def s_part_s(self, num_tokens: int) -> float:
-        """The S-part of a step in which so many sequences decode: the paper's T(B), over all layers. NaN while
-        unknown."""
+        """The S-part of a step in which so many sequences decode: the paper's
+        T(B), over all layers. NaN while unknown."""
 
     def r_part_s(self, worker: int, load_tokens: int) -> float:
-        """One R-worker's part of a step whose sequences there have so many cached tokens: the paper's R·W."""
+        """One R-worker's part of a step whose sequences there have so many
+        cached tokens: the paper's R·W."""
 
 
-def balanced_loads(times: StepTimes, num_tokens: int, capacity_tokens: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The load of each R-worker that it attends to within the time of the S-part, for a lane that runs ``num_tokens`` a
-    step: then neither waits for the other (FastDecode, section "Workload-balanced hardware selection", R·W ≈ T(B)).
-    Never more than its memory holds, never below one token. None while the S-part's time is unknown."""
+def balanced_loads(
+    times: StepTimes, num_tokens: int, capacity_tokens: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The load of each R-worker that it attends to within the time of the
+    S-part, for a lane that runs ``num_tokens`` a step: then neither waits for
+    the other (FastDecode, section "Workload-balanced hardware selection", R·W ≈
+    T(B)). Never more than its memory holds, never below one token. None while
+    the S-part's time is unknown."""
     s_part_s = times.s_part_s(num_tokens)
     if math.isnan(s_part_s):
         return None
@@ -47,10 +54,12 @@ class RPartTime:
 
 
 class MeasuredTimes:
-    """Step times fitted to the steps that were run lately: straight lines, old steps weighing less and less.
+    """Step times fitted to the steps that were run lately: straight lines, old
+    steps weighing less and less.
 
-    With a large batch nearly every step runs a part of some prompt, too. What prompts cost is told apart from what
-    decoding costs by least squares over both, and then counted in at its average: a load is in balance if R-workers
+    With a large batch nearly every step runs a part of some prompt, too. What
+    prompts cost is told apart from what decoding costs by least squares over
+    both, and then counted in at its average: a load is in balance if R-workers
     need as long for it as the S-worker needs for its steps as they are.
 
     Args:
@@ -66,9 +75,14 @@ class MeasuredTimes:
         self._r_part: dict[int, _Line] = {}
 
     def observe(
-        self, num_decoding: int, num_prompt_tokens: int, s_part_s: float, r_parts: Mapping[int, RPartTime]
+        self,
+        num_decoding: int,
+        num_prompt_tokens: int,
+        s_part_s: float,
+        r_parts: Mapping[int, RPartTime],
     ) -> None:
-        """A lane's step was run. One in which nothing decoded says nothing of those to come, and is passed over.
+        """A lane's step was run. One in which nothing decoded says nothing of
+        those to come, and is passed over.
 
         Args:
             num_decoding: sequences that decoded.
@@ -84,9 +98,10 @@ class MeasuredTimes:
             line.observe(part.load_tokens, part.num_prompt_tokens, part.compute_s, self._keep)
 
     def s_part_s(self, num_tokens: int, *, hopeful: bool = False) -> float:
-        """As in ``StepTimes``. As long as the batch's size hasn't varied, the time is taken to be the same for all: the
-        weights are read whatever the batch. ``hopeful``: or in proportion, if that is less. Whoever tries another size
-        for it will know."""
+        """As in ``StepTimes``. As long as the batch's size hasn't varied, the
+        time is taken to be the same for all: the weights are read whatever the
+        batch. ``hopeful``: or in proportion, if that is less. Whoever tries
+        another size for it will know."""
         line = self._s_part
         if line.num_observed < self._min_observed:
             return math.nan
@@ -97,7 +112,8 @@ class MeasuredTimes:
         line = self._r_part.get(worker)
         if line is None or line.num_observed < self._min_observed:
             return 0.0
-        # Attention reads every cached token and little else: as long as the load hasn't varied, through the origin.
+        # Attention reads every cached token and little else: as long as the
+        # load hasn't varied, through the origin.
         return line.at(load_tokens, slope_if_unknown=line.mean_y / max(line.mean_x, 1.0))
 
 
@@ -142,7 +158,9 @@ class _Line:
         x_on_z = self.xz / self.zz if self.zz > 0 else 0.0
         own_variation = self.xx - x_on_z * self.xz
         slope = slope_if_unknown
-        enough = max(self.weight * (_MIN_VARIATION * self.mean_x) ** 2, _MIN_OWN_VARIATION * self.xx)
+        enough = max(
+            self.weight * (_MIN_VARIATION * self.mean_x) ** 2, _MIN_OWN_VARIATION * self.xx
+        )
         if own_variation > enough:
             slope = max(0.0, (self.xy - x_on_z * self.zy) / own_variation)
         return max(0.0, self.mean_y + slope * (x - self.mean_x))

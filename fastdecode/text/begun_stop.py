@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 class BegunStop:
-    """Knuth, Morris and Pratt's automaton for each stop string, so a character's cost doesn't grow with the text.
+    """Knuth, Morris and Pratt's automaton for each stop string, so a
+    character's cost doesn't grow with the text.
 
     Args:
         stop: the strings; none is empty.
@@ -17,8 +18,9 @@ class BegunStop:
         self._matched = [0] * len(self._stop)
 
     def feed(self, text: str) -> int:
-        """The text goes on like this. Returns the length of its longest end that a stop string begins with, and that
-        is shorter than that string: one that is complete has been judged already."""
+        """The text goes on like this. Returns the length of its longest end
+        that a stop string begins with, and that is shorter than that string:
+        one that is complete has been judged already."""
         for i, (string, fallbacks) in enumerate(self._stop):
             matched = self._matched[i]
             for char in text:

@@ -1,9 +1,12 @@
-"""Chat templates: a conversation to the text that a model was trained to continue.
+"""Chat templates: a conversation to the text that a model was trained to
+continue.
 
-A template is a Jinja program that comes with the model. So it runs in a child process with limits
-(``template_program`` there, in Jinja's sandbox), and sees nothing but the messages and the names of the special tokens.
-It is looked for where ``transformers`` looks: ``chat_template.jinja``, then ``chat_template`` in
-``tokenizer_config.json`` (a string, or several by name, of which "default" counts).
+A template is a Jinja program that comes with the model. So it runs in a child
+process with limits (``template_program`` there, in Jinja's sandbox), and sees
+nothing but the messages and the names of the special tokens. It is looked for
+where ``transformers`` looks: ``chat_template.jinja``, then ``chat_template`` in
+``tokenizer_config.json`` (a string, or several by name, of which "default"
+counts).
 """
 
 from __future__ import annotations
@@ -20,13 +23,22 @@ from fastdecode.text.child import ChildFailedError, LimitedChild, Limits
 
 MAX_TEMPLATE_BYTES = 1 << 20
 LIMITS = Limits(memory_bytes=1 << 30, cpu_s=10, open_cpu_s=10)
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 # What a template is given anyway, under these names.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 
 
 class ChatTemplate:
-    """A template, ready to render in a child process. Close it, or leave that to the garbage collector.
+    """A template, ready to render in a child process. Close it, or leave that
+    to the garbage collector.
 
     Args:
         source: the Jinja program.
@@ -35,11 +47,14 @@ class ChatTemplate:
         limits: what compiling and rendering may take.
 
     Raises:
-        CheckpointError: the source is no Jinja program, or takes more than the limits for a word.
+        CheckpointError: the source is no Jinja program, or takes more than the
+            limits for a word.
         MissingExtraError: the package jinja2 isn't installed.
     """
 
-    def __init__(self, source: str, origin: str, special_tokens: Mapping[str, str], limits: Limits = LIMITS) -> None:
+    def __init__(
+        self, source: str, origin: str, special_tokens: Mapping[str, str], limits: Limits = LIMITS
+    ) -> None:
         if importlib.util.find_spec("jinja2") is None:
             raise MissingExtraError("jinja2", "sworker", "a chat template")
         opening = {"source": source, "special_tokens": dict(special_tokens)}
@@ -48,20 +63,30 @@ class ChatTemplate:
         try:
             self._child.open()
         except ChildFailedError as error:
-            what = "is not a Jinja template" if error.refused else "can't render a conversation of one word"
+            what = (
+                "is not a Jinja template"
+                if error.refused
+                else "can't render a conversation of one word"
+            )
             raise CheckpointError(f"{origin} {what}: {error}") from None
 
     @classmethod
     def load(cls, model_dir: Path, override: Path | None = None) -> ChatTemplate | None:
-        """The template of a model directory, or of a file in its place; None if the model has none.
+        """The template of a model directory, or of a file in its place; None if
+        the model has none.
 
         Raises:
-            CheckpointError, MissingExtraError: as above, or a file of the model can't be read.
+            CheckpointError, MissingExtraError: as above, or a file of the model
+                can't be read.
             ConfigError: ``override`` can't be read.
         """
         config = read_model_json(model_dir / "tokenizer_config.json")
         # Where transformers finds added_tokens_decoder, it doesn't read the older file.
-        older = {} if "added_tokens_decoder" in config else read_model_json(model_dir / "special_tokens_map.json")
+        older = (
+            {}
+            if "added_tokens_decoder" in config
+            else read_model_json(model_dir / "special_tokens_map.json")
+        )
         special_tokens = _special_tokens({**config, **older})
         if override is not None:
             try:
@@ -73,11 +98,17 @@ class ChatTemplate:
             return cls(_read_text(path), str(path), special_tokens)
         source = config.get("chat_template")
         if isinstance(source, list):
-            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+            named = {
+                entry.get("name"): entry.get("template")
+                for entry in source
+                if isinstance(entry, dict)
+            }
             source = named.get("default")
         if not isinstance(source, str):
             return None
-        return cls(source, f"chat_template in {model_dir / 'tokenizer_config.json'}", special_tokens)
+        return cls(
+            source, f"chat_template in {model_dir / 'tokenizer_config.json'}", special_tokens
+        )
 
     def render(
         self,
@@ -91,13 +122,14 @@ class ChatTemplate:
 
         Args:
             messages: each has a ``role`` and a ``content``.
-            now: the date, for templates that print it. A text must not depend on when its turn came.
+            now: the date, for templates that print it. A text must not depend
+                on when its turn came.
             add_generation_prompt: end with what begins the assistant's turn.
             variables: more names for the template.
 
         Raises:
-            RequestError: (code ``chat_template_failed``) the template refuses the messages, fails on them, or takes
-                more than the limits.
+            RequestError: (code ``chat_template_failed``) the template refuses
+                the messages, fails on them, or takes more than the limits.
         """
         question = {
             "messages": messages,

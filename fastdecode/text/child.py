@@ -1,12 +1,16 @@
-"""A process for work that a model directory's authors programmed: it has limits, and may die of them.
+"""A process for work that a model directory's authors programmed: it has
+limits, and may die of them.
 
-A chat template is a program, and so, with its regular expressions and replacements, is a tokenizer. Neither is run in
-the process that runs the model, where one that never ends or asks for all memory would be everybody's end. It runs in a
-child that serves one question after the other, so that a question costs no start of a process; if the child dies, the
-question is answered with an error, and the next one has a new child.
+A chat template is a program, and so, with its regular expressions and
+replacements, is a tokenizer. Neither is run in the process that runs the model,
+where one that never ends or asks for all memory would be everybody's end. It
+runs in a child that serves one question after the other, so that a question
+costs no start of a process; if the child dies, the question is answered with an
+error, and the next one has a new child.
 
-Questions and answers are JSON, each with its length before it. Nothing that a child says is trusted: an answer is of
-bounded length, and is checked by whoever asked.
+Questions and answers are JSON, each with its length before it. Nothing that a
+child says is trusted: an answer is of bounded length, and is checked by whoever
+asked.
 """
 
 from __future__ import annotations
@@ -29,7 +33,10 @@ from fastdecode.text.child_words import LENGTH, pack, unpack
 MAX_ANSWER_BYTES = 512 << 20
 
 # The child looks for modules where we do, and nowhere else: -I leaves out the working directory.
-_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.text.child_main import main; main(sys.argv[1])"
+_BOOT = (
+    "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.text.child_main import main; "
+    "main(sys.argv[1])"
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,8 @@ class Limits:
 
 
 class ChildFailedError(Exception):
-    """A question has no answer. ``refused``: what is asked for can't be done; otherwise the child hit a limit or broke,
-    and the message says of what."""
+    """A question has no answer. ``refused``: what is asked for can't be done;
+    otherwise the child hit a limit or broke, and the message says of what."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
@@ -56,7 +63,8 @@ class ChildFailedError(Exception):
 
 
 class LimitedChild:
-    """Asks a child process. It starts when it is first asked, and ends with ``close`` or with this process.
+    """Asks a child process. It starts when it is first asked, and ends with
+    ``close`` or with this process.
 
     Args:
         service: what it does; see ``child_main``.
@@ -64,7 +72,9 @@ class LimitedChild:
         limits: what it may take.
     """
 
-    def __init__(self, service: Literal["template", "tokenizer"], opening: Mapping[str, Any], limits: Limits) -> None:
+    def __init__(
+        self, service: Literal["template", "tokenizer"], opening: Mapping[str, Any], limits: Limits
+    ) -> None:
         self._service = service
         self._opening = {"limits": asdict(limits), **opening}
         self._limits = limits
@@ -73,10 +83,12 @@ class LimitedChild:
         self._stop: weakref.finalize[..., Any] | None = None
 
     def open(self) -> Any:
-        """Start the child, unless it runs. Returns what the service says of its opening.
+        """Start the child, unless it runs. Returns what the service says of its
+        opening.
 
         Raises:
-            ChildFailedError: it can't do its work; the next question tries again.
+            ChildFailedError: it can't do its work; the next question tries
+                again.
         """
         if self._process is not None:
             return None

@@ -1,4 +1,5 @@
-"""What runs in a ``LimitedChild``. It imports no more than its service needs, so that it starts fast."""
+"""What runs in a ``LimitedChild``. It imports no more than its service needs,
+so that it starts fast."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def _answered(answer: Answer, question: dict[str, Any]) -> bytes:
 
 
 def _take_stdout() -> int:
-    """Keep the way to the parent for answers alone, and be silent from now on. Returns its descriptor."""
+    """Keep the way to the parent for answers alone, and be silent from now on.
+    Returns its descriptor."""
     answers = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for standard in (1, 2):

@@ -10,7 +10,8 @@ from typing import Any
 LENGTH = struct.Struct("<I")
 """Of a question or an answer, in bytes; stands before it."""
 Answer = Callable[[dict[str, Any]], Any]
-"""From a question to its answer, in JSON's types. Raises Refusal, or whatever the model's authors make it raise."""
+"""From a question to its answer, in JSON's types. Raises Refusal, or whatever
+the model's authors make it raise."""
 
 
 class Refusal(Exception):  # noqa: N818  (an answer of its kind)

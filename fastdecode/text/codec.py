@@ -1,4 +1,5 @@
-"""Between text and token ids: the tokenizer of a model directory, and the text of a sequence as it grows."""
+"""Between text and token ids: the tokenizer of a model directory, and the text
+of a sequence as it grows."""
 
 from __future__ import annotations
 
@@ -27,16 +28,22 @@ def _tokenizer_file(model_dir: Path) -> Path:
 
 
 class TextCodec:
-    """A model's tokenizer, or the lack of one: a model without serves token ids only.
+    """A model's tokenizer, or the lack of one: a model without serves token ids
+    only.
 
     Args:
         tokenizer: None if the model has none.
-        encoder: encodes prompts, since the tokenizer here only decodes; None: nobody does.
-        eos_token_id: what the tokenizer's config names as the end of a text, if it does.
+        encoder: encodes prompts, since the tokenizer here only decodes; None:
+            nobody does.
+        eos_token_id: what the tokenizer's config names as the end of a text, if
+            it does.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, encoder: Encoder | None = None, eos_token_id: int | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        encoder: Encoder | None = None,
+        eos_token_id: int | None = None,
     ) -> None:
         self._encoder = encoder
         self.eos_token_id = eos_token_id
@@ -48,17 +55,20 @@ class TextCodec:
 
     @classmethod
     def load(cls, model_dir: str | Path, max_model_len: int | None = None) -> TextCodec:
-        """Read ``tokenizer.json`` (it may be absent) and what ``tokenizer_config.json`` says of EOS.
+        """Read ``tokenizer.json`` (it may be absent) and what
+        ``tokenizer_config.json`` says of EOS.
 
-        Of BOS ``tokenizer.json`` alone says what begins a text, as for transformers 5: ``add_bos_token`` is for those
-        who make that file.
+        Of BOS ``tokenizer.json`` alone says what begins a text, as for
+        transformers 5: ``add_bos_token`` is for those who make that file.
 
         Args:
-            max_model_len: what no prompt that is encoded may exceed; None: whatever can be encoded.
+            max_model_len: what no prompt that is encoded may exceed; None:
+                whatever can be encoded.
 
         Raises:
             CheckpointError: a file is there but can't be used.
-            MissingExtraError: the model has a tokenizer, but the package ``tokenizers`` isn't installed.
+            MissingExtraError: the model has a tokenizer, but the package
+                ``tokenizers`` isn't installed.
         """
         path = _tokenizer_file(Path(model_dir))
         if not path.exists():
@@ -66,7 +76,8 @@ class TextCodec:
         with imports_for(f"reading {path}"):
             from tokenizers import Tokenizer
         content = read_model_file(path, MAX_TOKENIZER_BYTES)
-        # It has been loaded, and decoded each of its tokens, within limits before it is loaded here.
+        # It has been loaded, and decoded each of its tokens, within limits
+        # before it is loaded here.
         encoder = Encoder(path, max_model_len)
         tokenizer = Tokenizer.from_buffer(content)
         eos = _eos_token(path.with_name("tokenizer_config.json"))
@@ -87,15 +98,18 @@ class TextCodec:
             self._encoder.close()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, with the special tokens that the tokenizer puts around a text.
+        """The prompt's token ids, with the special tokens that the tokenizer
+        puts around a text.
 
         Raises:
-            RequestError: there is no tokenizer (code ``no_tokenizer``), the text can't be encoded
-                (``invalid_prompt``), or has more bytes than the longest prompt's tokens hold (``prompt_too_long``).
+            RequestError: there is no tokenizer (code ``no_tokenizer``), the
+                text can't be encoded (``invalid_prompt``), or has more bytes
+                than the longest prompt's tokens hold (``prompt_too_long``).
         """
         if self._encoder is None:
             raise RequestError(
-                "the prompt is text, but the model directory has no tokenizer.json: give prompt_token_ids, or add "
+                "the prompt is text, but the model directory has no tokenizer.json: give "
+                "prompt_token_ids, or add "
                 "the model's tokenizer.json",
                 code="no_tokenizer",
             )
@@ -105,11 +119,15 @@ class TextCodec:
         """The text of all tokens at once, special tokens left out; empty without a tokenizer."""
         return "" if self._vocabulary is None else self._vocabulary.text(token_ids)
 
-    def sequence_text(self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> SequenceText:
-        """A new sequence's text. It continues the prompt's: a first word keeps the space before it.
+    def sequence_text(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+    ) -> SequenceText:
+        """A new sequence's text. It continues the prompt's: a first word keeps
+        the space before it.
 
         Raises:
-            RequestError: (code ``no_tokenizer``) stop strings, but no tokenizer to make text of tokens.
+            RequestError: (code ``no_tokenizer``) stop strings, but no tokenizer
+                to make text of tokens.
         """
         if self._vocabulary is not None:
             detokenizer = detokenizer_for(self._vocabulary, prompt_token_ids)
@@ -119,7 +137,8 @@ class TextCodec:
             return SequenceText(detokenizer, params.stop, params.min_tokens, stop_ids)
         if params.stop:
             raise RequestError(
-                "stop strings need text, but the model directory has no tokenizer.json: use stop_token_ids, or add "
+                "stop strings need text, but the model directory has no tokenizer.json: use "
+                "stop_token_ids, or add "
                 "the model's tokenizer.json",
                 code="no_tokenizer",
             )
@@ -129,12 +148,14 @@ class TextCodec:
 class SequenceText:
     """What one sequence has said so far, and whether it has said a stop string.
 
-    A token that ends the sequence by its id (EOS, ``stop_token_ids``) isn't appended: its text isn't wanted.
+    A token that ends the sequence by its id (EOS, ``stop_token_ids``) isn't
+    appended: its text isn't wanted.
 
     Args:
         detokenizer: the sequence's own.
         stop: end the text before the first of these to appear.
-        min_tokens: a stop string that is complete before this many tokens doesn't count.
+        min_tokens: a stop string that is complete before this many tokens
+            doesn't count.
         stop_ids: tokens without text that are named by a stop string each.
     """
 
@@ -154,7 +175,8 @@ class SequenceText:
         self._tail = ""
         """The end of the text, in which a stop string may have begun."""
         self._num_peeked = 0
-        """Characters of the text that is held back that earlier tokens have already been judged by."""
+        """Characters of the text that is held back that earlier tokens have
+        already been judged by."""
         self._max_tail = max(map(len, stop), default=1) - 1
         self._is_over = False
         # Of the text that was taken:
@@ -169,9 +191,11 @@ class SequenceText:
         return "".join(self._pieces)
 
     def append(self, token_id: int) -> bool:
-        """One more token. True if it completed a stop string: the text is cut and over.
+        """One more token. True if it completed a stop string: the text is cut
+        and over.
 
-        Of several stop strings that one token completes, the one that begins first counts.
+        Of several stop strings that one token completes, the one that begins
+        first counts.
         """
         assert not self._is_over, "no token follows the end of a text"
         self._num_tokens += 1
@@ -182,7 +206,8 @@ class SequenceText:
             return True
         if not (self._stop and self._detokenizer.can_peek):
             return False
-        # A stop string may be complete in text that is held back only because later bytes might spoil it.
+        # A stop string may be complete in text that is held back only because
+        # later bytes might spoil it.
         held = self._detokenizer.peek()
         if self._find(held) is not None:
             return self._add(self._detokenizer.flush())
@@ -190,8 +215,9 @@ class SequenceText:
         return False
 
     def take(self) -> str:
-        """What is new of the text since the last call, but for an end that may become a stop string or part of one.
-        Nothing that was taken is cut off later; all that was taken, after the end, is the text."""
+        """What is new of the text since the last call, but for an end that may
+        become a stop string or part of one. Nothing that was taken is cut off
+        later; all that was taken, after the end, is the text."""
         fresh = "".join(self._pieces[self._num_seen :])
         self._num_seen = len(self._pieces)
         num_held = self._begun.feed(fresh)
@@ -229,7 +255,8 @@ class SequenceText:
         return True
 
     def _find(self, piece: str) -> int | None:
-        """Where in tail + piece the first stop string begins that this token has completed; None if there is none."""
+        """Where in tail + piece the first stop string begins that this token
+        has completed; None if there is none."""
         if self._num_tokens < self._min_tokens:
             return None
         text, seen = self._tail + piece, len(self._tail) + self._num_peeked

@@ -1,9 +1,11 @@
 """Token ids to text, one token at a time.
 
-A detokenizer is fed a sequence's tokens and gives text that is **final**: nothing that comes later can change it. What
-a later token may still change (the first bytes of a character, a run of byte tokens) is held back. So the pieces put
-together, and ``flush`` at the end, equal the decoding of all tokens at once, and a piece never ends in half a
-character. The cost of a token doesn't grow with the sequence.
+A detokenizer is fed a sequence's tokens and gives text that is **final**:
+nothing that comes later can change it. What a later token may still change (the
+first bytes of a character, a run of byte tokens) is held back. So the pieces
+put together, and ``flush`` at the end, equal the decoding of all tokens at
+once, and a piece never ends in half a character. The cost of a token doesn't
+grow with the sequence.
 """
 
 from __future__ import annotations
@@ -59,8 +61,13 @@ class Vocabulary:
     def decoder_types(self) -> frozenset[str]:
         """The types of the decoders that make up the tokenizer's decoder."""
         decoder = self.tokenizer.decoder
-        # A decoder's pickled state is its part of tokenizer.json; there is no other way to look inside.
-        return frozenset(_types(json.loads(decoder.__getstate__()))) if decoder is not None else frozenset()
+        # A decoder's pickled state is its part of tokenizer.json; there is no
+        # other way to look inside.
+        return (
+            frozenset(_types(json.loads(decoder.__getstate__())))
+            if decoder is not None
+            else frozenset()
+        )
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode at once. ids that the tokenizer doesn't know have no text."""
@@ -79,7 +86,8 @@ class Vocabulary:
         return known
 
     def fallback_byte(self, token_id: int) -> bytes | None:
-        """The byte that a token ``<0xNN>`` stands for; None if it is an ordinary token, or the decoder knows none."""
+        """The byte that a token ``<0xNN>`` stands for; None if it is an
+        ordinary token, or the decoder knows none."""
         token = self.token(token_id) if "ByteFallback" in self.decoder_types else None
         match = None if token is None else _BYTE_TOKEN.fullmatch(token)
         return bytes.fromhex(match[1]) if match else None
@@ -108,10 +116,12 @@ class NoDetokenizer:
 
 
 class ByteLevelDetokenizer:
-    """For vocabularies whose tokens are byte strings (GPT-2, Llama 3, Qwen): bytes through a UTF-8 decoder.
+    """For vocabularies whose tokens are byte strings (GPT-2, Llama 3, Qwen):
+    bytes through a UTF-8 decoder.
 
-    Python's decoder replaces what is no UTF-8 just as the tokenizers library does: one U+FFFD for each maximal
-    ill-formed part (Unicode standard, section 3.9, table 3-8).
+    Python's decoder replaces what is no UTF-8 just as the tokenizers library
+    does: one U+FFFD for each maximal ill-formed part (Unicode standard, section
+    3.9, table 3-8).
     """
 
     can_peek = False  # only part of a character is ever held back
@@ -132,19 +142,24 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder (SentencePiece's, WordPiece's): decodes a short window of the last tokens.
+    """For any other decoder (SentencePiece's, WordPiece's): decodes a short
+    window of the last tokens.
 
-    The window is the tokens of the last piece of text and all since. A new piece is what decoding the window gives
-    beyond the piece before: decoders that treat the first token apart (dropping its space) treat both alike.
+    The window is the tokens of the last piece of text and all since. A new
+    piece is what decoding the window gives beyond the piece before: decoders
+    that treat the first token apart (dropping its space) treat both alike.
 
-    Byte tokens ``<0xNN>`` are held back until their run ends: the library decodes a run that isn't valid UTF-8 to
-    U+FFFD for each of its bytes, its valid characters included.
+    Byte tokens ``<0xNN>`` are held back until their run ends: the library
+    decodes a run that isn't valid UTF-8 to U+FFFD for each of its bytes, its
+    valid characters included.
     """
 
     def __init__(self, vocabulary: Vocabulary, prompt_token_ids: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         # One ordinary token of the prompt tells the decoder that the output doesn't begin a text.
-        before = next((token for token in reversed(prompt_token_ids) if self._is_ordinary(token)), None)
+        before = next(
+            (token for token in reversed(prompt_token_ids) if self._is_ordinary(token)), None
+        )
         self._window = [] if before is None else [before]
         self._num_read = len(self._window)
         """Tokens of the window whose text has been given."""
@@ -183,7 +198,10 @@ class WindowDetokenizer:
         return piece
 
     def _is_ordinary(self, token_id: int) -> bool:
-        return self._vocabulary.token(token_id) is not None and self._vocabulary.fallback_byte(token_id) is None
+        return (
+            self._vocabulary.token(token_id) is not None
+            and self._vocabulary.fallback_byte(token_id) is None
+        )
 
 
 class _ByteRun:

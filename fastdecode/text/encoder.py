@@ -24,14 +24,20 @@ class Encoder:
     Args:
         path: its tokenizer.json.
         max_model_len: tokens that no prompt may reach; None: no limit.
-        limits: what loading and encoding may take; None: what honest tokenizers never need.
+        limits: what loading and encoding may take; None: what honest tokenizers
+            never need.
 
     Raises:
-        CheckpointError: the file is no tokenizer, or takes more than the limits for an ordinary text.
+        CheckpointError: the file is no tokenizer, or takes more than the limits
+            for an ordinary text.
     """
 
-    def __init__(self, path: Path, max_model_len: int | None = None, limits: Limits | None = None) -> None:
-        self._child = LimitedChild("tokenizer", {"path": str(path.resolve())}, limits or _limits(path))
+    def __init__(
+        self, path: Path, max_model_len: int | None = None, limits: Limits | None = None
+    ) -> None:
+        self._child = LimitedChild(
+            "tokenizer", {"path": str(path.resolve())}, limits or _limits(path)
+        )
         self._max_model_len = max_model_len
         try:
             self._child.open()
@@ -46,12 +52,15 @@ class Encoder:
         """A text's token ids.
 
         Raises:
-            RequestError: (code ``invalid_prompt``) the text can't be encoded within the limits, or
-                (``prompt_too_long``) even the longest tokens can't make it fit the model.
+            RequestError: (code ``invalid_prompt``) the text can't be encoded
+                within the limits, or (``prompt_too_long``) even the longest
+                tokens can't make it fit the model.
         """
         try:
             self._check_length(text)
-            ids: list[int] = self._child.ask({"text": text, "add_special_tokens": add_special_tokens})
+            ids: list[int] = self._child.ask(
+                {"text": text, "add_special_tokens": add_special_tokens}
+            )
         except ChildFailedError as error:
             raise RequestError(
                 f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids",
@@ -68,7 +77,8 @@ class Encoder:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the prompt holds half a surrogate pair at character {error.start}, which is no text: "
+                f"the prompt holds half a surrogate pair at character {error.start}, which is no "
+                "text: "
                 f"write the whole character",
                 code="invalid_prompt",
             ) from None
@@ -78,7 +88,8 @@ class Encoder:
         span = self._max_bytes_per_token
         if span is not None and num_bytes > (limit - 1) * span:
             raise RequestError(
-                f"the prompt has {num_bytes} bytes, too many for the model's limit of {limit} tokens for "
+                f"the prompt has {num_bytes} bytes, too many for the model's limit of {limit} "
+                "tokens for "
                 f"prompt and completion together: shorten the prompt",
                 code="prompt_too_long",
             )

@@ -1,7 +1,8 @@
 """Compiles and renders a chat template; runs in a child process.
 
-A template finds what it finds in ``transformers``: ``raise_exception``, ``strftime_now``, ``tojson`` without HTML
-escapes, loop controls, the ``generation`` tag, blocks trimmed. It runs in Jinja's sandbox.
+A template finds what it finds in ``transformers``: ``raise_exception``,
+``strftime_now``, ``tojson`` without HTML escapes, loop controls, the
+``generation`` tag, blocks trimmed. It runs in Jinja's sandbox.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ TRIAL = {
 
 
 def open_service(opening: dict[str, Any]) -> tuple[None, Answer]:
-    """Compile a template, and try it, so that one that never ends is known before any work is begun.
+    """Compile a template, and try it, so that one that never ends is known
+    before any work is begun.
 
     Args:
         opening: ``source`` and ``special_tokens``.
@@ -76,13 +78,16 @@ def _render(template: Template, special_tokens: dict[str, str], question: dict[s
 
 
 class GenerationTag(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks what the assistant said, for training; no matter here."""
+    """``{% generation %}…{% endgeneration %}`` marks what the assistant said,
+    for training; no matter here."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's declaration)
 
     def parse(self, parser: Parser) -> Node | list[Node]:
         line = next(parser.stream).lineno
-        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        return Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -105,4 +110,6 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

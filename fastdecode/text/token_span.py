@@ -1,4 +1,5 @@
-"""How much of a text one token can stand for: a bound that tells, without encoding it, that a text is too long."""
+"""How much of a text one token can stand for: a bound that tells, without
+encoding it, that a text is too long."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ from fastdecode.text.detokenizer import BYTE_ALPHABET
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Canonical decomposition makes a text at most three times as long in UTF-8, and so does what it undoes.
+# Canonical decomposition makes a text at most three times as long in UTF-8, and
+# so does what it undoes.
 NFC_FACTOR = 9
 KEEPS_EVERYTHING = ("ByteLevel", "Digits", "Metaspace")
 
 
 def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
-    """The most bytes of UTF-8 of which an encoding can make one token; None if nothing bounds them.
+    """The most bytes of UTF-8 of which an encoding can make one token; None if
+    nothing bounds them.
 
-    Nothing does where a part of the tokenizer drops text (white space around special tokens, say), or makes one
-    "unknown" token of a whole word. What is left are those that spell every byte: byte-level and byte-fallback ones.
+    Nothing does where a part of the tokenizer drops text (white space around
+    special tokens, say), or makes one "unknown" token of a whole word. What is
+    left are those that spell every byte: byte-level and byte-fallback ones.
     """
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
@@ -42,7 +46,9 @@ def _spells_every_byte(tokenizer: Tokenizer) -> bool:
 
 
 def _has_byte_level(part: dict[str, Any]) -> bool:
-    return part.get("type") == "ByteLevel" or any(map(_has_byte_level, part.get("pretokenizers", ())))
+    return part.get("type") == "ByteLevel" or any(
+        map(_has_byte_level, part.get("pretokenizers", ()))
+    )
 
 
 def _keeps(part: dict[str, Any]) -> bool:

@@ -11,7 +11,8 @@ class TokenText:
     """Names tokens in answers.
 
     Args:
-        vocabulary: None if the model has no tokenizer; then a token is called ``token_id:N``.
+        vocabulary: None if the model has no tokenizer; then a token is called
+            ``token_id:N``.
     """
 
     def __init__(self, vocabulary: Vocabulary | None) -> None:
@@ -41,7 +42,9 @@ class TokenText:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def offsets(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int], length: int) -> list[int]:
+    def offsets(
+        self, token_ids: Sequence[int], prompt_token_ids: Sequence[int], length: int
+    ) -> list[int]:
         """Where in the completion's text, which has this length, each token's text begins."""
         if self._vocabulary is None:
             return [0] * len(token_ids)

@@ -26,13 +26,15 @@ def open_service(opening: dict[str, Any]) -> tuple[None, Answer]:
         opening: ``path`` of the tokenizer.json.
 
     Returns:
-        What encodes a ``text``, with special tokens around it or without (``add_special_tokens``); or, if the question
-        has no text, tells ``max_bytes_per_token``.
+        What encodes a ``text``, with special tokens around it or without
+        (``add_special_tokens``); or, if the question has no text, tells
+        ``max_bytes_per_token``.
 
     Raises:
         Refusal: the file can't be read.
         Exception: of the library; it is no tokenizer.
-        BaseException: a panic of the library; it breaks down on an ordinary text.
+        BaseException: a panic of the library; it breaks down on an ordinary
+            text.
     """
     try:
         content = read_model_file(Path(opening["path"]), MAX_TOKENIZER_BYTES)
@@ -43,7 +45,9 @@ def open_service(opening: dict[str, Any]) -> tuple[None, Answer]:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     for text in ("", TRIAL_TEXT):
-        with contextlib.suppress(Exception):  # a small vocabulary may lack letters; a panic is no Exception
+        with contextlib.suppress(
+            Exception
+        ):  # a small vocabulary may lack letters; a panic is no Exception
             tokenizer.encode(text)
     tokenizer.decode(list(range(tokenizer.get_vocab_size())), skip_special_tokens=False)
 
@@ -51,7 +55,9 @@ def open_service(opening: dict[str, Any]) -> tuple[None, Answer]:
         if "text" not in question:
             return max_bytes_per_token(tokenizer)
         add_special_tokens = question["add_special_tokens"]
-        ids: list[int] = tokenizer.encode(question["text"], add_special_tokens=add_special_tokens).ids
+        ids: list[int] = tokenizer.encode(
+            question["text"], add_special_tokens=add_special_tokens
+        ).ids
         return ids
 
     return None, answer

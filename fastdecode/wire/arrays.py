@@ -1,7 +1,9 @@
-"""How the arrays of one message lie in its body, and how its head tells of them.
+"""How the arrays of one message lie in its body, and how its head tells of
+them.
 
-In the head an array is a few uint32 **words**: its dtype and its dims. In the body it starts at a multiple of
-``ALIGNMENT``, behind the one before it. So the words say everything about the body.
+In the head an array is a few uint32 **words**: its dtype and its dims. In the
+body it starts at a multiple of ``ALIGNMENT``, behind the one before it. So the
+words say everything about the body.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _DTYPES: Final[dict[int, np.dtype[Any]]] = {
 }
 _CODES: Final = {dtype: code for code, dtype in _DTYPES.items()}
 
-# Layers of a step have the same shapes, and so have most steps: what was worked out once is looked up.
+# Layers of a step have the same shapes, and so have most steps: what was worked
+# out once is looked up.
 CACHED_SHAPES: Final = 64
 
 
@@ -89,7 +92,8 @@ class ArrayLayout:
         self.of_arrays = lru_cache(CACHED_SHAPES)(self._of_arrays)
 
     def _of_arrays(self, *arrays: tuple[np.dtype[Any], tuple[int, ...]] | None) -> Body:
-        """From dtype and dims of each array. Raises ProtocolError if they aren't what the fields declare."""
+        """From dtype and dims of each array. Raises ProtocolError if they
+        aren't what the fields declare."""
         words: list[int] = []
         for field, array in zip(self.fields, arrays, strict=True):
             if array is None and field.optional:
@@ -102,7 +106,8 @@ class ArrayLayout:
         return self.of_words(tuple(words))
 
     def _of_words(self, words: tuple[int, ...]) -> Body:
-        """From what a peer says. Raises ProtocolError if that isn't what the fields declare, or too much."""
+        """From what a peer says. Raises ProtocolError if that isn't what the
+        fields declare, or too much."""
         views: list[tuple[tuple[int, ...], np.dtype[Any], int] | None] = []
         places: list[slice] = []
         sizes: dict[str, int] = {}
@@ -119,7 +124,9 @@ class ArrayLayout:
                 raise ProtocolError(f"dtype {dtype or code} where {field} belongs")
             for name, size in zip(field.dims, dims, strict=True):
                 if sizes.setdefault(name, size) != size:
-                    raise ProtocolError(f"dim {name} of {field.name} is {size}, but {sizes[name]} elsewhere")
+                    raise ProtocolError(
+                        f"dim {name} of {field.name} is {size}, but {sizes[name]} elsewhere"
+                    )
             start = aligned(end)
             end = start + prod(dims, start=dtype.itemsize)
             views.append((dims, dtype, start))

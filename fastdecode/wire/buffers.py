@@ -1,7 +1,8 @@
 """Memory that messages are received into and sent from, used again and again.
 
-It lies in huge pages where the system grants them: an MPI rank that copies a message out of another's memory has the
-kernel look up every page of it, which takes longer than copying does.
+It lies in huge pages where the system grants them: an MPI rank that copies a
+message out of another's memory has the kernel look up every page of it, which
+takes longer than copying does.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 class BufferPool:
-    """Lends buffers. One is free again as soon as nobody refers to it or to any view of it: there is no giving back,
-    and so no giving back too early. (NumPy views refer to the buffer, not to one another, and CPython counts.)
+    """Lends buffers. One is free again as soon as nobody refers to it or to any
+    view of it: there is no giving back, and so no giving back too early. (NumPy
+    views refer to the buffer, not to one another, and CPython counts.)
 
     Args:
         idle_bytes: free buffers beyond so much memory are let go.
@@ -53,7 +55,8 @@ class BufferPool:
         return sum(slab.nbytes for slabs in self._slabs.values() for slab in slabs)
 
     def _let_go(self, needed_bytes: int) -> None:
-        """Drop free buffers, largest first, until the pool holds at most ``idle_bytes`` with the one to come."""
+        """Drop free buffers, largest first, until the pool holds at most
+        ``idle_bytes`` with the one to come."""
         surplus = self.num_bytes + needed_bytes - self._idle_bytes
         for size in sorted(self._slabs, reverse=True):
             kept = []
@@ -68,15 +71,19 @@ class BufferPool:
         """From memory of its own if it is large; small ones share a huge page."""
         if size > len(self._fresh):
             self._fresh = _map(max(size, _HUGE_PAGE_BYTES))
-        # An array over a buffer that is no array: views of it refer to it, and not to what it lies in.
+        # An array over a buffer that is no array: views of it refer to it, and
+        # not to what it lies in.
         slab = np.frombuffer(self._fresh[:size], np.uint8)
         self._fresh = self._fresh[size:]
         return slab
 
 
 def _map(num_bytes: int) -> memoryview:
-    """Fresh memory that begins at a huge page's boundary, and is given back when nobody refers to it any more."""
-    mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Fresh memory that begins at a huge page's boundary, and is given back
+    when nobody refers to it any more."""
+    mapping = mmap.mmap(
+        -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # of a kernel that has none
             mapping.madvise(mmap.MADV_HUGEPAGE)

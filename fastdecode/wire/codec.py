@@ -1,4 +1,5 @@
-"""Messages to bytes and back. Every layout is derived from the message's fields; no message has code of its own.
+"""Messages to bytes and back. Every layout is derived from the message's
+fields; no message has code of its own.
 
 A message travels as a **head** (bytes) and a **body** (its arrays, raw)::
 
@@ -6,15 +7,20 @@ A message travels as a **head** (bytes) and a **body** (its arrays, raw)::
     header | magic 4s | version u16 | opcode u8 | 0 u8 | epoch u32 | head_bytes u32 | body_bytes u64 |
     body   | array | pad to 64 | array | pad to 64 | ... | array |
 
-Everything is little-endian; ``fields`` says how "other fields" are written. An array's dtype and dims are uint32 each;
-an absent array has dtype 0 and dims 0. The body's layout follows from the dims, so a transport may send arrays from
-where they lie and receive a body into memory that it already has: ``read_head`` says how much to expect before any of
-it is allocated. In one piece, the body starts at the first multiple of 64 behind the head. The crc32 covers the head,
-which decides about memory and reaches kernels as numbers; array elements are left to the network's own checksums.
+Everything is little-endian; ``fields`` says how "other fields" are written. An
+array's dtype and dims are uint32 each; an absent array has dtype 0 and dims 0.
+The body's layout follows from the dims, so a transport may send arrays from
+where they lie and receive a body into memory that it already has: ``read_head``
+says how much to expect before any of it is allocated. In one piece, the body
+starts at the first multiple of 64 behind the head. The crc32 covers the head,
+which decides about memory and reaches kernels as numbers; array elements are
+left to the network's own checksums.
 
-What a peer sent is refused with ``ProtocolError``, before memory of that size is taken or any state is touched, unless
-all of this holds: magic, version, opcode, lengths and checksum; every array's dtype and number of dims, dims of one
-name equal, their bytes within bounds; strings, tuples and enums within bounds; every dataclass valid in its own eyes.
+What a peer sent is refused with ``ProtocolError``, before memory of that size
+is taken or any state is touched, unless all of this holds: magic, version,
+opcode, lengths and checksum; every array's dtype and number of dims, dims of
+one name equal, their bytes within bounds; strings, tuples and enums within
+bounds; every dataclass valid in its own eyes.
 """
 
 from __future__ import annotations
@@ -59,7 +65,8 @@ assert sys.byteorder == "little", "arrays travel as they lie in memory, little-e
 
 
 class _Start(NamedTuple):
-    """What heads of one kind have in common if their arrays have the same shapes: all in front of their numbers."""
+    """What heads of one kind have in common if their arrays have the same
+    shapes: all in front of their numbers."""
 
     data: bytes
     """Header and words."""
@@ -153,15 +160,21 @@ class Head:
         return self._start.num_bytes
 
     def message(self, body: Array) -> Message:
-        """The message. Its arrays are views of ``body``, uint8 [body_bytes], and keep it alive.
+        """The message. Its arrays are views of ``body``, uint8 [body_bytes],
+        and keep it alive.
 
         Raises:
             ProtocolError: the body hasn't the announced size.
         """
         expected = self._start.body
         if len(body) != expected.num_bytes:
-            raise self._layout.refuse(f"a body of {len(body)} bytes came where {expected.num_bytes} were announced")
-        arrays = [None if view is None else np.ndarray(view[0], view[1], body, view[2]) for view in expected.views]
+            raise self._layout.refuse(
+                f"a body of {len(body)} bytes came where {expected.num_bytes} were announced"
+            )
+        arrays = [
+            None if view is None else np.ndarray(view[0], view[1], body, view[2])
+            for view in expected.views
+        ]
         try:
             return self._layout.make(*self._others, *arrays)
         except ConfigError as error:
@@ -199,7 +212,9 @@ class _Layout:
         arrays = self.get_arrays(message)
         tail = self._write_others(message) if self.others else b""
         try:
-            start = self.start_of(epoch, len(tail), *[None if x is None else (x.dtype, x.shape) for x in arrays])
+            start = self.start_of(
+                epoch, len(tail), *[None if x is None else (x.dtype, x.shape) for x in arrays]
+            )
             head = start.data + self.numbers.pack(*self.get_numbers(message)) + tail
         except ProtocolError as error:
             raise self.refuse(str(error)) from None
@@ -207,8 +222,11 @@ class _Layout:
             raise self.refuse(f"a number that can't be sent: {error}") from None
         return Frame(head + _CRC.pack(crc32(head)), arrays, start)
 
-    def _start_of(self, epoch: int, tail_bytes: int, *arrays: tuple[np.dtype[Any], tuple[int, ...]] | None) -> _Start:
-        """From dtype and dims of each array. Raises ProtocolError if they aren't what the fields declare."""
+    def _start_of(
+        self, epoch: int, tail_bytes: int, *arrays: tuple[np.dtype[Any], tuple[int, ...]] | None
+    ) -> _Start:
+        """From dtype and dims of each array. Raises ProtocolError if they
+        aren't what the fields declare."""
         body = self.arrays.of_arrays(*arrays)
         head_bytes = self.fixed_bytes + tail_bytes
         header = MAGIC, PROTOCOL_VERSION, self.opcode, 0, epoch, head_bytes, body.num_bytes
@@ -223,7 +241,8 @@ class _Layout:
         return bytes(tail)
 
     def read_start(self, head: bytes, epoch: int, body_bytes: int) -> _Start:
-        """Check what is in front of the numbers, and the head's length; its header has been checked."""
+        """Check what is in front of the numbers, and the head's length; its
+        header has been checked."""
         spare = len(head) - self.fixed_bytes
         if spare < 0 or (spare and not self.others):
             raise self.refuse(f"a head of {len(head)} bytes, where {self.fixed_bytes} are needed")
@@ -280,27 +299,39 @@ _BY_OPCODE: Final = {layout.opcode: layout for layout in _BY_KIND.values()}
 
 
 def encode(message: Message, *, epoch: int = 0) -> Frame:
-    """Encode one message. Arrays are referred to, not copied, unless they aren't contiguous.
+    """Encode one message. Arrays are referred to, not copied, unless they
+    aren't contiguous.
 
     Raises:
-        ProtocolError: the message is none that can travel: an array of a wrong dtype or number of dims, dims of one
-            name that differ, a number beyond 64 bits, more bytes than a message may have.
+        ProtocolError: the message is none that can travel: an array of a wrong
+            dtype or number of dims, dims of one name that differ, a number
+            beyond 64 bits, more bytes than a message may have.
     """
     return _BY_KIND[type(message)].encode(message, epoch)
 
 
 def read_head(data: bytes | memoryview, *, max_body_bytes: int = MAX_BODY_BYTES) -> Head:
-    """Check and read the head at the start of ``data``, which may go on behind it.
+    """Check and read the head at the start of ``data``, which may go on behind
+    it.
 
     Raises:
-        ProtocolError: it is not a head, or one that the protocol forbids; the message says why.
+        ProtocolError: it is not a head, or one that the protocol forbids; the
+            message says why.
     """
     if len(data) < _HEADER.size:
-        raise ProtocolError(f"{len(data)} bytes are too few for a message: is another program using this port?")
-    # Layers of a step begin alike: what begins like one that was found to be in order is, as far as that goes.
+        raise ProtocolError(
+            f"{len(data)} bytes are too few for a message: is another program using this port?"
+        )
+    # Layers of a step begin alike: what begins like one that was found to be in
+    # order is, as far as that goes.
     layout = _BY_OPCODE.get(data[_OPCODE_AT])
     start = None if layout is None else layout.known.get(bytes(data[: layout.start.size]))
-    if layout is None or start is None or start.head_bytes > len(data) or start.body.num_bytes > max_body_bytes:
+    if (
+        layout is None
+        or start is None
+        or start.head_bytes > len(data)
+        or start.body.num_bytes > max_body_bytes
+    ):
         return _read_new_head(data, max_body_bytes)
     _check_crc(layout, data, start.head_bytes)
     return layout.read(start, data)
@@ -317,10 +348,13 @@ def read_epoch(data: bytes | memoryview) -> int | None:
 def _read_new_head(data: bytes | memoryview, max_body_bytes: int) -> Head:
     magic, version, opcode, zero, epoch, head_bytes, body_bytes = _HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise ProtocolError(f"a message starts with {magic!r}, not {MAGIC!r}: is another program using this port?")
+        raise ProtocolError(
+            f"a message starts with {magic!r}, not {MAGIC!r}: is another program using this port?"
+        )
     if version != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"the peer speaks protocol version {version}, this side {PROTOCOL_VERSION}: install the same FastDecode on "
+            f"the peer speaks protocol version {version}, this side {PROTOCOL_VERSION}: install "
+            "the same FastDecode on "
             "every host",
             code="protocol_version",
         )
@@ -328,9 +362,13 @@ def _read_new_head(data: bytes | memoryview, max_body_bytes: int) -> Head:
     if layout is None or zero != 0:
         raise ProtocolError(f"no message has opcode {opcode}")
     if not _HEADER.size + _CRC.size <= head_bytes <= min(len(data), MAX_HEAD_BYTES):
-        raise layout.refuse(f"a head of {head_bytes} bytes; {len(data)} came, {MAX_HEAD_BYTES} are allowed")
+        raise layout.refuse(
+            f"a head of {head_bytes} bytes; {len(data)} came, {MAX_HEAD_BYTES} are allowed"
+        )
     if body_bytes > max_body_bytes:
-        raise layout.refuse(f"a body of {body_bytes} bytes exceeds the {max_body_bytes} that are allowed")
+        raise layout.refuse(
+            f"a body of {body_bytes} bytes exceeds the {max_body_bytes} that are allowed"
+        )
     _check_crc(layout, data, head_bytes)
     start = layout.read_start(bytes(data[:head_bytes]), epoch, body_bytes)
     layout.remember(start)
@@ -344,10 +382,12 @@ def _check_crc(layout: _Layout, data: bytes | memoryview, head_bytes: int) -> No
 
 
 def decode(data: Array, *, max_body_bytes: int = MAX_BODY_BYTES) -> tuple[Message, int]:
-    """A message that came in one piece, uint8 [num_bytes], and its epoch. Its arrays are views of ``data``.
+    """A message that came in one piece, uint8 [num_bytes], and its epoch. Its
+    arrays are views of ``data``.
 
     Raises:
-        ProtocolError: as ``read_head``; or the piece is shorter or longer than its head says.
+        ProtocolError: as ``read_head``; or the piece is shorter or longer than
+            its head says.
     """
     head = read_head(data.data, max_body_bytes=max_body_bytes)
     return head.message(data[head.body_at :]), head.epoch

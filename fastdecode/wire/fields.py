@@ -44,7 +44,9 @@ class Cursor:
 
     def take(self, num_bytes: int) -> bytes:
         if num_bytes > self.remaining:
-            raise ProtocolError(f"a field of {num_bytes} bytes stands where {self.remaining} are left")
+            raise ProtocolError(
+                f"a field of {num_bytes} bytes stands where {self.remaining} are left"
+            )
         self._at += num_bytes
         return self._data[self._at - num_bytes : self._at]
 
@@ -146,9 +148,12 @@ class _Repeated:
 
     def read(self, cursor: Cursor) -> tuple[Any, ...]:
         length: int = cursor.unpack(_LENGTH)
-        # Every item takes a byte at least, so a lie about the length ends here and not in a long loop.
+        # Every item takes a byte at least, so a lie about the length ends here
+        # and not in a long loop.
         if length > min(MAX_TUPLE_LENGTH, cursor.remaining):
-            raise ProtocolError(f"a tuple of {length} items in {cursor.remaining} bytes; at most {MAX_TUPLE_LENGTH}")
+            raise ProtocolError(
+                f"a tuple of {length} items in {cursor.remaining} bytes; at most {MAX_TUPLE_LENGTH}"
+            )
         return tuple(self.inner.read(cursor) for _ in range(length))
 
 
@@ -173,8 +178,14 @@ class _Record:
 
 
 def kind_of(hint: Any) -> Kind:
-    """The kind of a type hint. ``TypeError`` for types that have none: a mistake in ``messages``, not a peer's."""
-    plain: dict[Any, Kind] = {int: _Number(_INT), float: _Number(_FLOAT), bool: _Flag(), str: _Text()}
+    """The kind of a type hint. ``TypeError`` for types that have none: a
+    mistake in ``messages``, not a peer's."""
+    plain: dict[Any, Kind] = {
+        int: _Number(_INT),
+        float: _Number(_FLOAT),
+        bool: _Flag(),
+        str: _Text(),
+    }
     if hint in plain:
         return plain[hint]
     origin, args = get_origin(hint), get_args(hint)

@@ -1,7 +1,9 @@
-"""Connections between threads of one process. A message is handed over as it is: nothing is encoded or copied.
+"""Connections between threads of one process. A message is handed over as it
+is: nothing is encoded or copied.
 
-All connections of a hub share one queue of arrivals, so that waiting for one peer and waiting for any is the same
-blocking ``get``, and nothing is polled. What arrives for a connection that isn't asked for is **pending** until it is.
+All connections of a hub share one queue of arrivals, so that waiting for one
+peer and waiting for any is the same blocking ``get``, and nothing is polled.
+What arrives for a connection that isn't asked for is **pending** until it is.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeAlias
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.transport import PeerLostError, ReceiveT, SendT, SendT_contra, closed_error, timeout_error
+from fastdecode.wire.transport import (
+    PeerLostError,
+    ReceiveT,
+    SendT,
+    SendT_contra,
+    closed_error,
+    timeout_error,
+)
 
 
 class _End(Enum):
@@ -118,7 +127,9 @@ class InprocHub(Generic[SendT, ReceiveT]):
         self._connections.append(connection)
         return connection
 
-    def arrive(self, connection: InprocConnection[SendT, ReceiveT], message: ReceiveT | _End) -> None:
+    def arrive(
+        self, connection: InprocConnection[SendT, ReceiveT], message: ReceiveT | _End
+    ) -> None:
         """Queue what comes for a connection; from any thread."""
         self._arrivals.put((connection, message))
 
@@ -130,7 +141,9 @@ class InprocHub(Generic[SendT, ReceiveT]):
             else:
                 still_open = [x.peer for x in self._connections if x.is_open]
                 if not still_open:
-                    raise closed_error(", ".join(x.peer for x in self._connections) or "every peer", by_peer=True)
+                    raise closed_error(
+                        ", ".join(x.peer for x in self._connections) or "every peer", by_peer=True
+                    )
                 try:
                     connection, message = self._next_arrival(deadline)
                 except Empty:
@@ -143,7 +156,9 @@ class InprocHub(Generic[SendT, ReceiveT]):
                 except WorkerError as error:
                     raise PeerLostError(index, error) from None
 
-    def receive_from(self, wanted: InprocConnection[SendT, ReceiveT], timeout_s: float | None) -> ReceiveT:
+    def receive_from(
+        self, wanted: InprocConnection[SendT, ReceiveT], timeout_s: float | None
+    ) -> ReceiveT:
         """The next message of one connection; see ``Connection.receive``."""
         deadline = self._deadline(timeout_s)
         pending = self._take_pending(wanted)
@@ -166,7 +181,9 @@ class InprocHub(Generic[SendT, ReceiveT]):
         pending = self._take_pending(wanted)
         return None if pending is None else wanted.take(pending[1])
 
-    def _take_pending(self, wanted: InprocConnection[SendT, ReceiveT]) -> _Arrival[SendT, ReceiveT] | None:
+    def _take_pending(
+        self, wanted: InprocConnection[SendT, ReceiveT]
+    ) -> _Arrival[SendT, ReceiveT] | None:
         wanted.check_open()
         for i, arrival in enumerate(self._pending):
             if arrival[0] is wanted:
@@ -185,9 +202,13 @@ class InprocHub(Generic[SendT, ReceiveT]):
 
 
 def connect(
-    one: InprocHub[SendT, ReceiveT], one_name: str, other: InprocHub[ReceiveT, SendT], other_name: str
+    one: InprocHub[SendT, ReceiveT],
+    one_name: str,
+    other: InprocHub[ReceiveT, SendT],
+    other_name: str,
 ) -> tuple[InprocConnection[SendT, ReceiveT], InprocConnection[ReceiveT, SendT]]:
-    """A new connection between the threads of two hubs, ``one_name`` and ``other_name``: one's side, and other's."""
+    """A new connection between the threads of two hubs, ``one_name`` and
+    ``other_name``: one's side, and other's."""
     here, there = one.add(other_name), other.add(one_name)
     here._remote, there._remote = there, here
     return here, there

@@ -1,7 +1,9 @@
-"""Measures the way to one R-worker and back, in the messages that decode steps are made of.
+"""Measures the way to one R-worker and back, in the messages that decode steps
+are made of.
 
-What counts is what the S-worker sees: from handing over an ``Attend`` to having its ``AttendResult``, less the seconds
-that the R-worker says it computed. Codec, transport, wire and both loops are in it.
+What counts is what the S-worker sees: from handing over an ``Attend`` to having
+its ``AttendResult``, less the seconds that the R-worker says it computed.
+Codec, transport, wire and both loops are in it.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ def measure_link(
     """Time round trips to a fresh R-worker.
 
     Args:
-        kv, attention: the head shape; the R-worker is greeted with a few layers of it.
+        kv, attention: the head shape; the R-worker is greeted with a few layers
+            of it.
         batches: sequences whose q, k, v go out and whose o comes back.
         repeats: steps of each batch, after ``WARM_UP_STEPS``.
 
@@ -108,7 +111,10 @@ class _Peer:
         self._connection, self._clock = connection, clock
         self._ids = np.arange(batch, dtype=np.int64)
         self._num_steps = 0
-        shapes = [(batch, heads, spec.head_dim) for heads in (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        shapes = [
+            (batch, heads, spec.head_dim)
+            for heads in (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
+        ]
         self._q, self._k, self._v = (np.ones(shape, activation_dtype.carrier) for shape in shapes)
 
     @property
@@ -125,7 +131,8 @@ class _Peer:
             self._connection.send(CloseSequence(sequence))
 
     def step(self) -> list[float]:
-        """One step. The round trips of all layers but the first, the R-worker's compute taken off."""
+        """One step. The round trips of all layers but the first, the R-worker's
+        compute taken off."""
         self._begin()
         trips = []
         for layer in range(NUM_LAYERS):
@@ -137,8 +144,8 @@ class _Peer:
         return trips[1:]
 
     def step_at_leisure(self, wait: Callable[[float], None]) -> list[float]:
-        """One step. What sending and receiving take of this thread when it needn't wait, for all layers but the
-        first."""
+        """One step. What sending and receiving take of this thread when it
+        needn't wait, for all layers but the first."""
         self._begin()
         costs = []
         for layer in range(NUM_LAYERS):
@@ -181,5 +188,7 @@ def _expect(answer: FromRWorker, kind: type[T]) -> T:
     if isinstance(answer, (Failed, Refused)):
         raise WorkerError(f"the R-worker can't be measured: {answer.message}", code=answer.code)
     if not isinstance(answer, kind):
-        raise ProtocolError(f"the R-worker answered {type(answer).__name__} where {kind.__name__} was due")
+        raise ProtocolError(
+            f"the R-worker answered {type(answer).__name__} where {kind.__name__} was due"
+        )
     return answer

@@ -1,14 +1,17 @@
-"""Every message between an S-worker and an R-worker. This docstring is the protocol.
+"""Every message between an S-worker and an R-worker. This docstring is the
+protocol.
 
 ==================  ===========  ============================================================================
 message             direction    meaning, and the answer
 ==================  ===========  ============================================================================
 ``Hello``           S → R        protocol version, role, holder, model, KV cache and attention of every layer →
-                                 ``Welcome``; said again, the holder begins anew: sequences, cache and open steps are
+                                 ``Welcome``; said again, the holder begins
+                                 anew: sequences, cache and open steps are
                                  forgotten
 ``OpenSequence``    S → R        reserve room for a new sequence → ``Accepted`` or ``Refused``
 ``ForkSequence``    S → R        a new sequence that starts with a prefix of its parent's cached tokens (blocks are
-                                 shared, copied on write) → ``Accepted`` or ``Refused``
+                                 shared, copied on write) → ``Accepted`` or
+                                 ``Refused``
 ``ExtendSequence``  S → R        enlarge an open sequence's room → ``Accepted`` or ``Refused``
 ``CloseSequence``   S → R        free a sequence's blocks; no answer
 ``BeginStep``       S → R        which sequences step, how many tokens each appends and attends; travels once a
@@ -26,39 +29,50 @@ message             direction    meaning, and the answer
                                  the only message that comes unasked
 ==================  ===========  ============================================================================
 
-**Peers and roles.** An R-worker has several peers, and a peer's first message says what it is: ``Hello`` an S-worker
-or a neighbour (``Role``), ``Inspect`` a reader. A **reader** changes nothing. A **neighbour** is an R-worker that has a
-cache kept here as another one's replica: it stores, and never attends (``num_queries = 0``). Which role may say what
-stands with each message (``said_by``). What a peer may not say ends that peer's connection, with ``Failed``, and no
-other's.
+**Peers and roles.** An R-worker has several peers, and a peer's first message
+says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` a
+reader. A **reader** changes nothing. A **neighbour** is an R-worker that has a
+cache kept here as another one's replica: it stores, and never attends
+(``num_queries = 0``). Which role may say what stands with each message
+(``said_by``). What a peer may not say ends that peer's connection, with
+``Failed``, and no other's.
 
-**Holders.** A holder is a cache. ``Hello`` opens one for the peer that says it, and nobody else may use it; a second
-peer that wants a holder that is taken, or one beside which there is no memory left, is refused as ``busy``. A peer may
-open several. Only then do messages name the holder that they are for: ``holder = THE_ONLY`` means the one that the peer
-has. Answers don't name it: an R-worker answers a peer in the order in which it was asked. When a peer goes, its caches
+**Holders.** A holder is a cache. ``Hello`` opens one for the peer that says it,
+and nobody else may use it; a second peer that wants a holder that is taken, or
+one beside which there is no memory left, is refused as ``busy``. A peer may
+open several. Only then do messages name the holder that they are for: ``holder
+= THE_ONLY`` means the one that the peer has. Answers don't name it: an R-worker
+answers a peer in the order in which it was asked. When a peer goes, its caches
 go with it; others stay.
 
-One lane has at most one step open at a holder; within a step, layers come in order 0 … num_layers - 1, and the
-last layer's ``Attend`` closes the step. Arrays declare dtype and dims in their annotation, and the codec holds peers to
-it: ``Activations`` are of the dtype agreed in ``Hello`` (float32, or uint16 carrying the bits of a 16-bit float); a
-dim that stands twice in one message is the same both times. T_kv sums ``num_new`` and T_q sums ``num_queries`` over the
+One lane has at most one step open at a holder; within a step, layers come in
+order 0 … num_layers - 1, and the last layer's ``Attend`` closes the step.
+Arrays declare dtype and dims in their annotation, and the codec holds peers to
+it: ``Activations`` are of the dtype agreed in ``Hello`` (float32, or uint16
+carrying the bits of a 16-bit float); a dim that stands twice in one message is
+the same both times. T_kv sums ``num_new`` and T_q sums ``num_queries`` over the
 step's sequences, in the order of ``sequence_ids``.
 
-Queries of one sequence are its last ``num_queries`` tokens: the query i of a sequence stands at position
-``num_past + num_new + num_beyond - num_queries + i`` and sees keys up to its own position, below ``num_visible``, and
-inside the layer's window. So one contract covers decode (``num_new = num_queries = 1``, ``num_visible = num_past +
-1``), a prompt's first chunk, attended on the S-worker (``num_queries = 0``), its later chunks, whose past alone is
-attended here and merged there by log-sum-exp (``num_queries = num_new``, ``num_visible = num_past``), and several new
-tokens attended here causally (``num_queries = num_new``, ``num_visible = num_past + num_new``). A query that sees no
-key at all gets o = 0 and a log-sum-exp of -inf.
+Queries of one sequence are its last ``num_queries`` tokens: the query i of a
+sequence stands at position ``num_past + num_new + num_beyond - num_queries +
+i`` and sees keys up to its own position, below ``num_visible``, and inside the
+layer's window. So one contract covers decode (``num_new = num_queries = 1``,
+``num_visible = num_past + 1``), a prompt's first chunk, attended on the
+S-worker (``num_queries = 0``), its later chunks, whose past alone is attended
+here and merged there by log-sum-exp (``num_queries = num_new``, ``num_visible =
+num_past``), and several new tokens attended here causally (``num_queries =
+num_new``, ``num_visible = num_past + num_new``). A query that sees no key at
+all gets o = 0 and a log-sum-exp of -inf.
 
-A long sequence may be **split**: consecutive tokens of it, its **parts**, are on several R-workers, each a sequence of
-its own to them, with positions from 0. New tokens are appended to the last part; the others are **closed**: they
-append nothing and only attend (``num_new = 0``, ``num_visible = num_past``), to queries that stand ``num_beyond``
-tokens further on.
+A long sequence may be **split**: consecutive tokens of it, its **parts**, are
+on several R-workers, each a sequence of its own to them, with positions from 0.
+New tokens are appended to the last part; the others are **closed**: they append
+nothing and only attend (``num_new = 0``, ``num_visible = num_past``), to
+queries that stand ``num_beyond`` tokens further on.
 
-From ``BeginStep`` to the step's last ``Attend``, its sequences may be neither closed nor stepped in another lane, and
-forked only at tokens that were cached before the step: the others' K and V are not there in every layer yet. A
+From ``BeginStep`` to the step's last ``Attend``, its sequences may be neither
+closed nor stepped in another lane, and forked only at tokens that were cached
+before the step: the others' K and V are not there in every layer yet. A
 sequence never grows past its reservation.
 """
 
@@ -84,8 +98,9 @@ MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
 MAX_LANES = 256
 MAX_STEP_TOKENS = 1 << 23
-"""That one step of one lane appends on one R-worker, and as many that it attends there. With the longest sequence no
-more than the 2^24 positions that kernels count exactly, in float32."""
+"""That one step of one lane appends on one R-worker, and as many that it
+attends there. With the longest sequence no more than the 2^24 positions that
+kernels count exactly, in float32."""
 
 THE_ONLY: Final = -1
 """In the place of a holder: the only one that the peer has."""
@@ -149,7 +164,8 @@ class Accepted:
 class Refused(_Worded):
     sequence_id: int
     code: str
-    """``out_of_capacity``: there is no room now; ``exceeds_capacity``: there would be none in an empty R-worker."""
+    """``out_of_capacity``: there is no room now; ``exceeds_capacity``: there
+    would be none in an empty R-worker."""
     message: str
 
 
@@ -188,11 +204,13 @@ class Asking:
         return self
 
     def part(self: AnyT, share: HeadShare) -> AnyT:
-        """What one of several R-workers is told that share out the heads: all of it, or its heads' arrays."""
+        """What one of several R-workers is told that share out the heads: all
+        of it, or its heads' arrays."""
         return self
 
     def join(self, answers: Sequence[Answer]) -> Answer:
-        """The answer of R-workers that share out the heads, from each one's, in the order of heads.
+        """The answer of R-workers that share out the heads, from each one's, in
+        the order of heads.
 
         Raises:
             ProtocolError: their answers don't belong together.
@@ -202,14 +220,17 @@ class Asking:
         return answers[0]
 
     def undo(self) -> ToRWorker | None:
-        """What those are told that accepted it when others refused; None: what was accepted may stay."""
+        """What those are told that accepted it when others refused; None: what
+        was accepted may stay."""
         return None
 
 
 def _same(asked: Asking, values: Sequence[AnyT]) -> AnyT:
     """What several R-workers have said, if all have said the same."""
     if any(value != values[0] for value in values):
-        raise ProtocolError(f"each answers {type(asked).__name__} with something else: {list(values)}")
+        raise ProtocolError(
+            f"each answers {type(asked).__name__} with something else: {list(values)}"
+        )
     return values[0]
 
 
@@ -253,7 +274,9 @@ class Hello(_ForHolder):
     def __post_init__(self) -> None:
         make_printable(self)
         if not self.activation_dtype.is_float:
-            raise ConfigError(f"activation_dtype={self.activation_dtype.value!r}: q, k, v and o travel as floats")
+            raise ConfigError(
+                f"activation_dtype={self.activation_dtype.value!r}: q, k, v and o travel as floats"
+            )
         if self.role not in _OWNERS:
             raise ConfigError(f"a {self.role.value} keeps no cache: it says Inspect, not Hello")
 
@@ -267,10 +290,14 @@ class Hello(_ForHolder):
             ("num_threads", welcome.num_threads, MAX_THREADS),
         ):
             if not 1 <= value <= most:
-                raise ProtocolError(f"R-worker {welcome.worker} offers {name}={value}, which is not within 1..{most}")
+                raise ProtocolError(
+                    f"R-worker {welcome.worker} offers {name}={value}, which is not within "
+                    f"1..{most}"
+                )
         if welcome.block_size != self.kv.block_size:
             raise ProtocolError(
-                f"R-worker {welcome.worker} offers KV blocks of {welcome.block_size} tokens, not {self.kv.block_size}"
+                f"R-worker {welcome.worker} offers KV blocks of {welcome.block_size} tokens, not "
+                f"{self.kv.block_size}"
             )
 
     def part(self, share: HeadShare) -> Hello:
@@ -285,7 +312,8 @@ class Hello(_ForHolder):
 class OpenSequence(_Reserving):
     sequence_id: int
     num_reserved_tokens: int
-    """Room is set aside for this many tokens, so that no later step of the sequence can run out of blocks."""
+    """Room is set aside for this many tokens, so that no later step of the
+    sequence can run out of blocks."""
     holder: int = THE_ONLY
 
     def undo(self) -> CloseSequence:
@@ -297,8 +325,9 @@ class ForkSequence(_Reserving):
     parent_id: int
     sequence_id: int
     num_shared_tokens: int
-    """The prefix of the parent that the new sequence starts with: 1 to the parent's cached tokens, in whole tokens. Its
-    blocks are shared; the first append into a shared block copies that block first."""
+    """The prefix of the parent that the new sequence starts with: 1 to the
+    parent's cached tokens, in whole tokens. Its blocks are shared; the first
+    append into a shared block copies that block first."""
     num_reserved_tokens: int
     """In all, the shared tokens included."""
     holder: int = THE_ONLY
@@ -336,7 +365,8 @@ class BeginStep(_ForHolder):
     """Keys visible at most: num_past or num_past + num_new."""
     want_lse: bool = False
     num_beyond: Annotated[NDArray[np.int32] | None, "N"] = None
-    """Tokens of the whole sequence, up to the last query, that come after those here; None: 0 for all."""
+    """Tokens of the whole sequence, up to the last query, that come after those
+    here; None: 0 for all."""
     holder: int = THE_ONLY
 
 
@@ -381,7 +411,15 @@ class Shutdown(Asking):
 
 
 ToRWorker: TypeAlias = (
-    Hello | OpenSequence | ForkSequence | ExtendSequence | CloseSequence | BeginStep | Attend | Inspect | Shutdown
+    Hello
+    | OpenSequence
+    | ForkSequence
+    | ExtendSequence
+    | CloseSequence
+    | BeginStep
+    | Attend
+    | Inspect
+    | Shutdown
 )
 Greeting: TypeAlias = Hello | Inspect
 """What a peer may begin with."""
@@ -407,4 +445,5 @@ OPCODES: Mapping[type[Message], int] = {
     Failed: 69,
     Report: 70,
 }
-"""What messages are called on the wire; from 65 on, those that R-workers send. A retired number isn't used again."""
+"""What messages are called on the wire; from 65 on, those that R-workers send.
+A retired number isn't used again."""

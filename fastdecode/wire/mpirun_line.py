@@ -1,6 +1,8 @@
-"""The mpirun line of a job: one S-worker, and R-workers on any number of hosts. Pure: nothing is run or looked up here.
+"""The mpirun line of a job: one S-worker, and R-workers on any number of hosts.
+Pure: nothing is run or looked up here.
 
-Open MPI 5 and MPICH (Hydra) are known. What the options are for stands in ``docs/cluster.md``.
+Open MPI 5 and MPICH (Hydra) are known. What the options are for stands in
+``docs/cluster.md``.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """``"a:2,b:2"`` → two hosts with two R-workers each; a count of 0 is a host without.
+    """``"a:2,b:2"`` → two hosts with two R-workers each; a count of 0 is a host
+    without.
 
     Raises:
         ConfigError: it is no such list, names a host twice, or has no R-worker.
@@ -38,7 +41,10 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         match = _HOST.fullmatch(part.strip())
         count = int(match["count"] or 1) if match else -1
         if match is None or not 0 <= count <= MAX_R_WORKERS_PER_HOST:
-            raise ConfigError(f"--hosts={text!r}: {part.strip()!r} is not of the form HOST or HOST:NUMBER_OF_R_WORKERS")
+            raise ConfigError(
+                f"--hosts={text!r}: {part.strip()!r} is not of the form HOST or "
+                "HOST:NUMBER_OF_R_WORKERS"
+            )
         hosts.append(Host(match["name"], count))
     names = [host.name for host in hosts]
     if len(set(names)) < len(names):
@@ -59,7 +65,9 @@ def vendor_of(version: str) -> Vendor:
     if "HYDRA" in version or "mpich" in version.lower():
         return "MPICH"
     first = version.strip().split("\n")[0][:80]
-    raise ConfigError(f"mpirun says {first!r}: it is neither Open MPI's nor MPICH's, write the line yourself")
+    raise ConfigError(
+        f"mpirun says {first!r}: it is neither Open MPI's nor MPICH's, write the line yourself"
+    )
 
 
 @dataclass(frozen=True)
@@ -68,10 +76,13 @@ class JobLine:
 
     Args:
         s_command: the S-worker's, such as fastdecode generate …
-        r_command: every R-worker's, such as fastdecode r-worker --numa-node auto
-        hosts: where R-workers run; the first runs the S-worker too, unless ``s_host`` is given.
+        r_command: every R-worker's, such as fastdecode r-worker --numa-node
+            auto
+        hosts: where R-workers run; the first runs the S-worker too, unless
+            ``s_host`` is given.
         vendor: whose mpirun it is.
-        interface: the network that MPI uses: an interface's name, or 10.0.0.0/24 with Open MPI.
+        interface: the network that MPI uses: an interface's name, or
+            10.0.0.0/24 with Open MPI.
         extra: further options of mpirun.
         as_root: have Open MPI run as root, which it refuses otherwise.
         num_s_ranks: ranks that run the S-worker's command: those of ``--tp``.
@@ -90,11 +101,16 @@ class JobLine:
 
     def __post_init__(self) -> None:
         if self.interface is not None and not _INTERFACE.fullmatch(self.interface):
-            raise ConfigError(f"--interface={self.interface!r} is neither an interface such as eth0 nor 10.0.0.0/24")
+            raise ConfigError(
+                f"--interface={self.interface!r} is neither an interface such as eth0 nor "
+                "10.0.0.0/24"
+            )
         if self.s_host is not None and (":" in self.s_host or not _HOST.fullmatch(self.s_host)):
             raise ConfigError(f"--s-host={self.s_host!r} is not a host's name")
         if self.vendor == "MPICH" and self.interface is not None and "/" in self.interface:
-            raise ConfigError(f"--interface={self.interface!r}: MPICH takes an interface's name, such as eth0")
+            raise ConfigError(
+                f"--interface={self.interface!r}: MPICH takes an interface's name, such as eth0"
+            )
 
     def words(self) -> list[str]:
         """The command line."""
@@ -129,10 +145,29 @@ class JobLine:
     def _options(self) -> list[str]:
         if self.vendor == "MPICH":
             return ["-iface", self.interface] if self.interface else []
-        # Ranks that die are told of (ulfm needs the pml ob1); R-workers bind themselves; waiting ranks yield.
-        options = ["--with-ft", "ulfm", "--bind-to", "none", "--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"]
+        # Ranks that die are told of (ulfm needs the pml ob1); R-workers bind
+        # themselves; waiting ranks yield.
+        options = [
+            "--with-ft",
+            "ulfm",
+            "--bind-to",
+            "none",
+            "--mca",
+            "pml",
+            "ob1",
+            "--mca",
+            "btl",
+            "self,sm,tcp",
+        ]
         if self.interface:
-            options += ["--mca", "btl_tcp_if_include", self.interface, "--prtemca", "prte_if_include", self.interface]
+            options += [
+                "--mca",
+                "btl_tcp_if_include",
+                self.interface,
+                "--prtemca",
+                "prte_if_include",
+                self.interface,
+            ]
         if self.as_root:
             options.append("--allow-run-as-root")
         return options

@@ -1,4 +1,5 @@
-"""Looking after what doesn't call back: politely in the thread that waits, and in the background while it is busy."""
+"""Looking after what doesn't call back: politely in the thread that waits, and
+in the background while it is busy."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ _LONGEST_SLEEP_S: Final = 1e-3
 
 
 def look_until_found(look: Callable[[], T | None], timeout_s: float | None) -> T | None:
-    """What ``look`` gives once it isn't None; or None when the time is over, but not before it has looked.
+    """What ``look`` gives once it isn't None; or None when the time is over,
+    but not before it has looked.
 
-    The first looks come back to back, as a quick peer's answer is near; then others may have the core between two
-    looks; then it sleeps, the longer the longer it has waited, by 2 % or so of that.
+    The first looks come back to back, as a quick peer's answer is near; then
+    others may have the core between two looks; then it sleeps, the longer the
+    longer it has waited, by 2 % or so of that.
     """
     started = time.monotonic()
     num_looks, sleep_s = 0, _FIRST_SLEEP_S
@@ -40,16 +43,23 @@ def look_until_found(look: Callable[[], T | None], timeout_s: float | None) -> T
 
 
 class Watchdog(threading.Thread):
-    """Barks, once, when somebody should be looking and hasn't for ``num_ticks`` ticks: a call that never waits does.
+    """Barks, once, when somebody should be looking and hasn't for ``num_ticks``
+    ticks: a call that never waits does.
 
     Args:
         looks: how often somebody has looked by now; None while nobody should.
         bark: what to do then.
-        tick_s: between two of its own looks. Ticks are counted, not time: a process that was stopped has missed both.
+        tick_s: between two of its own looks. Ticks are counted, not time: a
+            process that was stopped has missed both.
     """
 
     def __init__(
-        self, looks: Callable[[], int | None], bark: Callable[[], None], *, tick_s: float, num_ticks: int
+        self,
+        looks: Callable[[], int | None],
+        bark: Callable[[], None],
+        *,
+        tick_s: float,
+        num_ticks: int,
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._looks = looks

@@ -1,20 +1,26 @@
-"""What every transport offers: a connection to one peer, and a hub that waits for any of several.
+"""What every transport offers: a connection to one peer, and a hub that waits
+for any of several.
 
-**Whose is an array?** Sending a message lends its arrays to the receiver until the receiver answers, so that no
-transport has to copy and every transport may use the same buffers again:
+**Whose is an array?** Sending a message lends its arrays to the receiver until
+the receiver answers, so that no transport has to copy and every transport may
+use the same buffers again:
 
-- The sender of an ``Attend`` leaves q, k and v alone until its ``AttendResult`` is here; the sender of a
-  ``BeginStep`` leaves its arrays alone until the step's first ``AttendResult``.
-- The receiver of an ``AttendResult`` may read o and lse, in place, until it sends the lane's next ``Attend`` that
-  has queries. What it wants to keep for longer it copies.
+- The sender of an ``Attend`` leaves q, k and v alone until its ``AttendResult``
+  is here; the sender of a ``BeginStep`` leaves its arrays alone until the
+  step's first ``AttendResult``.
+- The receiver of an ``AttendResult`` may read o and lse, in place, until it
+  sends the lane's next ``Attend`` that has queries. What it wants to keep for
+  longer it copies.
 - Nobody writes into an array that it received.
 
-**Errors.** A closed or failed peer, and a deadline that passes, raise ``WorkerError``, which names the peer; its code
-says which it was: ``CLOSED`` or ``TIMEOUT``. After a timeout the connection is as it was: the answer may still come.
-What a peer sent before it closed is received first, and then every call says that it is closed.
+**Errors.** A closed or failed peer, and a deadline that passes, raise
+``WorkerError``, which names the peer; its code says which it was: ``CLOSED`` or
+``TIMEOUT``. After a timeout the connection is as it was: the answer may still
+come. What a peer sent before it closed is received first, and then every call
+says that it is closed.
 
-**Threads.** A connection, and all connections of one hub, belong to one thread, save for ``close``, which any thread
-may call at any time.
+**Threads.** A connection, and all connections of one hub, belong to one thread,
+save for ``close``, which any thread may call at any time.
 """
 
 from __future__ import annotations
@@ -43,21 +49,26 @@ class Connection(Protocol[SendT_contra, ReceiveT_co]):
 
     @property
     def heard_s(self) -> float | None:
-        """When the peer last gave a sign of life that we took in, on ``time.monotonic``. None: it gives none of its own
-        accord; either it can't hang alone, or the transport itself closes the connection to a silent peer."""
+        """When the peer last gave a sign of life that we took in, on
+        ``time.monotonic``. None: it gives none of its own accord; either it
+        can't hang alone, or the transport itself closes the connection to a
+        silent peer."""
 
     def send(self, message: SendT_contra) -> None:
-        """Hand the message over. Returns without waiting for the peer to take it.
+        """Hand the message over. Returns without waiting for the peer to take
+        it.
 
         Raises:
             WorkerError: (``CLOSED``) this side or the peer has closed.
         """
 
     def receive(self, timeout_s: float | None = None) -> ReceiveT_co:
-        """The peer's next message; waits for it, at most ``timeout_s`` seconds, or for as long as it takes.
+        """The peer's next message; waits for it, at most ``timeout_s`` seconds,
+        or for as long as it takes.
 
         Raises:
-            WorkerError: (``CLOSED``) nothing more will come; (``TIMEOUT``) nothing came in time.
+            WorkerError: (``CLOSED``) nothing more will come; (``TIMEOUT``)
+                nothing came in time.
         """
 
     def poll(self) -> ReceiveT_co | None:
@@ -76,19 +87,24 @@ class Hub(Protocol[SendT_contra, ReceiveT_co]):
 
     @property
     def connections(self) -> Sequence[Connection[SendT_contra, ReceiveT_co]]:
-        """In the order in which they were made; closed ones included, so that an index keeps its meaning."""
+        """In the order in which they were made; closed ones included, so that
+        an index keeps its meaning."""
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT_co]:
-        """The index of a connection, and its next message; whichever is here first, in order of arrival.
+        """The index of a connection, and its next message; whichever is here
+        first, in order of arrival.
 
         Raises:
-            PeerLostError: nothing more will come over one connection; told once for each.
-            WorkerError: (``CLOSED``) no connection is left open; (``TIMEOUT``) nothing came in time.
+            PeerLostError: nothing more will come over one connection; told once
+                for each.
+            WorkerError: (``CLOSED``) no connection is left open; (``TIMEOUT``)
+                nothing came in time.
         """
 
 
 class PeerLostError(WorkerError):
-    """One connection of a hub is over: the peer has closed it, or is dead, silent, or broke the protocol.
+    """One connection of a hub is over: the peer has closed it, or is dead,
+    silent, or broke the protocol.
 
     Args:
         index: the connection's.
@@ -120,7 +136,9 @@ class SoleHub(Generic[SendT, ReceiveT]):
 def closed_error(peer: str, *, by_peer: bool) -> WorkerError:
     """The error for a connection that has been closed."""
     if by_peer:
-        return WorkerError(f"{peer} has closed the connection: it ended or crashed; see its log", code=CLOSED)
+        return WorkerError(
+            f"{peer} has closed the connection: it ended or crashed; see its log", code=CLOSED
+        )
     return WorkerError(f"the connection to {peer} was closed on this side", code=CLOSED)
 
 
@@ -129,11 +147,15 @@ def loss(peer: str, error: FastDecodeError) -> str:
     if not error.message.startswith(f"{peer} "):
         return f"{peer} is lost: {error.message}"
     reason = error.message.removeprefix(f"{peer} ")
-    return f"{peer} is lost: {reason.removeprefix('is lost: ') if reason.startswith('is lost: ') else f'it {reason}'}"
+    return (
+        f"{peer} is lost: "
+        f"{reason.removeprefix('is lost: ') if reason.startswith('is lost: ') else f'it {reason}'}"
+    )
 
 
 def timeout_error(peer: str, timeout_s: float) -> WorkerError:
     """The error for a message that didn't come in time."""
     return WorkerError(
-        f"{peer} sent nothing for {timeout_s:g} s: it hangs, is overloaded, or can't be reached", code=TIMEOUT
+        f"{peer} sent nothing for {timeout_s:g} s: it hangs, is overloaded, or can't be reached",
+        code=TIMEOUT,
     )

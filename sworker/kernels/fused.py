@@ -1,4 +1,5 @@
-"""Fused kernels, put on a model from outside: the modules that they replace stay as they are for every other device."""
+"""Fused kernels, put on a model from outside: the modules that they replace
+stay as they are for every other device."""
 
 from __future__ import annotations
 
@@ -25,20 +26,26 @@ _MAX_NORM_SIZE = 1 << 15
 
 
 class Kernels(Protocol):
-    """``fused_triton`` on CUDA, ``fused_numba`` on a CPU. Inputs are dense in their last dim, results everywhere."""
+    """``fused_triton`` on CUDA, ``fused_numba`` on a CPU. Inputs are dense in
+    their last dim, results everywhere."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        """x / rms(x) · (weight + offset) over the last dim. x [T, size] or [T, H, size], weight [size] → as x."""
+        """x / rms(x) · (weight + offset) over the last dim. x [T, size] or [T,
+        H, size], weight [size] → as x."""
 
-    def add_norm(self, x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float
+    ) -> tuple[Tensor, Tensor]:
         """x + added, rounded, and its ``norm``. x, added [T, size] → [T, size] each."""
 
     def rotate(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-        """x [T, H, D], positions int64 [T] within the table, float32 [P, 2 · N]: cos, then sin → [T, H, D]. The first N
-        dims of a head are turned with the next N."""
+        """x [T, H, D], positions int64 [T] within the table, float32 [P, 2 ·
+        N]: cos, then sin → [T, H, D]. The first N dims of a head are turned
+        with the next N."""
 
     def gate(self, h: Tensor, *, is_silu: bool) -> Tensor:
-        """act(first half) · second half, act rounded. h [T, 2 · size] → [T, size]. SiLU, or GELU by tanh."""
+        """act(first half) · second half, act rounded. h [T, 2 · size] → [T,
+        size]. SiLU, or GELU by tanh."""
 
 
 class FusedRotary(nn.Module):
@@ -49,7 +56,9 @@ class FusedRotary(nn.Module):
         self.unfused = table
         self._kernels = kernels
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # x [T, H, D], positions [T] → [T, H, D]
+    def forward(
+        self, x: Tensor, positions: Tensor
+    ) -> Tensor:  # x [T, H, D], positions [T] → [T, H, D]
         return self._kernels.rotate(x, positions, self.unfused.table) if x.shape[0] else x
 
 
@@ -67,13 +76,18 @@ class FusedRMSNorm(nn.Module):
 
 
 def fuse(model: Model, device: torch.device) -> bool:
-    """Exchange what there are kernels for. Returns whether it did: not if a device or a dtype has none (CUDA without
-    Triton, float16 on a CPU), nor if a kernel fails, or differs from torch's result by more than rounding."""
+    """Exchange what there are kernels for. Returns whether it did: not if a
+    device or a dtype has none (CUDA without Triton, float16 on a CPU), nor if a
+    kernel fails, or differs from torch's result by more than rounding."""
     try:
         kernels = _kernels_of(device, model.embed_tokens.weight.dtype)
         return kernels is not None and fuse_checked(model, kernels)
     except Exception as error:  # compilers, a driver and the kernels raise whatever they like
-        logger.warning("fused kernels can't be used on %s, torch's are: %s", device, str(error).splitlines()[:1])
+        logger.warning(
+            "fused kernels can't be used on %s, torch's are: %s",
+            device,
+            str(error).splitlines()[:1],
+        )
         return False
 
 
@@ -91,13 +105,16 @@ def _kernels_of(device: torch.device, dtype: torch.dtype) -> Kernels | None:
 
 @torch.inference_mode()
 def fuse_checked(model: Model, kernels: Kernels) -> bool:
-    """``fuse`` with these kernels; raises whatever they raise. All parts are exchanged, or none.
+    """``fuse`` with these kernels; raises whatever they raise. All parts are
+    exchanged, or none.
 
     Layers are alike: what the first one's parts say speaks for the others'.
     """
     fused: dict[nn.Module, nn.Module] = {}  # by what it replaces; layers share a rotary table
     for module in model.modules():
-        assert all(x.is_contiguous() for x in module.parameters(recurse=False))  # kernels go by addresses
+        assert all(
+            x.is_contiguous() for x in module.parameters(recurse=False)
+        )  # kernels go by addresses
         if isinstance(module, RotaryTable):
             assert module.table.is_contiguous()
             fused[module] = FusedRotary(module, kernels)
@@ -128,7 +145,11 @@ def _add_norm_of(rms_norm: nn.Module, kernels: Kernels) -> AddNorm:
     assert isinstance(rms_norm, RMSNorm)
 
     def add_normed(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        return kernels.add_norm(x, a, rms_norm.weight, rms_norm.eps, rms_norm.offset) if x.shape[0] else (x, x)
+        return (
+            kernels.add_norm(x, a, rms_norm.weight, rms_norm.eps, rms_norm.offset)
+            if x.shape[0]
+            else (x, x)
+        )
 
     return add_normed
 

@@ -1,9 +1,10 @@
-"""Parts of a layer between its matrix products, each as one pass over memory, on a CPU. The same functions as in
-``fused_triton``, and the same rounding.
+"""Parts of a layer between its matrix products, each as one pass over memory,
+on a CPU. The same functions as in ``fused_triton``, and the same rounding.
 
-torch takes two to ten operators for each of them, which for a prompt's thousands of rows move several times the bytes,
-and for a few decoded rows cost more to start than to run. Rows are dealt out to the threads of torch's own OpenMP
-runtime, which are awake, as they have just run a matrix product.
+torch takes two to ten operators for each of them, which for a prompt's
+thousands of rows move several times the bytes, and for a few decoded rows cost
+more to start than to run. Rows are dealt out to the threads of torch's own
+OpenMP runtime, which are awake, as they have just run a matrix product.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def is_possible(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16) and _parallel() is not None
 
 
-def _run(kind: int, num_rows: int, row_elements: int, *fields: int, eps: float = 0.0, offset: float = 0.0) -> None:
+def _run(
+    kind: int, num_rows: int, row_elements: int, *fields: int, eps: float = 0.0, offset: float = 0.0
+) -> None:
     """Have a job done. ``fields``: those of ``row_loops``, from _SIZE on, but _IS_WIDE first."""
     num_threads, parallel = torch.get_num_threads(), _parallel()
     at_once = max(1, min(_ELEMENTS_AT_ONCE // row_elements, -(-num_rows // num_threads)))
@@ -76,19 +79,22 @@ def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     _run(
         NORM, num_rows, heads * size, x.dtype == torch.float32, size, heads,
-        x.data_ptr(), x.stride(0), x_head, 0, 0, weight.data_ptr(), 0, out.data_ptr(), 0, eps=eps, offset=offset,
+        x.data_ptr(), x.stride(0), x_head, 0, 0, weight.data_ptr(), 0, out.data_ptr(), 0, eps=eps,
+        offset=offset,
     )  # fmt: skip
     return out
 
 
-def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
     """See ``fused_triton.add_norm``."""
     num_rows, size = x.shape
     total, out = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
     _run(
         NORM, num_rows, size, x.dtype == torch.float32, size, 1, x.data_ptr(), x.stride(0), 0,
-        added.data_ptr(), added.stride(0), weight.data_ptr(), total.data_ptr(), out.data_ptr(), 0, eps=eps,
-        offset=offset,
+        added.data_ptr(), added.stride(0), weight.data_ptr(), total.data_ptr(), out.data_ptr(), 0,
+        eps=eps, offset=offset,
     )  # fmt: skip
     return total, out
 
@@ -99,8 +105,9 @@ def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     assert positions.dtype == torch.int64 and positions.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
     _run(
-        ROTATE, num_rows, heads * size, x.dtype == torch.float32, size, heads, x.data_ptr(), x.stride(0),
-        x.stride(1), positions.data_ptr(), 0, table.data_ptr(), 0, out.data_ptr(), table.shape[1] // 2,
+        ROTATE, num_rows, heads * size, x.dtype == torch.float32, size, heads, x.data_ptr(),
+        x.stride(0), x.stride(1), positions.data_ptr(), 0, table.data_ptr(), 0, out.data_ptr(),
+        table.shape[1] // 2,
     )  # fmt: skip
     return out
 
@@ -110,7 +117,7 @@ def gate(h: Tensor, *, is_silu: bool) -> Tensor:
     num_rows, size = h.shape[0], h.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=h.dtype)
     _run(
-        GATE, num_rows, size, h.dtype == torch.float32, size, 1, h.data_ptr(), h.stride(0), 0, 0, 0, 0, 0,
-        out.data_ptr(), is_silu,
+        GATE, num_rows, size, h.dtype == torch.float32, size, 1, h.data_ptr(), h.stride(0), 0, 0, 0,
+        0, 0, out.data_ptr(), is_silu,
     )  # fmt: skip
     return out

@@ -1,9 +1,12 @@
-"""Parts of a layer between its matrix products as one Triton kernel each: RMSNorm with the residual sum before it, the
-rotary embedding, and a gated MLP's activation.
+"""Parts of a layer between its matrix products as one Triton kernel each:
+RMSNorm with the residual sum before it, the rotary embedding, and a gated MLP's
+activation.
 
-torch takes two to six launches for the first, ten for the second and two for the third, each of which moves as many
-bytes as one kernel for all. Rounding is torch's: a residual sum is rounded before it is normed, products of the rotary
-table are float32 and rounded once, an activation is rounded before it is multiplied.
+torch takes two to six launches for the first, ten for the second and two for
+the third, each of which moves as many bytes as one kernel for all. Rounding is
+torch's: a residual sum is rounded before it is normed, products of the rotary
+table are float32 and rounded once, an activation is rounded before it is
+multiplied.
 
 Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too.
 """
@@ -26,9 +29,11 @@ _ELEMENTS = 1024
 @triton.jit(do_not_specialize=["num_heads"])  # type: ignore[untyped-decorator]
 def _rotate(  # type: ignore[no-untyped-def]
     x, positions, table, out, x_row, x_head, num_heads,
-    N: tl.constexpr, N_PAD: tl.constexpr, D: tl.constexpr, REST_PAD: tl.constexpr, HEADS: tl.constexpr,
+    N: tl.constexpr, N_PAD: tl.constexpr, D: tl.constexpr, REST_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    """x [T, H, D], positions [T], table float32 [P, 2 N] → out [T, H, D], dense. Grid (T, ceil(H / HEADS))."""
+    """x [T, H, D], positions [T], table float32 [P, 2 N] → out [T, H, D],
+    dense. Grid (T, ceil(H / HEADS))."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     j = tl.arange(0, N_PAD)
@@ -51,7 +56,8 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gate(h, out, h_row, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """h [T, 2 · size], gate first → out [T, size] = act(gate) · up. Grid (T, ceil(size / BLOCK))."""
+    """h [T, 2 · size], gate first → out [T, size] = act(gate) · up. Grid (T,
+    ceil(size / BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = j < size
@@ -71,16 +77,17 @@ def _norm(  # type: ignore[no-untyped-def]
     x, added, weight, total, out, x_row, x_head, added_row, eps, offset,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr,
 ):  # fmt: skip
-    """x [T, H, SIZE], added [T, SIZE] → total = x + added, out = total / rms(total) · (weight + offset), both dense.
-    Grid (T, H); H is 1 if something is added."""
+    """x [T, H, SIZE], added [T, SIZE] → total = x + added, out = total /
+    rms(total) · (weight + offset), both dense. Grid (T, H); H is 1 if something
+    is added."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     j = tl.arange(0, BLOCK)
     within = j < SIZE
     value = tl.load(x + row * x_row + head * x_head + j, mask=within, other=0.0).to(tl.float32)
     if HAS_ADDED:
-        rounded = (value + tl.load(added + row * added_row + j, mask=within, other=0.0).to(tl.float32)).to(
-            total.dtype.element_ty
-        )
+        rounded = (
+            value + tl.load(added + row * added_row + j, mask=within, other=0.0).to(tl.float32)
+        ).to(total.dtype.element_ty)
         tl.store(total + row * SIZE + j, rounded, mask=within)
         value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / SIZE + eps)
@@ -90,18 +97,26 @@ def _norm(  # type: ignore[no-untyped-def]
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """x / rms(x) · (weight + offset) over the last dim. x [T, size] or [T, H, size], its last dim dense; weight [size]
-    → as x, dense."""
+    """x / rms(x) · (weight + offset) over the last dim. x [T, size] or [T, H,
+    size], its last dim dense; weight [size] → as x, dense."""
     return _normed(x, None, weight, eps, offset)[1]
 
 
-def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
     """x + added, and its ``norm``. x, added [T, size] → [T, size] each."""
     return _normed(x, added, weight, eps, offset)
 
 
-def _normed(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    size, num_heads, x_head = x.shape[-1], x.shape[1] if x.dim() == 3 else 1, x.stride(1) if x.dim() == 3 else 0
+def _normed(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    size, num_heads, x_head = (
+        x.shape[-1],
+        x.shape[1] if x.dim() == 3 else 1,
+        x.stride(1) if x.dim() == 3 else 0,
+    )
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if added is None else torch.empty_like(out)
     block = triton.next_power_of_2(size)
@@ -109,7 +124,8 @@ def _normed(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset:
         _norm[(x.shape[0], num_heads)](
             x, x if added is None else added, weight, total, out,
             x.stride(0), x_head, 0 if added is None else added.stride(0), eps, offset,
-            SIZE=size, BLOCK=block, HAS_ADDED=added is not None, num_warps=min(16, max(1, block // 512)),
+            SIZE=size, BLOCK=block, HAS_ADDED=added is not None, num_warps=min(16, max(1,
+                block // 512)),
         )  # fmt: skip
     return total, out
 
@@ -120,7 +136,8 @@ def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     Args:
         x: [T, H, D], its last dim dense.
         positions: int64 [T], dense.
-        table: float32 [P, 2 · N], cos then sin, dense; N dims are turned with the next N.
+        table: float32 [P, 2 · N], cos then sin, dense; N dims are turned with
+            the next N.
 
     Returns:
         [T, H, D] in x's dtype.
@@ -132,18 +149,21 @@ def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     with on_device(x):
         _rotate[(num_rows, triton.cdiv(num_heads, _HEADS))](
             x, positions, table, out, x.stride(0), x.stride(1), num_heads,
-            N=num, N_PAD=triton.next_power_of_2(num), D=size, REST_PAD=triton.next_power_of_2(rest) if rest else 0,
-            HEADS=_HEADS,
+            N=num, N_PAD=triton.next_power_of_2(num), D=size,
+            REST_PAD=triton.next_power_of_2(rest) if rest else 0, HEADS=_HEADS,
         )  # fmt: skip
     return out
 
 
 def gate(h: Tensor, *, is_silu: bool) -> Tensor:
-    """act(gate) · up. h [T, 2 · size], gate first, its last dim dense → [T, size]. act is SiLU, or GELU by tanh."""
+    """act(gate) · up. h [T, 2 · size], gate first, its last dim dense → [T,
+    size]. act is SiLU, or GELU by tanh."""
     num_rows, size = h.shape[0], h.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=h.dtype, device=h.device)
     with on_device(h):
-        _gate[(num_rows, triton.cdiv(size, _ELEMENTS))](h, out, h.stride(0), size, IS_SILU=is_silu, BLOCK=_ELEMENTS)
+        _gate[(num_rows, triton.cdiv(size, _ELEMENTS))](
+            h, out, h.stride(0), size, IS_SILU=is_silu, BLOCK=_ELEMENTS
+        )
     return out
 
 

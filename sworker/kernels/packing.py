@@ -1,10 +1,12 @@
 """Weights in the order in which a CPU's matrix kernels read them.
 
-oneDNN's kernels read weights in tiles. Given rows, they put them in order at every call, which for a small batch takes
-as long as the product; in float32, torch doesn't even call them. So on a CPU every weight is put in order once, and
+oneDNN's kernels read weights in tiles. Given rows, they put them in order at
+every call, which for a small batch takes as long as the product; in float32,
+torch doesn't even call them. So on a CPU every weight is put in order once, and
 kept so instead of as rows.
 
-In float32, products of packed weights were not seen to depend on how many rows are multiplied at once, to the bit.
+In float32, products of packed weights were not seen to depend on how many rows
+are multiplied at once, to the bit.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: Model) -> None:
-    """Exchange a model's linear layers, each as it is packed, so that at most one is there twice. Those that other
-    ranks have parts of, and dtypes that this CPU has no kernels for, stay as they are."""
+    """Exchange a model's linear layers, each as it is packed, so that at most
+    one is there twice. Those that other ranks have parts of, and dtypes that
+    this CPU has no kernels for, stay as they are."""
     with torch.inference_mode():
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):

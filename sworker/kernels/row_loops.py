@@ -1,9 +1,11 @@
 # mypy: ignore-errors
 # All of this runs inside Numba's type inference and code generation, whose types are not Python's.
-"""Compiled loops over the rows of a tensor, for ``fused_numba``: what one thread does of a job.
+"""Compiled loops over the rows of a tensor, for ``fused_numba``: what one
+thread does of a job.
 
-A tensor of float32 is read as it is; one of bfloat16 as the bits, uint16, and loops are compiled for both. A row's
-result depends on that row alone, to the bit. All compiled code is in this one file, as Numba looks at the time stamp of
+A tensor of float32 is read as it is; one of bfloat16 as the bits, uint16, and
+loops are compiled for both. A row's result depends on that row alone, to the
+bit. All compiled code is in this one file, as Numba looks at the time stamp of
 one to know whether what it has kept on disk is still good.
 """
 
@@ -14,8 +16,11 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
-# A job: int64 fields and two float64; the counter of blocks that are taken has a cache line of its own.
-_KIND, _IS_WIDE, _NUM_ROWS, _ROWS_AT_ONCE, _SIZE, _NUM_HEADS, _X, _X_ROW, _X_HEAD, _Y, _Y_ROW = range(11)
+# A job: int64 fields and two float64; the counter of blocks that are taken has
+# a cache line of its own.
+_KIND, _IS_WIDE, _NUM_ROWS, _ROWS_AT_ONCE, _SIZE, _NUM_HEADS, _X, _X_ROW, _X_HEAD, _Y, _Y_ROW = (
+    range(11)
+)
 _WEIGHT, _TOTAL, _OUT, _FLAG, NUM_FIELDS = range(11, 16)
 NEXT = 192
 JOB_BYTES = 256
@@ -23,7 +28,8 @@ NORM, ROTATE, GATE = range(3)
 """Kinds of jobs."""
 
 
-# --- what Numba lacks ------------------------------------------------------------------------------------------------
+# --- what Numba lacks
+# ------------------------------------------------------------------------------
 
 
 @intrinsic
@@ -89,15 +95,19 @@ def _two_to_the(typingctx, shifted):
     return types.float32(types.float32), codegen
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
+# --- rows
+# ------------------------------------------------------------------------------
 
 
 @njit
 def _exp(x):
-    """e^x for float32, to 2 steps of the last digit; below -87 it stays what it is there, above 88 it is infinite."""
+    """e^x for float32, to 2 steps of the last digit; below -87 it stays what it
+    is there, above 88 it is infinite."""
     is_huge = x > np.float32(88.0)
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    shifted = x * np.float32(1.4426950408889634) + np.float32(12582912.0)  # 1.5 · 2^23: the fraction drops off
+    shifted = x * np.float32(1.4426950408889634) + np.float32(
+        12582912.0
+    )  # 1.5 · 2^23: the fraction drops off
     n = shifted - np.float32(12582912.0)
     r = x - n * np.float32(0.693145751953125)
     r = r - n * np.float32(1.428606765330187e-06)
@@ -119,7 +129,9 @@ def _elements(job, field, first, size, dtype):
     return carray(_at(job[field] + first * itemsize), (size,), dtype)
 
 
-@njit(fastmath={"reassoc", "contract"}, error_model="numpy")  # so that sums may be vectors; NaN and Inf stay themselves
+@njit(
+    fastmath={"reassoc", "contract"}, error_model="numpy"
+)  # so that sums may be vectors; NaN and Inf stay themselves
 def _norm_row(x, added, weight, total, out, eps, offset):
     size, none = len(x), out[0]
     squares = np.float32(0.0)

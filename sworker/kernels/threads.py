@@ -14,8 +14,9 @@ _MAPS = Path("/proc/self/maps")
 
 
 def openmp_library(maps: Path = _MAPS) -> str | None:
-    """The file of the OpenMP runtime that torch's operators run on in this process; None where there is none, or it
-    isn't known which of several it is."""
+    """The file of the OpenMP runtime that torch's operators run on in this
+    process; None where there is none, or it isn't known which of several it
+    is."""
     if not torch.backends.openmp.is_available():
         return None
     try:
@@ -24,9 +25,14 @@ def openmp_library(maps: Path = _MAPS) -> str | None:
         return None
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
     found = {path for path in paths if Path(path).name.startswith(_NAMES)}
-    own = {path for path in found if Path(path).is_relative_to(Path(torch.__file__).resolve().parent)}
+    own = {
+        path for path in found if Path(path).is_relative_to(Path(torch.__file__).resolve().parent)
+    }
     chosen = own or found
     if len(chosen) != 1:
-        logger.info("torch's OpenMP runtime isn't known, and nobody else uses its threads: found %s", chosen or "none")
+        logger.info(
+            "torch's OpenMP runtime isn't known, and nobody else uses its threads: found %s",
+            chosen or "none",
+        )
         return None
     return chosen.pop()

@@ -1,8 +1,10 @@
 """From a model directory to a model on a device.
 
-Modules are built without storage; then the tensors stream from disk in the order in which they lie there, one at a
-time, straight to their place on the target device in the target dtype. So the peak is the model's own size and the
-largest tensor's, whatever the number of shards, and every name and shape has been checked before anything is allocated.
+Modules are built without storage; then the tensors stream from disk in the
+order in which they lie there, one at a time, straight to their place on the
+target device in the target dtype. So the peak is the model's own size and the
+largest tensor's, whatever the number of shards, and every name and shape has
+been checked before anything is allocated.
 """
 
 from __future__ import annotations
@@ -46,19 +48,24 @@ def load_model(
     Args:
         model: the directory, opened or not.
         device: where the weights go.
-        dtype: of weights and activations: float32, float16 or bfloat16; None is the checkpoint's own.
-        max_model_len: a lower length limit than the model's own (see ``read_model_spec``).
+        dtype: of weights and activations: float32, float16 or bfloat16; None is
+            the checkpoint's own.
+        max_model_len: a lower length limit than the model's own (see
+            ``read_model_spec``).
         progress: called after every tensor with bytes read and bytes to read.
         shard: load this rank's part only; None: all.
 
     Returns:
-        The whole model's spec, and the model (or its part) in inference mode: no parameter needs a gradient.
+        The whole model's spec, and the model (or its part) in inference mode:
+        no parameter needs a gradient.
 
     Raises:
-        UnsupportedModelError: the architecture or one of its features isn't implemented.
-        CheckpointError: files are missing, broken, or don't fit ``config.json``.
-        ConfigError: ``max_model_len`` is out of range, the device or the dtype can't be used, or the model doesn't
-            divide into so many shards.
+        UnsupportedModelError: the architecture or one of its features isn't
+            implemented.
+        CheckpointError: files are missing, broken, or don't fit
+            ``config.json``.
+        ConfigError: ``max_model_len`` is out of range, the device or the dtype
+            can't be used, or the model doesn't divide into so many shards.
         CapacityError: the device hasn't the memory.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
@@ -66,7 +73,9 @@ def load_model(
     target = _check_device(device)
     kind = dtype or torch_dtype(spec.choose_dtype("auto"))
     if kind not in _TARGET_DTYPES:
-        raise ConfigError(Given("dtype", str(kind)), f" is not one of {', '.join(map(str, _TARGET_DTYPES))}")
+        raise ConfigError(
+            Given("dtype", str(kind)), f" is not one of {', '.join(map(str, _TARGET_DTYPES))}"
+        )
     with torch.device("meta"):
         whole = Model(spec)
         loaded = whole if shard is None else Model(shard_spec(spec, shard))
@@ -76,8 +85,11 @@ def load_model(
     return spec, loaded.eval()
 
 
-def random_model(spec: ModelSpec, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> Model:
-    """A model with random weights, made where it will be: for measurements that need shapes and no sense.
+def random_model(
+    spec: ModelSpec, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0
+) -> Model:
+    """A model with random weights, made where it will be: for measurements that
+    need shapes and no sense.
 
     Raises:
         ConfigError, CapacityError: as ``load_model``.
@@ -111,7 +123,8 @@ class _Placement:
 
 
 def _plan(checkpoint: Checkpoint, spec: ModelSpec, model: Model) -> list[_Placement]:
-    """Match every parameter with tensors on disk, and every tensor on disk with a parameter; in the order on disk."""
+    """Match every parameter with tensors on disk, and every tensor on disk with
+    a parameter; in the order on disk."""
     names = CHECKPOINT_NAMES[spec.family]
     prefix = _find_prefix(checkpoint, names)
     placements: list[_Placement] = []
@@ -125,12 +138,17 @@ def _plan(checkpoint: Checkpoint, spec: ModelSpec, model: Model) -> list[_Placem
                 if entry is None:
                     missing.append(name)
                 else:
-                    layout = source.layout if tensor.dim() == 2 or source.layout == "heads" else "rows"
+                    layout = (
+                        source.layout if tensor.dim() == 2 or source.layout == "heads" else "rows"
+                    )
                     _check(checkpoint, entry, (num_rows, *tensor.shape[1:]), layout)
-                    placements.append(_Placement(entry, path, parameter, index, len(sources), layout))
+                    placements.append(
+                        _Placement(entry, path, parameter, index, len(sources), layout)
+                    )
     if missing:
         raise CheckpointError(
-            f"{checkpoint.directory} lacks {_some(missing)}, which its config.json calls for. The weights are "
+            f"{checkpoint.directory} lacks {_some(missing)}, which its config.json calls for. The "
+            "weights are "
             f"incomplete or of another model: fetch them again."
         )
     _refuse_unexpected(checkpoint, spec, names, {placement.entry.name for placement in placements})
@@ -143,7 +161,8 @@ def _find_prefix(checkpoint: Checkpoint, names: CheckpointNames) -> str:
         if f"{prefix}{embedding}.weight" in checkpoint.tensors:
             return prefix
     raise CheckpointError(
-        f"{checkpoint.directory} lacks the token embedding {names.prefixes[0]}{embedding}.weight. The weights are "
+        f"{checkpoint.directory} lacks the token embedding {names.prefixes[0]}{embedding}.weight. "
+        "The weights are "
         f"incomplete or of another architecture than config.json says: fetch them again."
     )
 
@@ -151,7 +170,8 @@ def _find_prefix(checkpoint: Checkpoint, names: CheckpointNames) -> str:
 def _matched_modules(
     model: Model, names: CheckpointNames, prefix: str
 ) -> Iterator[tuple[str, nn.Module, tuple[Source, ...]]]:
-    """Every module that has parameters of its own, its path, and the checkpoint's modules that it is made of."""
+    """Every module that has parameters of its own, its path, and the
+    checkpoint's modules that it is made of."""
     for path, module in model.named_modules():
         if not list(module.named_parameters(recurse=False)):
             continue
@@ -182,31 +202,41 @@ def _row_counts(module: nn.Module, tensor: Tensor, num_sources: int) -> tuple[in
     return module.splits
 
 
-def _check(checkpoint: Checkpoint, entry: TensorEntry, shape: tuple[int, ...], layout: Layout) -> None:
+def _check(
+    checkpoint: Checkpoint, entry: TensorEntry, shape: tuple[int, ...], layout: Layout
+) -> None:
     expected = shape[::-1] if layout == "transposed" else shape
     if entry.shape != expected:
         raise CheckpointError(
             f"{entry.file}: {entry.name!r} has the shape {list(entry.shape)}, but config.json "
-            f"calls for {list(expected)}. Config and weights are of different models: fetch both again."
+            f"calls for {list(expected)}. Config and weights are of different models: fetch both "
+            "again."
         )
     if entry.dtype not in _DTYPES:
         raise CheckpointError(
-            f"{entry.file}: {entry.name!r} has the dtype {entry.dtype}, not one of {', '.join(_DTYPES)}. Use the "
+            f"{entry.file}: {entry.name!r} has the dtype {entry.dtype}, not one of "
+            f"{', '.join(_DTYPES)}. Use the "
             f"checkpoint in float32, float16 or bfloat16 that it was made from."
         )
 
 
-def _refuse_unexpected(checkpoint: Checkpoint, spec: ModelSpec, names: CheckpointNames, used: set[str]) -> None:
+def _refuse_unexpected(
+    checkpoint: Checkpoint, spec: ModelSpec, names: CheckpointNames, used: set[str]
+) -> None:
     harmless = [re.compile(pattern) for pattern in names.harmless]
     if spec.tied_embeddings:
         harmless.append(re.compile(re.escape(f"{names.head}.weight")))
     unexpected = [
-        name for name in checkpoint.tensors if name not in used and not any(p.fullmatch(name) for p in harmless)
+        name
+        for name in checkpoint.tensors
+        if name not in used and not any(p.fullmatch(name) for p in harmless)
     ]
     if unexpected:
         raise CheckpointError(
-            f"{checkpoint.directory} holds {_some(unexpected)}, for which the architecture {spec.architecture} in its "
-            f"config.json has no place. Leaving them out would give wrong text: fetch the config that belongs to them."
+            f"{checkpoint.directory} holds {_some(unexpected)}, for which the architecture "
+            f"{spec.architecture} in its "
+            "config.json has no place. Leaving them out would give wrong text: fetch the config "
+            "that belongs to them."
         )
 
 
@@ -238,10 +268,13 @@ def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             try:
                 storage = torch.empty(parameter.shape, dtype=dtype, device=device)
-            except RuntimeError:  # torch.OutOfMemoryError is one, but a CPU's allocator raises it bare
+            except (
+                RuntimeError
+            ):  # torch.OutOfMemoryError is one, but a CPU's allocator raises it bare
                 size_gib = model.spec.num_parameters * dtype.itemsize / (1 << 30)
                 raise CapacityError(
-                    f"{model.spec.name} takes {size_gib:.1f} GiB in {dtype}, which {device} hasn't free. Choose a "
+                    f"{model.spec.name} takes {size_gib:.1f} GiB in {dtype}, which {device} "
+                    "hasn't free. Choose a "
                     f"smaller dtype, another device or a smaller model."
                 ) from None
             setattr(module, name, nn.Parameter(storage, requires_grad=False))
@@ -250,11 +283,18 @@ def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _stream(
-    placements: list[_Placement], spec: ModelSpec, model: Model, shard: Shard | None, progress: Progress | None
+    placements: list[_Placement],
+    spec: ModelSpec,
+    model: Model,
+    shard: Shard | None,
+    progress: Progress | None,
 ) -> None:
     total = sum(placement.entry.num_bytes for placement in placements)
-    # One buffer for all: an allocator may keep freed blocks of this size, which would take a second tensor's room.
-    buffer = torch.empty(max(placement.entry.num_bytes for placement in placements), dtype=torch.uint8)
+    # One buffer for all: an allocator may keep freed blocks of this size, which
+    # would take a second tensor's room.
+    buffer = torch.empty(
+        max(placement.entry.num_bytes for placement in placements), dtype=torch.uint8
+    )
     done = 0
     for placement in placements:
         module = model.get_submodule(placement.module)
@@ -281,7 +321,8 @@ def _read(entry: TensorEntry, buffer: Tensor) -> Tensor:
                 count = stream.readinto(view[filled:])
                 if not count:
                     raise CheckpointError(
-                        f"{entry.file} ended while {entry.name!r} was read: is something writing to it?"
+                        f"{entry.file} ended while {entry.name!r} was read: is something writing "
+                        "to it?"
                     )
                 filled += count
     except OSError as error:
@@ -290,20 +331,32 @@ def _read(entry: TensorEntry, buffer: Tensor) -> Tensor:
 
 
 def _place(
-    target: Tensor, splits: Sequence[int], source: Tensor, layout: Layout, spec: ModelSpec, shard: Shard | None
+    target: Tensor,
+    splits: Sequence[int],
+    source: Tensor,
+    layout: Layout,
+    spec: ModelSpec,
+    shard: Shard | None,
 ) -> None:
-    """Copy a tensor of the checkpoint, or the shard's part of each projection fused in it, to where it belongs.
-    ``splits``: rows of the target that belong to each."""
+    """Copy a tensor of the checkpoint, or the shard's part of each projection
+    fused in it, to where it belongs. ``splits``: rows of the target that belong
+    to each."""
     if layout == "transposed":
         source = source.T
     elif layout == "heads":  # [Hq, 3, D, …] → q, k, v, each [Hq · D, …]
-        source = source.view(spec.num_q_heads, 3, spec.head_dim, -1).transpose(0, 1).reshape(source.shape)
+        source = (
+            source.view(spec.num_q_heads, 3, spec.head_dim, -1)
+            .transpose(0, 1)
+            .reshape(source.shape)
+        )
     with torch.no_grad():
         if shard is None:
             target.copy_(source)
             return
         scale = source.shape[0] / target.shape[0]
-        wholes = torch.split(source, [round(rows * scale) for rows in splits] if len(splits) > 1 else source.shape[0])
+        wholes = torch.split(
+            source, [round(rows * scale) for rows in splits] if len(splits) > 1 else source.shape[0]
+        )
         for part, whole in zip(torch.split(target, list(splits)), wholes, strict=True):
             own = shard.cut(whole, part.shape)
             part[: own.shape[0]].copy_(own)

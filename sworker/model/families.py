@@ -1,7 +1,8 @@
 """What each family calls its tensors, and how they lie in ours: data only.
 
-A family's map goes from our module to theirs, weight and bias alike. Several names mean that their outputs lie one
-after the other in our fused module, in the order of its ``splits``.
+A family's map goes from our module to theirs, weight and bias alike. Several
+names mean that their outputs lie one after the other in our fused module, in
+the order of its ``splits``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 Layout: TypeAlias = Literal["rows", "transposed", "heads"]
-"""How a checkpoint's matrix lies: output rows as ours; [in, out]; or output rows ordered by head, then q, k, v."""
+"""How a checkpoint's matrix lies: output rows as ours; [in, out]; or output
+rows ordered by head, then q, k, v."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class CheckpointNames:
     head: str = "lm_head"
     """The output projection; never prefixed."""
     harmless: tuple[str, ...] = field(default=())
-    """Patterns of full names that older exports contain and nobody needs: rotary frequencies, causal masks."""
+    """Patterns of full names that older exports contain and nobody needs:
+    rotary frequencies, causal masks."""
 
 
 _ROTARY_MODEL: dict[str, Names] = {"embed_tokens": "embed_tokens", "final_norm": "norm"}
@@ -52,7 +55,9 @@ _ROTARY_LAYER: dict[str, Names] = {
 }
 _ROTARY_HARMLESS = (r".*\brotary_emb\.(inv_freq|cos_cached|sin_cached)",)
 
-_ROTARY = CheckpointNames(("model.", ""), "layers.{}.", _ROTARY_MODEL, _ROTARY_LAYER, harmless=_ROTARY_HARMLESS)
+_ROTARY = CheckpointNames(
+    ("model.", ""), "layers.{}.", _ROTARY_MODEL, _ROTARY_LAYER, harmless=_ROTARY_HARMLESS
+)
 
 _PHI3 = CheckpointNames(
     ("model.", ""),
@@ -131,8 +136,16 @@ _GPT_NEOX = CheckpointNames(
 _BLOOM = CheckpointNames(
     ("transformer.", ""),
     "h.{}.",
-    {"embed_tokens": "word_embeddings", "embed_norm": "word_embeddings_layernorm", "final_norm": "ln_f"},
-    {**_NEOX_LAYER, "qkv": Source("self_attention.query_key_value", "heads"), "o": "self_attention.dense"},
+    {
+        "embed_tokens": "word_embeddings",
+        "embed_norm": "word_embeddings_layernorm",
+        "final_norm": "ln_f",
+    },
+    {
+        **_NEOX_LAYER,
+        "qkv": Source("self_attention.query_key_value", "heads"),
+        "o": "self_attention.dense",
+    },
 )
 
 CHECKPOINT_NAMES: Mapping[str, CheckpointNames] = {

@@ -29,7 +29,8 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Embedding(nn.Module):
-    """Row lookup. ``nn.Embedding`` would draw random weights first, which without storage costs 3 s of imports."""
+    """Row lookup. ``nn.Embedding`` would draw random weights first, which
+    without storage costs 3 s of imports."""
 
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__()
@@ -40,7 +41,8 @@ class Embedding(nn.Module):
 
 
 class Linear(nn.Module):
-    """y = x · weightᵀ + bias. ``splits`` are the output sizes of the projections that are fused into this one."""
+    """y = x · weightᵀ + bias. ``splits`` are the output sizes of the
+    projections that are fused into this one."""
 
     bias: nn.Parameter | None
 
@@ -58,8 +60,9 @@ class MLP(nn.Module):
     """down(act(up(x))), or down(act(gate(x)) · up(x)) with gate and up fused, gate first."""
 
     gate_kernel: Callable[[Tensor], Tensor] | None = None
-    """What a device may have in place of ``_gate``. That itself, kept here, would be a cycle: weights would outlive
-    their model until the garbage collector comes."""
+    """What a device may have in place of ``_gate``. That itself, kept here,
+    would be a cycle: weights would outlive their model until the garbage
+    collector comes."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()

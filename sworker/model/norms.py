@@ -1,4 +1,5 @@
-"""RMSNorm and LayerNorm over the last dim, computed in float32 whatever the dtype of the activations."""
+"""RMSNorm and LayerNorm over the last dim, computed in float32 whatever the
+dtype of the activations."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., size] → same
         if not self.offset:
             return F.rms_norm(x, self.size, self.weight, self.eps)
-        weight = self.weight.float() + self.offset  # the sum of a small weight and 1 doesn't fit 16 bits
+        weight = (
+            self.weight.float() + self.offset
+        )  # the sum of a small weight and 1 doesn't fit 16 bits
         return F.rms_norm(x.float(), self.size, weight, self.eps).to(x.dtype)
 
 

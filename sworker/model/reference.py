@@ -1,4 +1,5 @@
-"""Attention in plain torch, with a plain KV cache: the oracle that faster makers of ``attend`` are compared with."""
+"""Attention in plain torch, with a plain KV cache: the oracle that faster
+makers of ``attend`` are compared with."""
 
 from __future__ import annotations
 
@@ -11,20 +12,24 @@ from fastdecode.core.spec import AttentionSpec
 
 
 class ReferenceAttention:
-    """Appends, then attends, one sequence at a time. K and V are kept as they came, per sequence and layer.
+    """Appends, then attends, one sequence at a time. K and V are kept as they
+    came, per sequence and layer.
 
-    ``begin_step`` says which sequences the flat token axis of the coming pass consists of; then the object is the
-    ``attend`` of one ``forward``.
+    ``begin_step`` says which sequences the flat token axis of the coming pass
+    consists of; then the object is the ``attend`` of one ``forward``.
     """
 
     def __init__(self, attention: Sequence[AttentionSpec]) -> None:
         self.attention = tuple(attention)
-        self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (sequence, layer) → K, V [L, Hkv, D]
+        self._cache: dict[
+            tuple[int, int], tuple[Tensor, Tensor]
+        ] = {}  # (sequence, layer) → K, V [L, Hkv, D]
         self._lengths: dict[int, int] = {}
         self._step: list[tuple[int, int]] = []
 
     def begin_step(self, sequence_ids: Sequence[int], num_new: Sequence[int]) -> Tensor:
-        """Sequence ``sequence_ids[i]`` appends ``num_new[i]`` tokens; returns their positions, int64 [sum(num_new)]."""
+        """Sequence ``sequence_ids[i]`` appends ``num_new[i]`` tokens; returns
+        their positions, int64 [sum(num_new)]."""
         self._step = list(zip(sequence_ids, num_new, strict=True))
         positions = []
         for sequence, count in self._step:
@@ -42,7 +47,9 @@ class ReferenceAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         counts = [count for _, count in self._step]
         outputs = []
-        for (sequence, _), *qkv in zip(self._step, *(torch.split(x, counts) for x in (q, k, v)), strict=True):
+        for (sequence, _), *qkv in zip(
+            self._step, *(torch.split(x, counts) for x in (q, k, v)), strict=True
+        ):
             q_new, k_new, v_new = qkv
             if (sequence, layer) in self._cache:
                 k_past, v_past = self._cache[sequence, layer]
@@ -53,14 +60,17 @@ class ReferenceAttention:
 
 
 def causal_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The last len(q) tokens of one sequence attend to all of it: q [n, Hq, D], k and v [L, Hkv, D] → o [n, Hq, D]."""
+    """The last len(q) tokens of one sequence attend to all of it: q [n, Hq, D],
+    k and v [L, Hkv, D] → o [n, Hq, D]."""
     length, num_queries = k.shape[0], q.shape[0]
     k, v = (x.float().repeat_interleave(spec.group_size, dim=1) for x in (k, v))  # [L, Hq, D]
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
     if spec.logit_softcap is not None:
         scores = spec.logit_softcap * torch.tanh(scores / spec.logit_softcap)
     keys = torch.arange(length, device=q.device)
-    distance = keys[None, :] - keys[length - num_queries :, None]  # [n, L]: key's position - query's position
+    distance = (
+        keys[None, :] - keys[length - num_queries :, None]
+    )  # [n, L]: key's position - query's position
     if spec.alibi_slopes is not None:
         scores = scores + torch.tensor(spec.alibi_slopes, device=q.device)[:, None, None] * distance
     hidden = distance > 0

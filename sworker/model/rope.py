@@ -14,8 +14,8 @@ from fastdecode.core.model.rope import RopeSpec
 class RotaryTable(nn.Module):
     """Turns the first dims of every head by angles looked up by position.
 
-    The table is float32 [max_len, 2 · num_frequencies]: cos, then sin. It isn't a weight; ``fill`` makes it on the
-    device where the weights will be.
+    The table is float32 [max_len, 2 · num_frequencies]: cos, then sin. It isn't
+    a weight; ``fill`` makes it on the device where the weights will be.
     """
 
     table: Tensor
@@ -24,15 +24,21 @@ class RotaryTable(nn.Module):
         super().__init__()
         self.spec = spec
         self.max_len = max_len
-        self.register_buffer("table", torch.empty(max_len, 2 * spec.num_frequencies), persistent=False)
+        self.register_buffer(
+            "table", torch.empty(max_len, 2 * spec.num_frequencies), persistent=False
+        )
 
     def fill(self, device: torch.device) -> None:
         positions = torch.arange(self.max_len, dtype=torch.float32)
-        angles = positions[:, None] * frequencies(self.spec, positions)  # [max_len, num_frequencies]
+        angles = positions[:, None] * frequencies(
+            self.spec, positions
+        )  # [max_len, num_frequencies]
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * self.spec.attention_factor
         self.table = table.to(device)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # x [T, H, D], positions [T] → [T, H, D]
+    def forward(
+        self, x: Tensor, positions: Tensor
+    ) -> Tensor:  # x [T, H, D], positions [T] → [T, H, D]
         n = self.spec.num_frequencies
         cos, sin = F.embedding(positions, self.table)[:, None].chunk(2, dim=-1)  # [T, 1, n] each
         wide = x.float()  # only the sums of the products are rounded
@@ -46,7 +52,8 @@ class RotaryTable(nn.Module):
 
 
 def frequencies(spec: RopeSpec, positions: Tensor) -> Tensor:
-    """Radians a token, float32 [num_frequencies]; of dynamic scaling, [len(positions), num_frequencies]."""
+    """Radians a token, float32 [num_frequencies]; of dynamic scaling,
+    [len(positions), num_frequencies]."""
     exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim
     match spec.kind:
         case "default":
@@ -64,7 +71,8 @@ def frequencies(spec: RopeSpec, positions: Tensor) -> Tensor:
 
 
 def _dynamic(spec: RopeSpec, exponents: Tensor, positions: Tensor) -> Tensor:
-    """NTK-aware scaling of the base, by the length that each position alone implies (see ``RopeSpec``)."""
+    """NTK-aware scaling of the base, by the length that each position alone
+    implies (see ``RopeSpec``)."""
     lengths = (positions.double() + 1).clamp(min=spec.original_max_len)  # [P]
     stretch = spec.factor * lengths / spec.original_max_len - (spec.factor - 1)
     bases = spec.theta * stretch ** (spec.dim / (spec.dim - 2))
@@ -84,7 +92,11 @@ def _yarn(spec: RopeSpec, base_periods: Tensor) -> Tensor:
     """arXiv 2309.00071, section 3.2 ("NTK-by-parts")."""
 
     def dim_with(turns: float) -> float:
-        return spec.dim * math.log(spec.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+        return (
+            spec.dim
+            * math.log(spec.original_max_len / (turns * 2 * math.pi))
+            / (2 * math.log(spec.theta))
+        )
 
     low, high = dim_with(spec.beta_fast), dim_with(spec.beta_slow)
     if spec.truncate:
@@ -92,5 +104,7 @@ def _yarn(spec: RopeSpec, base_periods: Tensor) -> Tensor:
     low, high = max(low, 0), min(high, spec.dim - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(spec.num_frequencies, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(spec.num_frequencies, dtype=torch.float32) - low) / (high - low)).clamp(
+        0, 1
+    )
     return ramp / (spec.factor * base_periods) + (1 - ramp) / base_periods

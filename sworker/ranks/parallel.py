@@ -1,15 +1,20 @@
-"""Several S-workers that act as one: rank 0 decides, the others mirror its S-steps.
+"""Several S-workers that act as one: rank 0 decides, the others mirror its
+S-steps.
 
-Every pass of rank 0 is announced to the others, unit by unit, and all compute their share of it::
+Every pass of rank 0 is announced to the others, unit by unit, and all compute
+their share of it::
 
     rank 0      tell BEGIN, ids, positions | S-step | gather q, k, v | R-workers … | tell ADVANCE | scatter o | S-step …
     ranks 1 …   hear                       | S-step | gather q, k, v |             | hear         | scatter o | S-step …
 
-Only rank 0 schedules, samples, and talks to R-workers, in whole heads. So R-workers, transports, failures and
-placement know nothing of ranks. The price: all q, k, v and o pass rank 0's host link; between GPUs they take the GPUs'
-own links. Each S-worker with its own R-workers would use every host link, and would need to agree on every loss.
+Only rank 0 schedules, samples, and talks to R-workers, in whole heads. So
+R-workers, transports, failures and placement know nothing of ranks. The price:
+all q, k, v and o pass rank 0's host link; between GPUs they take the GPUs' own
+links. Each S-worker with its own R-workers would use every host link, and would
+need to agree on every loss.
 
-What is announced travels over gloo on the host, what is computed over the device's own collectives (NCCL on CUDA).
+What is announced travels over gloo on the host, what is computed over the
+device's own collectives (NCCL on CUDA).
 """
 
 from __future__ import annotations
@@ -72,15 +77,20 @@ class Ranks:
     """Ends this process if it doesn't ``close`` in time."""
 
     @classmethod
-    def meet(cls, place: Path, shard: Shard, device: torch.device, *, patience_s: float = PATIENCE_S) -> Ranks:
+    def meet(
+        cls, place: Path, shard: Shard, device: torch.device, *, patience_s: float = PATIENCE_S
+    ) -> Ranks:
         """Connect to the other ranks of this host. Waits for all of them.
 
         Args:
-            place: a file that doesn't exist yet, in a directory that is this user's alone; the same for all ranks.
-            patience_s: how long another rank may keep this one waiting in the middle of a step.
+            place: a file that doesn't exist yet, in a directory that is this
+                user's alone; the same for all ranks.
+            patience_s: how long another rank may keep this one waiting in the
+                middle of a step.
 
         Raises:
-            WorkerError: not all came in ``JOINING_TIMEOUT_S``, or they can't connect.
+            WorkerError: not all came in ``JOINING_TIMEOUT_S``, or they can't
+                connect.
         """
         # All are on this host: nothing listens beyond loopback.
         if device.type == "cuda":
@@ -94,20 +104,24 @@ class Ranks:
                 str(place), shard.size
             )
             store.set_timeout(joining)
-            dist.init_process_group("gloo", store=store, rank=shard.rank, world_size=shard.size, timeout=joining)
+            dist.init_process_group(
+                "gloo", store=store, rank=shard.rank, world_size=shard.size, timeout=joining
+            )
             control = dist.new_group(backend="gloo", timeout=_FOREVER)
             data = dist.new_group(backend=backend, timeout=patience)
             assert control is not None and data is not None
             ranks = cls(shard, device, data, control, patience_s)
             # Nobody leaves before all have come: the meeting place may be gone then.
             processes = ranks._processes()
-            # Connections between GPUs are made by the first collective, and not while a graph is captured.
+            # Connections between GPUs are made by the first collective, and not
+            # while a graph is captured.
             dist.all_reduce(torch.zeros(1, device=device), group=data)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise WorkerError(
-                f"S-worker {shard.rank} of {shard.size} can't connect to the others: {error}", code="tp_connect_failed"
+                f"S-worker {shard.rank} of {shard.size} can't connect to the others: {error}",
+                code="tp_connect_failed",
             ) from None
         ranks._watch = PeerWatch(processes, ranks._on_end)
         return ranks
@@ -115,15 +129,19 @@ class Ranks:
     def _processes(self) -> dict[int, int]:
         """The others' process ids, where they mean the same as here."""
         space = Path("/proc/self/ns/pid")
-        own = torch.tensor([os.getpid(), space.stat().st_ino if space.exists() else 0], dtype=torch.int64)
+        own = torch.tensor(
+            [os.getpid(), space.stat().st_ino if space.exists() else 0], dtype=torch.int64
+        )
         found = [torch.empty_like(own) for _ in range(self.shard.size)]
         dist.all_gather(found, own, group=self.control)
-        others = {rank: values.tolist() for rank, values in enumerate(found) if rank != self.shard.rank}
+        others = {
+            rank: values.tolist() for rank, values in enumerate(found) if rank != self.shard.rank
+        }
         return {rank: process for rank, (process, space_id) in others.items() if space_id == own[1]}
 
     def _on_end(self, ended: list[int]) -> None:
-        """In a thread of its own: another rank has ended. Connections of gloo break by themselves; collectives on a
-        GPU would wait for ever."""
+        """In a thread of its own: another rank has ended. Connections of gloo
+        break by themselves; collectives on a GPU would wait for ever."""
         if self.device.type != "cuda":
             return
         logger.critical("%s", self._lost(ended))
@@ -139,24 +157,28 @@ class Ranks:
         """See that all ranks are still there.
 
         Raises:
-            WorkerError: one has ended, so that nothing that was exchanged lately can be trusted.
+            WorkerError: one has ended, so that nothing that was exchanged
+                lately can be trusted.
         """
         if ended := self._ended():
             raise self._lost(ended)
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Within, ranks compute together. What goes wrong here stays what it is, unless a rank has ended: then nothing
-        that is left of it can be relied on.
+        """Within, ranks compute together. What goes wrong here stays what it
+        is, unless a rank has ended: then nothing that is left of it can be
+        relied on.
 
         Raises:
-            WorkerError: a rank has ended, or keeps this one waiting for too long; or a step broke off before, and the
-                others are still in the middle of it.
+            WorkerError: a rank has ended, or keeps this one waiting for too
+                long; or a step broke off before, and the others are still in
+                the middle of it.
         """
         self.check()
         if self._out_of_step:
             raise WorkerError(
-                f"S-worker {self.shard.rank} of {self.shard.size} broke off a step before, in which the others wait "
+                f"S-worker {self.shard.rank} of {self.shard.size} broke off a step before, in "
+                "which the others wait "
                 "for it: see what was told then, and start the job again",
                 code="tp_out_of_step",
             )
@@ -165,14 +187,18 @@ class Ranks:
         except BaseException as error:
             ended = self._ended(_LAST_WORDS_S if isinstance(error, RuntimeError) else 0)
             self._out_of_step |= not ended
-            if ended and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            if (
+                ended
+                and isinstance(error, RuntimeError)
+                and not isinstance(error, torch.OutOfMemoryError)
+            ):
                 raise self._lost(ended, error) from error
             raise
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Within is nothing but a collective: if it fails, it is another rank's doing; but not while a CUDA graph is
-        captured, when nothing runs."""
+        """Within is nothing but a collective: if it fails, it is another rank's
+        doing; but not while a CUDA graph is captured, when nothing runs."""
         captures = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         try:
             yield
@@ -189,11 +215,16 @@ class Ranks:
     def _lost(self, ended: list[int], error: RuntimeError | None = None) -> WorkerError:
         others = [rank for rank in range(self.shard.size) if rank != self.shard.rank]
         names = f"S-worker {' and '.join(map(str, ended or others))} of {self.shard.size}"
-        what = "has ended" if ended else f"doesn't go on, or not within {self.patience_s:g} s (--worker-timeout-s)"
+        what = (
+            "has ended"
+            if ended
+            else f"doesn't go on, or not within {self.patience_s:g} s (--worker-timeout-s)"
+        )
         if error is not None and not ended:
             what += f": {_brief(error)}"
         return WorkerError(
-            f"{names} {what}. Without its part of every layer the job can't go on: see that rank's own output, and "
+            f"{names} {what}. Without its part of every layer the job can't go on: see that "
+            "rank's own output, and "
             "start the job again (fastdecode run-batch --resume keeps what is done)",
             code="tp_rank_lost",
         )
@@ -230,14 +261,17 @@ class Ranks:
     def gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's x, all of one shape, on rank 0; elsewhere nothing."""
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.shard.size)] if self.shard.rank == 0 else None
+        parts = (
+            [torch.empty_like(x) for _ in range(self.shard.size)] if self.shard.rank == 0 else None
+        )
         if x.numel():
             with self._waiting():
                 dist.gather(x, parts, dst=0, group=self.data)
         return parts or []
 
     def scatter_heads(self, o: Tensor | None, like: Tensor) -> Tensor:
-        """Rank 0's o [T, Hq, D] → each rank's heads, of the shape of ``like`` [T, Hq / ranks, D]."""
+        """Rank 0's o [T, Hq, D] → each rank's heads, of the shape of ``like``
+        [T, Hq / ranks, D]."""
         part = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         parts = None if o is None else [x.contiguous() for x in o.chunk(self.shard.size, dim=1)]
         with self._waiting():
@@ -281,7 +315,11 @@ class ParallelPass(Pass):
     """A pass of rank 0, mirrored by the others: q, k, v and o are whole here, shares there."""
 
     def __init__(
-        self, worker: ParallelSWorker, lane: int, token_ids: NDArray[np.int64], positions: NDArray[np.int64]
+        self,
+        worker: ParallelSWorker,
+        lane: int,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
     ) -> None:
         self._ranks, self._lane = worker.ranks, lane
         self._vocab_size = worker.spec.vocab_size
@@ -316,21 +354,28 @@ class ParallelPass(Pass):
         self.layer = own.layer
         parts = self._ranks.gather(torch.cat((own.q, own.k, own.v), dim=1))
         num_q, num_kv = own.q.shape[1], own.k.shape[1]
-        kinds = zip(*(part.tensor_split((num_q, num_q + num_kv), dim=1) for part in parts), strict=True)
+        kinds = zip(
+            *(part.tensor_split((num_q, num_q + num_kv), dim=1) for part in parts), strict=True
+        )
         self.q, self.k, self.v = (torch.cat(kind, dim=1) for kind in kinds)
 
 
 class ParallelSWorker(SWorker):
-    """Rank 0's S-worker. ``spec`` is the whole model's; ``model`` this rank's part of it.
+    """Rank 0's S-worker. ``spec`` is the whole model's; ``model`` this rank's
+    part of it.
 
     Every method raises WorkerError if another rank is lost.
     """
 
-    def __init__(self, spec: ModelSpec, model: Model, ranks: Ranks, graphs: StepGraphs | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, model: Model, ranks: Ranks, graphs: StepGraphs | None = None
+    ) -> None:
         super().__init__(spec, model, ranks.device, graphs)
         self.ranks = ranks
 
-    def begin(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], lane: int = 0) -> Pass:
+    def begin(
+        self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], lane: int = 0
+    ) -> Pass:
         return ParallelPass(self, lane, token_ids, positions)
 
     def set_num_lanes(self, num_lanes: int) -> None:
@@ -340,7 +385,8 @@ class ParallelSWorker(SWorker):
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
         drawn = super().sample(logits, states)
-        # A GPU has only now computed what it was told; had a rank ended meanwhile, that would be nonsense.
+        # A GPU has only now computed what it was told; had a rank ended
+        # meanwhile, that would be nonsense.
         self.ranks.check()
         return drawn
 

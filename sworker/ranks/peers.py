@@ -1,4 +1,5 @@
-"""Notices when a process that this one works with ends: also in the middle of a collective, which says nothing."""
+"""Notices when a process that this one works with ends: also in the middle of a
+collective, which says nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from collections.abc import Callable, Mapping
 
 
 class PeerWatch:
-    """Watches processes of this host, by what Linux calls a pidfd. Elsewhere nothing is noticed.
+    """Watches processes of this host, by what Linux calls a pidfd. Elsewhere
+    nothing is noticed.
 
     Args:
         processes: rank → process id.
-        on_end: called with the ranks that have ended, once, in a thread of its own, when the first does.
+        on_end: called with the ranks that have ended, once, in a thread of its
+            own, when the first does.
     """
 
     def __init__(self, processes: Mapping[int, int], on_end: Callable[[list[int]], None]) -> None:

@@ -1,9 +1,13 @@
-"""Tensor parallelism, put on a model from outside: which part of every weight a rank holds, and where ranks sum.
+"""Tensor parallelism, put on a model from outside: which part of every weight a
+rank holds, and where ranks sum.
 
-The model's code knows nothing of it. A rank builds the model of a smaller spec (``shard_spec``): its share of the
-heads, of the MLP's inner dims and of the vocabulary. ``parallelize`` then exchanges the three modules whose results
-are partial sums: attention's output projection and the MLP's second one (Megatron-LM's row-parallel layers, Shoeybi et
-al., arXiv 1909.08053) and the token embedding. Everything else works on whole hidden states, the same on every rank.
+The model's code knows nothing of it. A rank builds the model of a smaller spec
+(``shard_spec``): its share of the heads, of the MLP's inner dims and of the
+vocabulary. ``parallelize`` then exchanges the three modules whose results are
+partial sums: attention's output projection and the MLP's second one
+(Megatron-LM's row-parallel layers, Shoeybi et al., arXiv 1909.08053) and the
+token embedding. Everything else works on whole hidden states, the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -31,8 +35,9 @@ class Shard:
     size: int
 
     def cut(self, source: Tensor, shape: torch.Size) -> Tensor:
-        """The part of a whole weight that fills a parameter of this shape: along each dim where the parameter is
-        smaller, the rank's share. The last rank's share of a dim that doesn't divide evenly is shorter."""
+        """The part of a whole weight that fills a parameter of this shape:
+        along each dim where the parameter is smaller, the rank's share. The
+        last rank's share of a dim that doesn't divide evenly is shorter."""
         for dim, num in enumerate(shape):
             if num < source.shape[dim]:
                 first = min(self.rank * num, source.shape[dim])
@@ -46,7 +51,10 @@ def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     Raises:
         ConfigError: the KV heads or the MLP don't divide evenly.
     """
-    for what, num in (("KV heads", spec.num_kv_heads), ("dims inside its MLP", spec.intermediate_size)):
+    for what, num in (
+        ("KV heads", spec.num_kv_heads),
+        ("dims inside its MLP", spec.intermediate_size),
+    ):
         if num % shard.size:
             raise ConfigError(
                 Given("tp", shard.size),
@@ -63,7 +71,8 @@ def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
 
 
 class RowParallelLinear(Linear):
-    """A projection whose input dims are spread over ranks: partial products, summed; the bias is added once."""
+    """A projection whose input dims are spread over ranks: partial products,
+    summed; the bias is added once."""
 
     def __init__(self, linear: Linear, add_up: AddUp) -> None:
         super().__init__(1, linear.splits[:0], bias=False)
@@ -88,7 +97,9 @@ class VocabParallelEmbedding(Embedding):
     def forward(self, rows: Tensor) -> Tensor:  # [T] → [T, size]
         own = rows - self._first
         elsewhere = (own < 0) | (own >= self.weight.shape[0])
-        x = F.embedding(own.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[:, None], 0)
+        x = F.embedding(own.masked_fill(elsewhere, 0), self.weight).masked_fill(
+            elsewhere[:, None], 0
+        )
         self._add_up(x)
         return x
 

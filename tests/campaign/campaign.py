@@ -1,10 +1,13 @@
-"""Jobs whose R-workers are killed, stopped or terminated at random moments, and jobs that are told to stop.
+"""Jobs whose R-workers are killed, stopped or terminated at random moments, and
+jobs that are told to stop.
 
     make campaign                       # or, with options: python tests/campaign/campaign.py --losses 20 --minutes 5
 
-Every job's answers, greedy and sampled, are held against those of an undisturbed one. Counted are jobs that **hung**,
-that were **lost** (an answer is missing though an R-worker is left) and whose answers were **changed**. The moments are
-random within a phase, whose beginning is an event and whose length an undisturbed job's: start, prompts, decoding, end.
+Every job's answers, greedy and sampled, are held against those of an
+undisturbed one. Counted are jobs that **hung**, that were **lost** (an answer
+is missing though an R-worker is left) and whose answers were **changed**. The
+moments are random within a phase, whose beginning is an event and whose length
+an undisturbed job's: start, prompts, decoding, end.
 """
 
 from __future__ import annotations
@@ -32,7 +35,11 @@ from random_llama import llama_config, write_checkpoint  # noqa: E402
 
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 PATHS = {"PYTHONPATH": str(ROOT)}
-PARTITIONS = {"sequences": [], "heads": ["--r-partition", "heads"], "split": ["--split-tokens", "64"]}
+PARTITIONS = {
+    "sequences": [],
+    "heads": ["--r-partition", "heads"],
+    "split": ["--split-tokens", "64"],
+}
 TROUBLES = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 PHASES = ("start", "prompts", "decoding", "end")
 NUM_R_WORKERS, NUM_LINES = 3, 8
@@ -86,7 +93,11 @@ class Campaign:
     def __init__(self, directory: Path, seed: int) -> None:
         self._directory = directory
         self._random = random.Random(seed)
-        self._model, self._input, self._output = directory / "model", directory / "in.jsonl", directory / "out.jsonl"
+        self._model, self._input, self._output = (
+            directory / "model",
+            directory / "in.jsonl",
+            directory / "out.jsonl",
+        )
         self._model.mkdir()
         write_checkpoint(self._model, llama_config(**SHAPE, max_position_embeddings=2048), "random")
         self._input.write_text("".join(json.dumps(line) + "\n" for line in lines()))
@@ -108,13 +119,17 @@ class Campaign:
                 found = victims()
                 if found:
                     with contextlib.suppress(ProcessLookupError):
-                        found[self._random.randrange(len(found))].send_signal(signal.Signals[loss.trouble])
+                        found[self._random.randrange(len(found))].send_signal(
+                            signal.Signals[loss.trouble]
+                        )
             outcome = job.wait(LIMIT_S)
         answers = self._answers()
         changed = sum(answers[key] != self._expected[key] for key in answers)
         last = outcome.output.strip()[-2000:]
         missing = len(self._expected) - len(answers)
-        return Report(loss, outcome.exit_code, outcome.seconds, missing, changed, len(outcome.orphans), last)
+        return Report(
+            loss, outcome.exit_code, outcome.seconds, missing, changed, len(outcome.orphans), last
+        )
 
     def stop(self, transport: str, command: str, trouble: signal.Signals) -> dict[str, Any]:
         """A job that is told to stop while it decodes; one that can go on does."""
@@ -124,10 +139,13 @@ class Campaign:
         with self._job(transport, ["--max-num-sequences", "3"], command) as (job, _):
             begin_phase(job, "decoding", self._output)
             names = ("launch",) if transport == "mpi" else (command,)
-            next(p for p in job.processes() if any(name in p.cmdline() for name in names)).send_signal(trouble)
+            next(
+                p for p in job.processes() if any(name in p.cmdline() for name in names)
+            ).send_signal(trouble)
             outcome = job.wait(LIMIT_S)
-        return {"transport": transport, "command": command, "signal": trouble.name, "exit_code": outcome.exit_code,
-                "seconds": outcome.seconds, "orphans": len(outcome.orphans)}  # fmt: skip
+        return {"transport": transport, "command": command, "signal": trouble.name,
+                "exit_code": outcome.exit_code, "seconds": outcome.seconds,
+                "orphans": len(outcome.orphans)}  # fmt: skip
 
     def _phase_lengths(self, transport: str, partition: str) -> dict[str, float]:
         """Seconds, of a job in which nothing happens."""
@@ -141,14 +159,16 @@ class Campaign:
                 outcome = job.wait(LIMIT_S)
             assert outcome.exit_code == 0 and self._answers() == self._expected, outcome
             begins.append(time.monotonic())
-            lengths = {phase: max(0.05, begins[i + 1] - begins[i]) for i, phase in enumerate(PHASES)}
+            lengths = {
+                phase: max(0.05, begins[i + 1] - begins[i]) for i, phase in enumerate(PHASES)
+            }
             self._lengths[transport, partition] = lengths
         return self._lengths[transport, partition]
 
     def _generate(self, command: str = "generate") -> list[str]:
         shared = ["--dtype", "float32", "--prefill-chunk", "16", "--log-level", "warning"]
-        return [command, "--model", str(self._model), "--input", str(self._input), "--output", str(self._output),
-                *shared]  # fmt: skip
+        return [command, "--model", str(self._model), "--input", str(self._input), "--output",
+                str(self._output), *shared]  # fmt: skip
 
     @contextlib.contextmanager
     def _job(
@@ -169,10 +189,21 @@ class Campaign:
         with contextlib.ExitStack() as stack:
             workers = []
             for _ in range(NUM_R_WORKERS):
-                bind = ["--bind", "tcp://127.0.0.1:*", "--silence-s", str(SILENCE_S), "--return-s", "10"]
-                workers.append(stack.enter_context(running([*FASTDECODE, *r_worker, *bind], **PATHS)))
+                bind = [
+                    "--bind",
+                    "tcp://127.0.0.1:*",
+                    "--silence-s",
+                    str(SILENCE_S),
+                    "--return-s",
+                    "10",
+                ]
+                workers.append(
+                    stack.enter_context(running([*FASTDECODE, *r_worker, *bind], **PATHS))
+                )
             for worker in workers:
-                worker.wait_until(lambda w=worker: " listens at " in w.output() and w.output().endswith("\n"))
+                worker.wait_until(
+                    lambda w=worker: " listens at " in w.output() and w.output().endswith("\n")
+                )
             for worker in workers:
                 generate += ["--r-worker", worker.output().split(" listens at ")[1].split()[0]]
             with running([*FASTDECODE, *generate], **PATHS) as job:
@@ -194,8 +225,9 @@ def lines() -> list[dict[str, Any]]:
     """The first is done long before the others; every other one is sampled."""
     sampled = {"temperature": 0.9, "top_p": 0.9}
     return [
-        {"id": str(i), "prompt_token_ids": [(7 * i + 3 * j) % 500 + 1 for j in range(20 + 40 * i)], "ignore_eos": True,
-         "max_tokens": 150 + 20 * i if i else 3, **({**sampled, "seed": i} if i % 2 else {"temperature": 0})}
+        {"id": str(i), "prompt_token_ids": [(7 * i + 3 * j) % 500 + 1 for j in range(20 + 40 * i)],
+         "ignore_eos": True, "max_tokens": 150 + 20 * i if i else 3, **({**sampled,
+             "seed": i} if i % 2 else {"temperature": 0})}
         for i in range(NUM_LINES)
     ]  # fmt: skip
 
@@ -244,10 +276,18 @@ def losses(number: int, chance: random.Random) -> list[Loss]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--losses", type=int, default=72, help="jobs with a loss (default: 72, one of each kind)")
-    parser.add_argument("--signals", type=int, default=8, help="jobs that are told to stop (default: 8)")
-    parser.add_argument("--minutes", type=float, default=60, help="begin nothing after so long (default: 60)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--losses", type=int, default=72, help="jobs with a loss (default: 72, one of each kind)"
+    )
+    parser.add_argument(
+        "--signals", type=int, default=8, help="jobs that are told to stop (default: 8)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="begin nothing after so long (default: 60)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -260,15 +300,26 @@ def main() -> None:
             if time.monotonic() < end:
                 reports.append(campaign.lose(loss))
                 report = reports[-1]
-                print(f"{report.verdict:8}{report.seconds:6.1f} s  exit {report.exit_code}  {loss}", flush=True)
-        kinds = [(t, c, s) for c in ("run-batch", "generate") for t in ("zmq", "mpi")
-                 for s in (signal.SIGINT, signal.SIGTERM) if (t, c) != ("mpi", "generate")]  # fmt: skip
+                print(
+                    f"{report.verdict:8}{report.seconds:6.1f} s  exit {report.exit_code}  {loss}",
+                    flush=True,
+                )
+        kinds = [
+            (t, c, s)
+            for c in ("run-batch", "generate")
+            for t in ("zmq", "mpi")
+            for s in (signal.SIGINT, signal.SIGTERM)
+            if (t, c) != ("mpi", "generate")
+        ]
         for index in range(options.signals):
             if time.monotonic() < end:
                 stops.append(campaign.stop(*kinds[index % len(kinds)]))
                 print(stops[-1], flush=True)
     counts = Counter(report.verdict for report in reports)
-    print(f"{len(reports)} losses: " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items())))
+    print(
+        f"{len(reports)} losses: "
+        + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
+    )
     if options.out is not None:
         rows = [{**asdict(report), "verdict": report.verdict} for report in reports]
         for row in rows:
@@ -276,7 +327,9 @@ def main() -> None:
                 del row["last_words"]
         result = {**provenance(), "counts": counts, "losses": rows, "stops": stops}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    if set(counts) - {"right"} or any(stop["exit_code"] is None or stop["orphans"] for stop in stops):
+    if set(counts) - {"right"} or any(
+        stop["exit_code"] is None or stop["orphans"] for stop in stops
+    ):
         sys.exit(1)
 
 

@@ -1,7 +1,8 @@
-"""From a checkpoint to profiles, a plan from them, and its bench: the whole way, on a tiny model.
+"""From a checkpoint to profiles, a plan from them, and its bench: the whole
+way, on a tiny model.
 
-That predictions are near is for ``benchmarks/sizing.py`` to show on a quiet machine; here the tolerance is wide open,
-or shut.
+That predictions are near is for ``benchmarks/sizing.py`` to show on a quiet
+machine; here the tolerance is wide open, or shut.
 """
 
 from __future__ import annotations
@@ -18,14 +19,49 @@ from fastdecode.core.measurement import RProfile, SProfile, read_profile
 
 
 @pytest.fixture(scope="module")
-def made(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def made(
+    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> SimpleNamespace:
     """A model, both profiles, and a plan made from them."""
     model, where = str(tiny_checkpoint("llama")), tmp_path_factory.mktemp("profiles")
     s, r, plan = where / "s.json", where / "r.json", where / "plan"
     common = ["--model", model, "--repeats", "2", "--block-size", "16", "--kv-memory-gb", "0.05"]
-    assert main(["calibrate", "s", *common, "--batches", "1,8,4", "--prompts", "8,32,4096", "--out", str(s)]) == 0
-    assert main(["calibrate", "r", *common, "--sequences", "1,4", "--contexts", "8,64", "--out", str(r)]) == 0
-    question = ["--model", model, "--gpu", str(s), "--cpu", str(r), "--seq-len", "64", "--lanes", "1", "--batch", "8"]
+    assert (
+        main(
+            [
+                "calibrate",
+                "s",
+                *common,
+                "--batches",
+                "1,8,4",
+                "--prompts",
+                "8,32,4096",
+                "--out",
+                str(s),
+            ]
+        )
+        == 0
+    )
+    assert (
+        main(
+            ["calibrate", "r", *common, "--sequences", "1,4", "--contexts", "8,64", "--out", str(r)]
+        )
+        == 0
+    )
+    question = [
+        "--model",
+        model,
+        "--gpu",
+        str(s),
+        "--cpu",
+        str(r),
+        "--seq-len",
+        "64",
+        "--lanes",
+        "1",
+        "--batch",
+        "8",
+    ]
     assert main(["size", *question, "--emit", str(plan)]) == 0
     return SimpleNamespace(model=model, s=s, r=r, plan=plan / "plan.json", question=question)
 
@@ -34,13 +70,17 @@ def test_profiles_hold_what_was_asked(made: SimpleNamespace) -> None:
     s, r = read_profile(made.s), read_profile(made.r)
     assert isinstance(s, SProfile) and isinstance(r, RProfile)
     assert [point.size for point in s.layer] == [1, 4, 8] == [point.size for point in s.step]
-    assert [point.size for point in s.prefill] == [8, 32], "prompts beyond the model's limit are left out"
+    assert [point.size for point in s.prefill] == [8, 32], (
+        "prompts beyond the model's limit are left out"
+    )
     assert s.prompt_attention == "r", "on a CPU R-workers attend prompts, and so they did"
     assert s.shape.num_layers == 3 and s.dtype == "float32" and "torch" in s.machine.software
     assert len(r.decode) == 4 and r.memory_bytes == 50_000_000 and "torch" not in r.machine.software
 
 
-def test_plans_say_that_they_were_measured(made: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_say_that_they_were_measured(
+    made: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["size", *made.question, "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
     sources = {row["name"]: row["provenance"] for row in tree["inputs"]}
@@ -52,19 +92,55 @@ def test_plans_say_that_they_were_measured(made: SimpleNamespace, capsys: pytest
 def test_bench_judges_by_the_tolerance(
     made: SimpleNamespace, tolerance: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--plan", str(made.plan), "--model", made.model, "--gpu", str(made.s), "--cpu", str(made.r)]
+    options = [
+        "--plan",
+        str(made.plan),
+        "--model",
+        made.model,
+        "--gpu",
+        str(made.s),
+        "--cpu",
+        str(made.r),
+    ]
     assert main(["bench", *options, "--steps", "3", "--tolerance", tolerance, "--json"]) == code
     tree = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in tree["quantities"]] == ["step_s", "tokens_per_s", "r_part_s", "s_part_s"]
+    assert [row["name"] for row in tree["quantities"]] == [
+        "step_s",
+        "tokens_per_s",
+        "r_part_s",
+        "s_part_s",
+    ]
     assert tree["within"] is (code == 0)
-    assert tree["ran"] == {"batch": 8, "lanes": 1, "r_workers": 1, "context_tokens": tree["ran"]["context_tokens"]}
+    assert tree["ran"] == {
+        "batch": 8,
+        "lanes": 1,
+        "r_workers": 1,
+        "context_tokens": tree["ran"]["context_tokens"],
+    }
     assert 20 <= tree["ran"]["context_tokens"] <= 60
     for row in tree["quantities"]:
         assert row["relative_error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
 
 
-def test_bench_measures_what_it_is_not_given(made: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--plan", str(made.plan), "--model", made.model, "--steps", "2", "--tolerance", "1e6"]) == 0
+def test_bench_measures_what_it_is_not_given(
+    made: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "bench",
+                "--plan",
+                str(made.plan),
+                "--model",
+                made.model,
+                "--steps",
+                "2",
+                "--tolerance",
+                "1e6",
+            ]
+        )
+        == 0
+    )
     captured = capsys.readouterr()
     assert "predicted" in captured.out and "step_ms" in captured.out
     assert "S-part" in captured.err and "R-part" in captured.err
@@ -80,7 +156,9 @@ def test_bench_measures_what_it_is_not_given(made: SimpleNamespace, capsys: pyte
         (["--cpu", "none.json"], "No such file"),
     ],
 )
-def test_bench_usage(made: SimpleNamespace, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_usage(
+    made: SimpleNamespace, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--plan", str(made.plan), "--model", made.model]
     assert main(["bench", *options, *[str(made.r) if word == "R" else word for word in words]]) == 2
     assert message in capsys.readouterr().err
@@ -96,7 +174,11 @@ def test_bench_usage(made: SimpleNamespace, words: list[str], message: str, caps
     ],
 )
 def test_broken_plans(
-    made: SimpleNamespace, tmp_path: Path, change: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
+    made: SimpleNamespace,
+    tmp_path: Path,
+    change: dict[str, object],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({**json.loads(made.plan.read_text()), **change}))
@@ -117,7 +199,11 @@ def test_broken_plans(
     ],
 )
 def test_calibrate_usage(
-    made: SimpleNamespace, words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: SimpleNamespace,
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out.json"
     assert main(["calibrate", words[0], "--model", made.model, "--out", str(out), *words[1:]]) == 2
@@ -125,7 +211,9 @@ def test_calibrate_usage(
 
 
 @pytest.mark.parametrize("sizes", ["", "1,x", "0,1", "99999999999"])
-def test_bad_size_lists(made: SimpleNamespace, sizes: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_size_lists(
+    made: SimpleNamespace, sizes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["calibrate", "s", "--model", made.model, "--out", "x.json", "--batches", sizes])
     assert caught.value.code == 2 and "whole numbers" in capsys.readouterr().err

@@ -20,15 +20,17 @@ FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 HERE = HostFacts(
-    "s0", ("python 3.12.1", "fastdecode 0.1.0", "numpy 2.1.0"), "Open MPI v5.0.8", (0, 1), 2, ("0-1",), "madvise",
-    10**10, ("eth0 10.0.0.1",),
+    "s0", ("python 3.12.1", "fastdecode 0.1.0", "numpy 2.1.0"), "Open MPI v5.0.8", (0, 1), 2,
+    ("0-1",), "madvise", 10**10, ("eth0 10.0.0.1",),
 )  # fmt: skip
 THERE = replace(HERE, host="r0", cpus=(0, 1, 2, 3), num_host_cpus=4, numa_cpus=("0-3",))
 GOOD = Report("rank 1 on r0", PROTOCOL_VERSION, THERE, num_threads=4, kv_bytes=10**9, model_hash="")
 FAST = LinkFacts(50e-6, 5e9)
 
 
-def found(report: Report, link: LinkFacts = FAST, here: HostFacts = HERE, model: str | None = None) -> dict[str, str]:
+def found(
+    report: Report, link: LinkFacts = FAST, here: HostFacts = HERE, model: str | None = None
+) -> dict[str, str]:
     """What isn't right: check → level."""
     findings = judge(here, [WorkerFacts("R-worker rank 1", report, link)], model)
     assert all(finding.mend for finding in findings if finding.level != "PASS")
@@ -89,7 +91,16 @@ def test_in_an_mpi_job(tmp_path: Path) -> None:
     assert "2 R-worker(s) answered" in outcome.output and outcome.output.count("link: ") == 2
     assert "PASS  mpi: Open MPI" in outcome.output and "FAIL  " not in outcome.output
     # More than there is.
-    command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, "doctor", "--kv-memory-gb", "900000"]
+    command = [
+        mpirun(),
+        *open_mpi_options(),
+        "-n",
+        "2",
+        *FASTDECODE,
+        "doctor",
+        "--kv-memory-gb",
+        "900000",
+    ]
     outcome = run(command, **PATHS)
     assert outcome.exit_code == 1 and "FAIL  memory" in outcome.output, outcome
 
@@ -105,18 +116,57 @@ def test_at_addresses_where_a_job_is_served_afterwards(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
-    model, source, output = str(tiny_checkpoint("llama")), tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    model, source, output = (
+        str(tiny_checkpoint("llama")),
+        tmp_path / "in.jsonl",
+        tmp_path / "out.jsonl",
+    )
     source.write_text('{"id": 1, "prompt_token_ids": [5], "max_tokens": 2, "temperature": 0}\n')
-    command = [*FASTDECODE, "r-worker", "--bind", "tcp://127.0.0.1:*", "--threads", "1", "--kv-memory-gb", "0.1"]
+    command = [
+        *FASTDECODE,
+        "r-worker",
+        "--bind",
+        "tcp://127.0.0.1:*",
+        "--threads",
+        "1",
+        "--kv-memory-gb",
+        "0.1",
+    ]
     with running([*command, "--model-hash", "another"], **PATHS) as job:
         job.wait_until(lambda: " listens at " in job.output() and job.output().endswith("\n"))
         address = job.output().split(" listens at ")[1].split()[0]
         for _ in range(2):
-            main(["doctor", "--r-worker", address, "--r-worker", "tcp://127.0.0.1:9", "--model", model, "--json"])
+            main(
+                [
+                    "doctor",
+                    "--r-worker",
+                    address,
+                    "--r-worker",
+                    "tcp://127.0.0.1:9",
+                    "--model",
+                    model,
+                    "--json",
+                ]
+            )
             written = json.loads(capsys.readouterr().out)
             wrong = {x["check"]: x["text"] for x in written["findings"] if x["level"] == "FAIL"}
             assert sorted(wrong) == ["model", "reach"], wrong
             assert "127.0.0.1:9" in wrong["reach"] and "another" in wrong["model"]
             assert written["r_workers"][0]["link"]["bytes_per_s"] > 0
-        assert main(["generate", "--model", model, "-i", str(source), "-o", str(output), "--r-worker", address]) == 4
+        assert (
+            main(
+                [
+                    "generate",
+                    "--model",
+                    model,
+                    "-i",
+                    str(source),
+                    "-o",
+                    str(output),
+                    "--r-worker",
+                    address,
+                ]
+            )
+            == 4
+        )
         assert "another" in capsys.readouterr().err  # it was there, and refused the wrong model

@@ -12,7 +12,15 @@ from fastdecode.cli.main import main
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError, Given
 
-PARAMETERS = {"kv_memory_gb", "device", "lanes", "learn_lengths", "length_quantile", "r_worker_addresses", "model"}
+PARAMETERS = {
+    "kv_memory_gb",
+    "device",
+    "lanes",
+    "learn_lengths",
+    "length_quantile",
+    "r_worker_addresses",
+    "model",
+}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +52,9 @@ PARAMETERS = {"kv_memory_gb", "device", "lanes", "learn_lengths", "length_quanti
         ((Given("seed", 1 << 300), " is odd"), "seed=a whole number of 301 bits is odd", None),
     ],
 )
-def test_parameters_become_options(words: tuple[str | Given, ...], told: str, typed: str | None) -> None:
+def test_parameters_become_options(
+    words: tuple[str | Given, ...], told: str, typed: str | None
+) -> None:
     error = ConfigError(*words)
     assert str(error) == error.message == told
     assert as_typed(error, PARAMETERS) == (typed or told)
@@ -55,13 +65,17 @@ def test_parameters_become_options(words: tuple[str | Given, ...], told: str, ty
     [
         (
             ["--kv-memory-gb", "0.00001"],
-            "hold one KV block of 43008 bytes (3 layers, 64 tokens): give it more memory (--kv-memory-gb)",
+            "hold one KV block of 43008 bytes (3 layers, 64 tokens): give it more memory "
+            "(--kv-memory-gb)",
         ),
         (["--kv-memory-gb", "0.0000001"], "--kv-memory-gb 1e-07 is not a number of GB"),
         (["--lanes", "0"], "--lanes 0 is not a whole number from 1 to 64"),
         (["--transport", "zmq"], "--transport zmq needs --r-worker"),
         (["--schedule", "fixed-f"], "fixed intervals need --target-length"),
-        (["--kv-placement", "gpu", "--kv-dtype", "int4"], "--kv-placement gpu choose float32, bfloat16 or float16"),
+        (
+            ["--kv-placement", "gpu", "--kv-dtype", "int4"],
+            "--kv-placement gpu choose float32, bfloat16 or float16",
+        ),
         (
             ["--kv-placement", "gpu", "--r-workers", "2"],
             "--r-workers 2 is for R-workers, and --kv-placement gpu has none",

@@ -18,7 +18,9 @@ Run = Callable[..., tuple[int, list[dict[str, Any]]]]
 
 
 def line(request_id: object, **rest: object) -> str:
-    return json.dumps({"id": request_id, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **rest})
+    return json.dumps(
+        {"id": request_id, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **rest}
+    )
 
 
 @pytest.fixture
@@ -26,10 +28,20 @@ def run(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Run:
     def run(lines: list[str | bytes], *options: str) -> tuple[int, list[dict[str, Any]]]:
         raw = [text.encode() if isinstance(text, str) else text for text in lines]
         (tmp_path / "in.jsonl").write_bytes(b"\n".join(raw))
-        command = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--kv-memory-gb", "0.01"]
+        command = [
+            "generate",
+            "--model",
+            str(tiny_checkpoint("llama")),
+            "--dtype",
+            "float32",
+            "--kv-memory-gb",
+            "0.01",
+        ]
         files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
         code = main([*command, *files, *options])
-        return code, [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
+        return code, [
+            json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()
+        ]
 
     return run
 
@@ -43,7 +55,11 @@ def test_every_line_is_answered_in_order(run: Run) -> None:
         assert set(answer) == {"id", "text", "token_ids", "finish_reason", "usage"}
         assert len(answer["token_ids"]) == 9 - i
         assert answer["finish_reason"] == "length"
-        assert answer["usage"] == {"prompt_tokens": 1 + i, "completion_tokens": 9 - i, "total_tokens": 10}
+        assert answer["usage"] == {
+            "prompt_tokens": 1 + i,
+            "completion_tokens": 9 - i,
+            "total_tokens": 10,
+        }
 
 
 def test_bad_lines_cost_the_good_ones_nothing(run: Run) -> None:
@@ -73,14 +89,26 @@ def test_bad_lines_cost_the_good_ones_nothing(run: Run) -> None:
         line(7, prompt_token_ids=[-1]): "invalid_token_id",
         line("7", prompt_token_ids=[9]): "duplicate_id",
     }
-    lines: list[str | bytes] = [good, *bad, b'{"id": "o", "prompt": "\xff"}', line("last", prompt_token_ids=[5, 6, 7])]
+    lines: list[str | bytes] = [
+        good,
+        *bad,
+        b'{"id": "o", "prompt": "\xff"}',
+        line("last", prompt_token_ids=[5, 6, 7]),
+    ]
     code, out = run(lines)
     assert code == 3
-    assert [answer.get("error", {}).get("code") for answer in out] == [None, *bad.values(), "invalid_json", None]
+    assert [answer.get("error", {}).get("code") for answer in out] == [
+        None,
+        *bad.values(),
+        "invalid_json",
+        None,
+    ]
     assert all(answer["error"]["message"] for answer in out if "error" in answer)
     assert out[0] == alone
     assert out[-1] == {**alone, "id": "last"}
-    assert "temperature" in next(a for a in out if a["id"] == "m")["error"]["message"]  # what was probably meant
+    assert (
+        "temperature" in next(a for a in out if a["id"] == "m")["error"]["message"]
+    )  # what was probably meant
 
 
 def test_several_completions_and_logprobs(run: Run) -> None:
@@ -97,7 +125,10 @@ def test_several_completions_and_logprobs(run: Run) -> None:
 
 
 def test_options_are_defaults_that_lines_override(run: Run) -> None:
-    lines = ['{"id": 1, "prompt_token_ids": [5]}', '{"id": 2, "prompt_token_ids": [5], "max_tokens": 2, "seed": null}']
+    lines = [
+        '{"id": 1, "prompt_token_ids": [5]}',
+        '{"id": 2, "prompt_token_ids": [5], "max_tokens": 2, "seed": null}',
+    ]
     code, out = run(lines, "--max-tokens", "6", "--temperature", "0", "--ignore-eos")
     assert code == 0
     assert [len(answer["token_ids"]) for answer in out] == [6, 2]
@@ -106,13 +137,22 @@ def test_options_are_defaults_that_lines_override(run: Run) -> None:
 
 def test_summary_holds_what_was_measured(run: Run, tmp_path: Path) -> None:
     lines = [line(i, prompt_token_ids=[5, 6, 7]) for i in range(3)]
-    code, _ = run([*lines, "oops"], "--summary", str(tmp_path / "s.json"), "--r-workers", "2", "--show")
+    code, _ = run(
+        [*lines, "oops"], "--summary", str(tmp_path / "s.json"), "--r-workers", "2", "--show"
+    )
     assert code == 3
     summary = json.loads((tmp_path / "s.json").read_text())
     assert (summary["requests"], summary["failed"]) == (4, 1)
     assert (summary["prompt_tokens"], summary["output_tokens"]) == (9, 12)
     assert summary["r_workers"] == 2
-    for name in ("load_s", "prefill_s", "decode_s", "total_s", "output_tokens_per_s", "peak_rss_bytes"):
+    for name in (
+        "load_s",
+        "prefill_s",
+        "decode_s",
+        "total_s",
+        "output_tokens_per_s",
+        "peak_rss_bytes",
+    ):
         assert summary[name] > 0, name
     assert summary["total_s"] > summary["load_s"] + summary["prefill_s"] + summary["decode_s"]
     assert summary["s_share"] + summary["wait_share"] == pytest.approx(1)
@@ -129,7 +169,10 @@ def test_an_empty_file_is_no_work(run: Run) -> None:
         (["--input", "missing.jsonl", "--output", "out.jsonl"], "missing.jsonl"),
         (["--input", "in.jsonl", "--output", "no/such/dir/out.jsonl"], "no/such/dir"),
         (["--input", "in.jsonl", "--output", "in.jsonl"], "same file"),
-        (["--input", "in.jsonl", "--output", "out.jsonl", "--summary", "no/dir/s.json"], "no/dir/s.json"),
+        (
+            ["--input", "in.jsonl", "--output", "out.jsonl", "--summary", "no/dir/s.json"],
+            "no/dir/s.json",
+        ),
         (["--input", "in.jsonl", "--output", "out.jsonl", "--summary", "in.jsonl"], "same file"),
         (["--input", "in.jsonl", "--output", "out.jsonl", "--summary", "out.jsonl"], "same file"),
         (["--input", "in.jsonl", "--output", "out.jsonl", "--trace", "in.jsonl"], "same file"),
@@ -137,12 +180,19 @@ def test_an_empty_file_is_no_work(run: Run) -> None:
         (["--input", "in.jsonl", "--output", "out.jsonl", "--r-workers", "0"], "--r-workers 0"),
         (["--input", "in.jsonl", "--output", "out.jsonl", "--dtype", "float7"], "float7"),
         (["--input", "in.jsonl", "--output", "out.jsonl", "--temperature", "nan"], "temperature"),
-        (["--input", "in.jsonl", "--output", "out.jsonl", "--kv-memory-gb", "-1"], "--kv-memory-gb -1"),
+        (
+            ["--input", "in.jsonl", "--output", "out.jsonl", "--kv-memory-gb", "-1"],
+            "--kv-memory-gb -1",
+        ),
         (["--input", "in.jsonl", "--output", "out.jsonl"], "nowhere"),
     ],
 )
 def test_usage_errors_are_exit_code_2_and_name_the_input(
-    options: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt_token_ids": [1]}\n')
@@ -160,7 +210,9 @@ def test_the_command_is_there_and_starts_without_torch() -> None:
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert "generate" in shown.stdout
 
 
@@ -170,6 +222,8 @@ def test_a_missing_extra_names_the_pip_command() -> None:
         "import fastdecode.cli.main as c\n"
         "sys.exit(c.main(['generate', '--model', 'm', '--input', 'i', '--output', 'o']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 2
     assert pip_command("sworker") in done.stderr

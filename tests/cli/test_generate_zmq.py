@@ -1,4 +1,5 @@
-"""``fastdecode generate --transport zmq``: R-workers are processes at addresses; their loss changes no token."""
+"""``fastdecode generate --transport zmq``: R-workers are processes at
+addresses; their loss changes no token."""
 
 from __future__ import annotations
 
@@ -24,34 +25,55 @@ PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 @contextlib.contextmanager
-def r_workers(*ports: str, options: tuple[str, ...] = ()) -> Iterator[tuple[list[Running], list[str]]]:
+def r_workers(
+    *ports: str, options: tuple[str, ...] = ()
+) -> Iterator[tuple[list[Running], list[str]]]:
     """Processes, and the addresses at which they listen."""
     with contextlib.ExitStack() as stack:
         jobs = []
         for port in ports:
             command = [*FASTDECODE, "r-worker", "--threads", "1", "--kv-memory-gb", "0.01"]
             jobs.append(
-                stack.enter_context(running([*command, "--bind", f"tcp://127.0.0.1:{port}", *options], **PATHS))
+                stack.enter_context(
+                    running([*command, "--bind", f"tcp://127.0.0.1:{port}", *options], **PATHS)
+                )
             )
         for job in jobs:
-            job.wait_until(lambda job=job: " listens at " in job.output() and job.output().endswith("\n"))
+            job.wait_until(
+                lambda job=job: " listens at " in job.output() and job.output().endswith("\n")
+            )
         yield jobs, [job.output().split(" listens at ")[1].split()[0] for job in jobs]
 
 
 @pytest.fixture
-def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[int], tuple[list[str], Path, str]]:
-    """``asked(max_tokens)``: generate's options, its output file, and what threads put in there. The first request is
-    done long before the others."""
+def asked(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> Callable[[int], tuple[list[str], Path, str]]:
+    """``asked(max_tokens)``: generate's options, its output file, and what
+    threads put in there. The first request is done long before the others."""
 
     def make(max_tokens: int) -> tuple[list[str], Path, str]:
         shared = {"temperature": 0, "ignore_eos": True}
         lines: list[dict[str, Any]] = [
-            {"id": i, "prompt_token_ids": [5 + i] * (1 + 5 * i), "max_tokens": max_tokens if i else 3, **shared}
+            {
+                "id": i,
+                "prompt_token_ids": [5 + i] * (1 + 5 * i),
+                "max_tokens": max_tokens if i else 3,
+                **shared,
+            }
             for i in range(8)
         ]
         source = tmp_path / "in.jsonl"
         source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        options = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--prefill-chunk", "16"]
+        options = [
+            "generate",
+            "--model",
+            str(tiny_checkpoint("llama")),
+            "--dtype",
+            "float32",
+            "--prefill-chunk",
+            "16",
+        ]
         options += ["--input", str(source), "--output"]
         expected, output = tmp_path / "expected.jsonl", tmp_path / "out.jsonl"
         assert main([*options, str(expected), "--kv-memory-gb", "0.01"]) == 0
@@ -95,7 +117,8 @@ def test_the_python_api_and_workers_that_end_with_it(tiny_checkpoint: Callable[.
 
 
 @pytest.mark.parametrize(
-    ("trouble", "partition"), [(signal.SIGKILL, "sequences"), (signal.SIGSTOP, "sequences"), (signal.SIGKILL, "heads")]
+    ("trouble", "partition"),
+    [(signal.SIGKILL, "sequences"), (signal.SIGSTOP, "sequences"), (signal.SIGKILL, "heads")],
 )
 def test_a_lost_r_worker_changes_no_token(
     trouble: signal.Signals,
@@ -106,7 +129,15 @@ def test_a_lost_r_worker_changes_no_token(
     options, output, expected = asked(300)
     summary = tmp_path / "summary.json"
     with r_workers("*", "*") as (jobs, addresses):
-        command = [*FASTDECODE, *options, *at(addresses), "--summary", str(summary), "--worker-silence-s", "1"]
+        command = [
+            *FASTDECODE,
+            *options,
+            *at(addresses),
+            "--summary",
+            str(summary),
+            "--worker-silence-s",
+            "1",
+        ]
         with running([*command, "--r-partition", partition], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             jobs[0].processes()[0].send_signal(trouble)
@@ -126,11 +157,21 @@ def test_a_replacement_at_the_same_address_joins(
     options += split
     summary = tmp_path / "summary.json"
     with r_workers("*", "*", options=("--silence-s", "60")) as (jobs, addresses):
-        command = [*FASTDECODE, *options, *at(addresses), "--summary", str(summary), "--max-num-sequences", "1"]
+        command = [
+            *FASTDECODE,
+            *options,
+            *at(addresses),
+            "--summary",
+            str(summary),
+            "--max-num-sequences",
+            "1",
+        ]
         with running([*command, "--worker-silence-s", "60"], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             jobs[0].kill()
-            s_worker.processes()[0].send_signal(signal.SIGSTOP)  # or all might be done before the replacement is there
+            s_worker.processes()[0].send_signal(
+                signal.SIGSTOP
+            )  # or all might be done before the replacement is there
             with r_workers(addresses[0].rpartition(":")[2]):
                 s_worker.processes()[0].send_signal(signal.SIGCONT)
                 # It outlives the other one, so that the end is the replacement's work.
@@ -143,10 +184,15 @@ def test_a_replacement_at_the_same_address_joins(
     assert (written["r_workers_lost"], written["r_workers_rejoined"]) == (1, 1)
 
 
-def test_when_all_are_lost_the_exit_code_says_so(asked: Callable[[int], tuple[list[str], Path, str]]) -> None:
+def test_when_all_are_lost_the_exit_code_says_so(
+    asked: Callable[[int], tuple[list[str], Path, str]],
+) -> None:
     options, output, _ = asked(300)
     options += ["--worker-timeout-s", "2"]
-    with r_workers("*") as ((job,), (address,)), running([*FASTDECODE, *options, *at([address])], **PATHS) as s_worker:
+    with (
+        r_workers("*") as ((job,), (address,)),
+        running([*FASTDECODE, *options, *at([address])], **PATHS) as s_worker,
+    ):
         s_worker.wait_for_text(output)
         job.kill()
         outcome = s_worker.wait()
@@ -162,7 +208,15 @@ def test_an_s_worker_that_was_stopped_finds_its_r_workers_again(
     summary = tmp_path / "summary.json"
     quick = ("--silence-s", "1", "--log-level", "info")
     with r_workers("*", "*", options=quick) as (jobs, addresses):
-        command = [*FASTDECODE, *options, *at(addresses), "--summary", str(summary), "--worker-silence-s", "1"]
+        command = [
+            *FASTDECODE,
+            *options,
+            *at(addresses),
+            "--summary",
+            str(summary),
+            "--worker-silence-s",
+            "1",
+        ]
         with running(command, **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             s_worker.processes()[0].suspend()
@@ -186,7 +240,13 @@ def test_whoever_is_there_starts_and_the_others_join_later(
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             later = free.getsockname()[1]
-        command = [*FASTDECODE, *options, *at([*addresses, f"tcp://127.0.0.1:{later}"]), "--summary", str(summary)]
+        command = [
+            *FASTDECODE,
+            *options,
+            *at([*addresses, f"tcp://127.0.0.1:{later}"]),
+            "--summary",
+            str(summary),
+        ]
         with running([*command, "--max-num-sequences", "1"], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             s_worker.processes()[0].suspend()  # or all might be done before it is there
@@ -195,11 +255,16 @@ def test_whoever_is_there_starts_and_the_others_join_later(
                 outcome = s_worker.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert output.read_text() == expected, outcome.output
-    assert f"the job starts with 1 of 2 R-workers: can't reach R-worker tcp://127.0.0.1:{later}" in outcome.output
+    assert (
+        f"the job starts with 1 of 2 R-workers: can't reach R-worker tcp://127.0.0.1:{later}"
+        in outcome.output
+    )
     assert json.loads(summary.read_text())["r_workers_rejoined"] >= 1
 
 
-def test_too_few_that_are_there_are_refused(asked: Callable[[int], tuple[list[str], Path, str]]) -> None:
+def test_too_few_that_are_there_are_refused(
+    asked: Callable[[int], tuple[list[str], Path, str]],
+) -> None:
     options, _, _ = asked(1)
     with r_workers("*", options=("--keep-serving",)) as (_, addresses):
         assert main([*options, *at([*addresses, "tcp://127.0.0.1:9"]), "--min-r-workers", "2"]) == 4
@@ -209,14 +274,26 @@ def test_too_few_that_are_there_are_refused(asked: Callable[[int], tuple[list[st
     ("options", "match"),
     [
         (["--transport", "zmq"], "zmq needs --r-worker: tcp://HOST:PORT"),
-        (["--transport", "inproc", "--r-worker", "tcp://127.0.0.1:1"], "inproc has no use for --r-worker"),
-        (["--r-worker", "tcp://127.0.0.1:1", "--r-worker", "tcp://127.0.0.1:1"], "each address once"),
+        (
+            ["--transport", "inproc", "--r-worker", "tcp://127.0.0.1:1"],
+            "inproc has no use for --r-worker",
+        ),
+        (
+            ["--r-worker", "tcp://127.0.0.1:1", "--r-worker", "tcp://127.0.0.1:1"],
+            "each address once",
+        ),
         (["--r-worker", "127.0.0.1:1"], "not of the form tcp://HOST:PORT"),
         (["--r-worker", "tcp://10.0.0.1:1"], "needs a key"),
         (["--r-worker", "tcp://127.0.0.1:1", "--key", "/nonexistent"], "/nonexistent"),
         (["--key", "/nonexistent"], "for R-workers at addresses"),
-        (["--r-worker", "tcp://127.0.0.1:1", "--kv-memory-gb", "1"], "give --kv-memory-gb to each fastdecode r-worker"),
-        (["--r-worker", "tcp://127.0.0.1:1", "--r-threads", "2"], "give --threads to each fastdecode r-worker"),
+        (
+            ["--r-worker", "tcp://127.0.0.1:1", "--kv-memory-gb", "1"],
+            "give --kv-memory-gb to each fastdecode r-worker",
+        ),
+        (
+            ["--r-worker", "tcp://127.0.0.1:1", "--r-threads", "2"],
+            "give --threads to each fastdecode r-worker",
+        ),
         (["--worker-silence-s", "nan"], "--worker-silence-s nan"),
     ],
 )

@@ -23,7 +23,11 @@ FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 
 
 def test_hosts() -> None:
-    assert parse_hosts("a:2, b,node-3.cluster:0") == (Host("a", 2), Host("b"), Host("node-3.cluster", 0))
+    assert parse_hosts("a:2, b,node-3.cluster:0") == (
+        Host("a", 2),
+        Host("b"),
+        Host("node-3.cluster", 0),
+    )
     for bad in ("", "a:", "a:-1", "a:x", "a,,b", "-x:1", "a:1,a:2", "a:0", "a b", "a;b", "a:99999"):
         with pytest.raises(ConfigError, match="--hosts="):
             parse_hosts(bad)
@@ -41,12 +45,24 @@ def test_the_lines() -> None:
     line = JobLine(("s", "x y"), ("r",), hosts, s_host="c", interface="eth0")
     words = line.words()
     assert words[0] == "mpirun" and "--bind-to none" in " ".join(words)
-    assert words[-18:] == shlex.split("-n 1 --host c:1 s 'x y' : -n 2 --host a:2 r : -n 1 --host b:1 r")
-    assert words[words.index("btl_tcp_if_include") + 1] == words[words.index("prte_if_include") + 1] == "eth0"
+    assert words[-18:] == shlex.split(
+        "-n 1 --host c:1 s 'x y' : -n 2 --host a:2 r : -n 1 --host b:1 r"
+    )
+    assert (
+        words[words.index("btl_tcp_if_include") + 1]
+        == words[words.index("prte_if_include") + 1]
+        == "eth0"
+    )
     assert shlex.split(line.shown().replace("\\\n", "")) == words
     mpich = JobLine(("s",), ("r",), hosts, vendor="MPICH", interface="eth0")
-    assert mpich.shown().split(" \\\n    ") == ["mpirun -iface eth0 -hosts a:3,b:1", "-n 1 s", ": -n 3 r"]
-    assert "-n 2 --host a:2 s : -n 2" in " ".join(JobLine(("s",), ("r",), hosts, num_s_ranks=2).words())
+    assert mpich.shown().split(" \\\n    ") == [
+        "mpirun -iface eth0 -hosts a:3,b:1",
+        "-n 1 s",
+        ": -n 3 r",
+    ]
+    assert "-n 2 --host a:2 s : -n 2" in " ".join(
+        JobLine(("s",), ("r",), hosts, num_s_ranks=2).words()
+    )
     with pytest.raises(ConfigError, match="MPICH takes"):
         JobLine(("s",), ("r",), hosts, vendor="MPICH", interface="10.0.0.0/24")
     with pytest.raises(ConfigError, match="--interface"):
@@ -67,7 +83,9 @@ def test_the_lines() -> None:
         (["--hosts", "a:2", "--s-host", "a b", "--", "generate"], "--s-host"),
     ],
 )
-def test_options_that_are_refused(options: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_are_refused(
+    options: list[str], match: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["launch", *options]) == 2
     assert match in capsys.readouterr().err
 
@@ -76,12 +94,26 @@ def test_options_that_are_refused(options: list[str], match: str, capsys: pytest
 def generate(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> tuple[list[str], Path, str]:
     """The command, its output file and what is to be in it."""
     lines = [
-        {"id": i, "prompt_token_ids": [5 + i] * 9, "max_tokens": 400 if i else 3, "temperature": 0, "ignore_eos": True}
+        {
+            "id": i,
+            "prompt_token_ids": [5 + i] * 9,
+            "max_tokens": 400 if i else 3,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         for i in range(6)
     ]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--input", str(source)]
+    command = [
+        "generate",
+        "--model",
+        str(tiny_checkpoint("llama")),
+        "--dtype",
+        "float32",
+        "--input",
+        str(source),
+    ]
     assert main([*command, "--output", str(output), "--kv-memory-gb", "0.01"]) == 0
     expected = output.read_text()
     output.unlink()
@@ -91,9 +123,14 @@ def generate(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> tuple[list
 @needs_mpi
 def test_a_dry_run_shows_the_line_and_runs_nothing(generate: tuple[list[str], Path, str]) -> None:
     command, output, _ = generate
-    outcome = run([*FASTDECODE, "launch", "--hosts", "localhost:2", "--dry-run", "--", *command], **PATHS)
+    outcome = run(
+        [*FASTDECODE, "launch", "--hosts", "localhost:2", "--dry-run", "--", *command], **PATHS
+    )
     assert outcome.exit_code == 0 and not output.exists(), outcome
-    assert "-n 2 --host localhost:2" in outcome.output and "r-worker --numa-node auto" in outcome.output
+    assert (
+        "-n 2 --host localhost:2" in outcome.output
+        and "r-worker --numa-node auto" in outcome.output
+    )
 
 
 @needs_mpi
@@ -101,10 +138,21 @@ def test_a_job_whose_r_worker_is_killed_still_ends_with_the_s_workers_exit_code(
     generate: tuple[list[str], Path, str],
 ) -> None:
     command, output, expected = generate
-    launch = [*FASTDECODE, "launch", "--hosts", "localhost:2", "--r-threads", "1", "--kv-memory-gb", "0.01"]
+    launch = [
+        *FASTDECODE,
+        "launch",
+        "--hosts",
+        "localhost:2",
+        "--r-threads",
+        "1",
+        "--kv-memory-gb",
+        "0.01",
+    ]
     with running([*launch, "--", *command], **PATHS) as job:
         job.wait_for_text(output)
-        workers = [p for p in job.processes() if "r-worker" in p.cmdline() and "python" in p.cmdline()[0]]
+        workers = [
+            p for p in job.processes() if "r-worker" in p.cmdline() and "python" in p.cmdline()[0]
+        ]
         assert len(workers) == 2
         workers[0].send_signal(signal.SIGKILL)
         outcome = job.wait()
@@ -131,9 +179,22 @@ def test_mpirun_has_time_to_see_the_ranks_off(stop: signal.Signals, tmp_path: Pa
         "while true; do sleep 0.1; done\n"
     )
     mpirun.chmod(0o755)
-    line = [*FASTDECODE, "launch", "--mpirun", str(mpirun), "--hosts", "localhost:1", "--", "doctor"]
+    line = [
+        *FASTDECODE,
+        "launch",
+        "--mpirun",
+        str(mpirun),
+        "--hosts",
+        "localhost:1",
+        "--",
+        "doctor",
+    ]
     with subprocess.Popen(
-        line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env={**os.environ, **PATHS}
+        line,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **PATHS},
     ) as launch:
         assert launch.stdout is not None and launch.stdout.readline() == "begins\n"
         launch.send_signal(stop)

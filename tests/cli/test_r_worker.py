@@ -44,8 +44,19 @@ from fastdecode.wire.zmq.hub import ZmqHub
 
 WAIT_S = 120.0
 SPEC = AttentionSpec(4, 2, 32, scale=0.2)
-HELLO = Hello(PROTOCOL_VERSION, "a model", KVSpec(2, 2, 32, DType.FLOAT32, 32), (SPEC, SPEC), DType.FLOAT32)
-R_WORKER = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--threads", "1", "--kv-memory-gb", "0.001"]
+HELLO = Hello(
+    PROTOCOL_VERSION, "a model", KVSpec(2, 2, 32, DType.FLOAT32, 32), (SPEC, SPEC), DType.FLOAT32
+)
+R_WORKER = [
+    sys.executable,
+    "-m",
+    "fastdecode.cli.main",
+    "r-worker",
+    "--threads",
+    "1",
+    "--kv-memory-gb",
+    "0.001",
+]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
@@ -70,7 +81,9 @@ def converse(connection: Any) -> list[np.ndarray]:
         counts = [np.array([n], np.int32) for n in (past, new, 1, past + new)]
         connection.send(BeginStep(step, 0, np.array([7]), *counts))
         for layer in range(2):
-            q, k, v = (rng.standard_normal((n, h, 32), np.float32) for n, h in ((1, 4), (new, 2), (new, 2)))
+            q, k, v = (
+                rng.standard_normal((n, h, 32), np.float32) for n, h in ((1, 4), (new, 2), (new, 2))
+            )
             connection.send(Attend(step, 0, layer, q, k, v))
             results.append(connection.receive(WAIT_S).o.copy())
         past += new
@@ -92,21 +105,28 @@ def test_it_serves_one_s_worker_and_ends(expected: list[np.ndarray]) -> None:
         hub = ZmqHub()
         connection = hub.add(address)
         hub.await_workers(WAIT_S)
-        assert all(np.array_equal(x, y) for x, y in zip(converse(connection), expected, strict=True))
+        assert all(
+            np.array_equal(x, y) for x, y in zip(converse(connection), expected, strict=True)
+        )
         connection.send(Shutdown())
         hub.close()
         outcome = job.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
 
 
-def test_it_serves_one_after_another_under_a_key(expected: list[np.ndarray], tmp_path: Path) -> None:
+def test_it_serves_one_after_another_under_a_key(
+    expected: list[np.ndarray], tmp_path: Path
+) -> None:
     path = tmp_path / "key"
     assert main(["r-worker", "--new-key", str(path)]) == 0
     assert main(["r-worker", "--new-key", str(path)]) == 2
     with r_worker("--key", str(path), "--keep-serving") as (job, address):
         for _ in range(2):
             hub = ZmqHub(ClusterKey.read(path))
-            assert all(np.array_equal(x, y) for x, y in zip(converse(hub.add(address)), expected, strict=True))
+            assert all(
+                np.array_equal(x, y)
+                for x, y in zip(converse(hub.add(address)), expected, strict=True)
+            )
             hub.close()
         assert job.processes()
 
@@ -114,10 +134,14 @@ def test_it_serves_one_after_another_under_a_key(expected: list[np.ndarray], tmp
 def test_it_ends_when_its_s_worker_is_killed() -> None:
     with r_worker("--silence-s", "1", "--return-s", "1") as (job, address):
         script = (
-            "import signal, sys; from fastdecode.wire.zmq.hub import ZmqHub; from test_r_worker import HELLO; "
-            "hub = ZmqHub(); c = hub.add(sys.argv[1]); c.send(HELLO); print(c.receive(100)); signal.pause()"
+            "import signal, sys; from fastdecode.wire.zmq.hub import ZmqHub; from test_r_worker "
+            "import HELLO; "
+            "hub = ZmqHub(); c = hub.add(sys.argv[1]); c.send(HELLO); print(c.receive(100)); "
+            "signal.pause()"
         )
-        paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), PATHS["PYTHONPATH"]])
+        paths = os.pathsep.join(
+            [str(Path(__file__).parent), str(Path(__file__).parents[1]), PATHS["PYTHONPATH"]]
+        )
         with running([sys.executable, "-c", script, address], PYTHONPATH=paths) as s_worker:
             s_worker.wait_until(lambda: "Welcome" in s_worker.output())
             s_worker.kill()
@@ -161,7 +185,9 @@ def test_a_hello_of_another_version_is_refused() -> None:
 def test_nobody_at_the_address() -> None:
     hub = ZmqHub()
     hub.add("tcp://127.0.0.1:9")
-    with pytest.raises(WorkerError, match=r"can't reach R-worker tcp://127.0.0.1:9 within 0.3 s") as caught:
+    with pytest.raises(
+        WorkerError, match=r"can't reach R-worker tcp://127.0.0.1:9 within 0.3 s"
+    ) as caught:
         hub.await_workers(0.3)
     assert caught.value.code == "worker_unreachable"
     hub.close()
@@ -194,7 +220,9 @@ def test_a_wrong_key_is_told_at_once(tmp_path: Path) -> None:
         (["--cpus", "0", "--numa-node", "0"], "not both"),
     ],
 )
-def test_options_that_are_refused(options: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_are_refused(
+    options: list[str], match: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     threads = threading.active_count()
     assert main(["r-worker", *options]) == 2
     assert match in capsys.readouterr().err

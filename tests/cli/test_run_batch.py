@@ -1,4 +1,5 @@
-"""``fastdecode run-batch`` as a user runs it: files, exit codes, interrupts, kills, and the way back."""
+"""``fastdecode run-batch`` as a user runs it: files, exit codes, interrupts,
+kills, and the way back."""
 
 from __future__ import annotations
 
@@ -23,8 +24,16 @@ NUM_KILLS = int(os.environ.get("FASTDECODE_TEST_KILLS", "2"))
 
 
 def line(custom_id: str, *, tokens: int = 6, **body: Any) -> str:
-    asked = {"prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True, "return_token_ids": True, **body}
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": asked})
+    asked = {
+        "prompt": [5, 6, 7],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **body,
+    }
+    return json.dumps(
+        {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": asked}
+    )
 
 
 LINES = [line(f"id-{i}", prompt=[3 + i % 200] * (1 + i % 7), tokens=1 + i % 9) for i in range(40)]
@@ -35,7 +44,15 @@ class Command:
 
     def __init__(self, directory: Path, model: Path) -> None:
         self.input, self.output = directory / "in.jsonl", directory / "out.jsonl"
-        self._words = ["run-batch", "--model", str(model), "-i", str(self.input), "-o", str(self.output)]
+        self._words = [
+            "run-batch",
+            "--model",
+            str(model),
+            "-i",
+            str(self.input),
+            "-o",
+            str(self.output),
+        ]
         self._words += ["--dtype", "float32", "--kv-memory-gb", "0.01", "--r-threads", "1"]
 
     def write(self, lines: list[str]) -> None:
@@ -60,7 +77,9 @@ class Command:
         for text in self.output.read_text().splitlines():
             answer = json.loads(text)
             assert answer["custom_id"] not in said
-            said[answer["custom_id"]] = [c["token_ids"] for c in answer["response"]["body"]["choices"]]
+            said[answer["custom_id"]] = [
+                c["token_ids"] for c in answer["response"]["body"]["choices"]
+            ]
         return said
 
 
@@ -90,23 +109,43 @@ def test_a_job_is_answered_and_isnt_done_twice(
     assert command.output.read_bytes() == before
 
 
-def test_completions_equal_generates(command: Command, tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_completions_equal_generates(
+    command: Command, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
     command.write([line("a", seed=3, n=2), line("b", prompt=[9], temperature=0)])
     assert command.run() == 0
     simple = [
-        {"id": "a", "prompt_token_ids": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "seed": 3, "n": 2},
+        {
+            "id": "a",
+            "prompt_token_ids": [5, 6, 7],
+            "max_tokens": 6,
+            "ignore_eos": True,
+            "seed": 3,
+            "n": 2,
+        },
         {"id": "b", "prompt_token_ids": [9], "max_tokens": 6, "ignore_eos": True, "temperature": 0},
     ]
     (tmp_path / "simple.jsonl").write_text("\n".join(map(json.dumps, simple)))
     files = ["-i", str(tmp_path / "simple.jsonl"), "-o", str(tmp_path / "simple-out.jsonl")]
-    model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--kv-memory-gb", "0.01"]
+    model = [
+        "--model",
+        str(tiny_checkpoint("llama")),
+        "--dtype",
+        "float32",
+        "--kv-memory-gb",
+        "0.01",
+    ]
     assert main(["generate", *model, *files]) == 0
-    first, second = (json.loads(text) for text in (tmp_path / "simple-out.jsonl").read_text().splitlines())
+    first, second = (
+        json.loads(text) for text in (tmp_path / "simple-out.jsonl").read_text().splitlines()
+    )
     said = {"a": [c["token_ids"] for c in first["completions"]], "b": [second["token_ids"]]}
     assert command.said == said
 
 
-def test_failed_lines_are_told_and_can_be_retried(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_lines_are_told_and_can_be_retried(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     command.write([*LINES[:2], line("long", prompt=[5] * 1000), line("bad", stream=True)])
     assert command.run() == 2
     assert "line 4 ('bad'): unsupported_field: stream is not supported" in capsys.readouterr().err
@@ -115,7 +154,10 @@ def test_failed_lines_are_told_and_can_be_retried(command: Command, capsys: pyte
     assert "4 of 4 lines are answered" in (told := capsys.readouterr().err)
     assert "2 of them with an error" in told
     assert "--resume --retry-errors" in told
-    codes = {json.loads(text)["response"]["status_code"] for text in command.output.read_text().splitlines()}
+    codes = {
+        json.loads(text)["response"]["status_code"]
+        for text in command.output.read_text().splitlines()
+    }
     assert codes == {200, 400}
     assert command.run("--on-error", "skip", "--resume", "--retry-errors") == 3
     assert command.num_answers == 4
@@ -185,7 +227,9 @@ def _wait_for_answers(process: subprocess.Popen[str], command: Command, num_answ
 def test_killed_jobs_are_resumed_to_the_texts_of_an_undisturbed_one(
     command: Command, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    lines = [line(f"id-{i}", prompt=[3 + i % 200] * (1 + i % 7), tokens=1 + i % 9) for i in range(400)]
+    lines = [
+        line(f"id-{i}", prompt=[3 + i % 200] * (1 + i % 7), tokens=1 + i % 9) for i in range(400)
+    ]
     (tmp_path / "whole").mkdir()
     whole = Command(tmp_path / "whole", tiny_checkpoint("llama"))
     whole.write(lines)
@@ -216,12 +260,22 @@ def test_an_interrupt_finishes_what_runs_and_says_how_to_go_on(command: Command)
 def test_a_links_target_is_written_and_nothing_but_files_is(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    requests, target, link, pipe = (tmp_path / name for name in ("in.jsonl", "target", "link", "pipe"))
+    requests, target, link, pipe = (
+        tmp_path / name for name in ("in.jsonl", "target", "link", "pipe")
+    )
     requests.write_text('{"id": "a", "prompt_token_ids": [5, 6], "max_tokens": 2}\n')
     link.symlink_to(target)
     os.mkfifo(pipe)
     for command in ("generate", "run-batch"):
-        words = [command, "--model", str(tiny_checkpoint("llama")), "--kv-memory-gb", "0.01", "-i", str(requests)]
+        words = [
+            command,
+            "--model",
+            str(tiny_checkpoint("llama")),
+            "--kv-memory-gb",
+            "0.01",
+            "-i",
+            str(requests),
+        ]
         assert main([*words, "-o", str(link)]) == 0
         assert link.is_symlink() and target.read_text().count("\n") == 1
         target.unlink()

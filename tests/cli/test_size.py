@@ -1,4 +1,5 @@
-"""``fastdecode size`` as its users see it: the documented answers word for word, exit codes, errors, files."""
+"""``fastdecode size`` as its users see it: the documented answers word for
+word, exit codes, errors, files."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ import pytest
 from fastdecode.cli.main import main
 
 DOCS = Path(__file__).parents[2] / "docs" / "sizing.md"
-EXAMPLES = re.findall(r"```console\n\$ fastdecode (size [^\n]*)\n(.*?)```", DOCS.read_text("utf-8"), flags=re.S)
+EXAMPLES = re.findall(
+    r"```console\n\$ fastdecode (size [^\n]*)\n(.*?)```", DOCS.read_text("utf-8"), flags=re.S
+)
 QUESTION = ["--model", "Llama-2 7B", "--gpu", "A10", "--cpu", "EPYC 7452", "--seq-len", "1024"]
 
 
@@ -25,7 +28,8 @@ def size(*arguments: str) -> int:
 
 @pytest.mark.parametrize(("command", "answer"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
 def test_documented_answers(command: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The text of docs/sizing.md is the snapshot. If a change of the model is meant, change the document with it."""
+    """The text of docs/sizing.md is the snapshot. If a change of the model is
+    meant, change the document with it."""
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == answer
 
@@ -38,7 +42,13 @@ def test_there_are_three_classic_questions() -> None:
 def test_explain_shows_every_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert size(*QUESTION, "--explain") == 0
     text = capsys.readouterr().out
-    for part in ("NVIDIA A10 Tensor Core GPU datasheet", "EPYC 7452 product page", "IEEE 802.3bj", "STREAM", "Rules"):
+    for part in (
+        "NVIDIA A10 Tensor Core GPU datasheet",
+        "EPYC 7452 product page",
+        "IEEE 802.3bj",
+        "STREAM",
+        "Rules",
+    ):
         assert part in text
     assert max(map(len, text.splitlines())) <= 110
 
@@ -61,7 +71,21 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         ([], 0),
         (["--latency", "10"], 1),
         (["--max-sockets", "1", "--batch", "1024"], 1),
-        (["--survive", "2", "--nics", "2", "--headroom", "0.3", "--lanes", "2", "--dram-gb", "512"], 0),
+        (
+            [
+                "--survive",
+                "2",
+                "--nics",
+                "2",
+                "--headroom",
+                "0.3",
+                "--lanes",
+                "2",
+                "--dram-gb",
+                "512",
+            ],
+            0,
+        ),
         (["--kv-dtype", "int8", "--start-interval", "64", "--tpot", "0.2"], 0),
     ],
 )
@@ -105,7 +129,9 @@ def replaced(option: str, value: str) -> list[str]:
         ([*replaced("--gpu", "T4"), "--dtype", "bfloat16"], "no bfloat16"),
     ],
 )
-def test_bad_input_is_a_usage_error(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_a_usage_error(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert size(*words) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("fastdecode size: ")
@@ -126,18 +152,27 @@ def test_emitted_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert set(files) == {"hostfile", "rankfile", "run.sh", "job.sbatch", "plan.json"}
     plan = json.loads(files["plan.json"])["plan"]
     ranks = files["rankfile"].splitlines()
-    assert [line.split("=")[0] for line in ranks] == [f"rank {i}" for i in range(plan["sockets"] + 1)]
-    slots = [int(line.split("slots=")[1]) for line in files["hostfile"].splitlines() if "slots=" in line]
+    assert [line.split("=")[0] for line in ranks] == [
+        f"rank {i}" for i in range(plan["sockets"] + 1)
+    ]
+    slots = [
+        int(line.split("slots=")[1]) for line in files["hostfile"].splitlines() if "slots=" in line
+    ]
     assert slots[0] == 1 and sum(slots[1:]) == plan["sockets"] and len(slots) - 1 == plan["hosts"]
     for name, shell in (("run.sh", "sh"), ("job.sbatch", "bash")):
         assert subprocess.run([shell, "-n", str(directory / name)], check=False).returncode == 0
     line = files["run.sh"].partition("\nmpirun ")[2]
-    r_workers = re.findall(r": -n (\d+) --host r\d+:(\d+) fastdecode r-worker --numa-node auto", line)
+    r_workers = re.findall(
+        r": -n (\d+) --host r\d+:(\d+) fastdecode r-worker --numa-node auto", line
+    )
     assert all(ranks == slots for ranks, slots in r_workers)
     assert [int(ranks) for ranks, _ in r_workers] == slots[1:]
     assert f"--max-num-sequences {plan['batch']} --lanes {plan['lanes']}" in line
     assert '--input "$INPUT" --output "$OUTPUT"' in line
-    assert "#SBATCH hetjob" in files["job.sbatch"] and f"--ntasks={plan['sockets']}" in files["job.sbatch"]
+    assert (
+        "#SBATCH hetjob" in files["job.sbatch"]
+        and f"--ntasks={plan['sockets']}" in files["job.sbatch"]
+    )
     (tmp_path / "file").write_text("")
     assert size(*QUESTION, "--emit", str(tmp_path / "file")) == 2
     assert size(*QUESTION, "--latency", "1", "--emit", str(directory)) == 2
@@ -180,7 +215,9 @@ def test_plot(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -
     assert head.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in path.read_bytes()
     if suffix == "svg":
         text = path.read_text()
-        assert all(f"<!-- {part} -->" in text for part in ("tokens/s", "R-part binds", "S-part binds"))
+        assert all(
+            f"<!-- {part} -->" in text for part in ("tokens/s", "R-part binds", "S-part binds")
+        )
 
 
 def test_plot_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +234,13 @@ def test_it_starts_without_torch_and_numba() -> None:
     code = (
         "import sys; from fastdecode.cli.main import main; "
         f"code = main(['size', *{QUESTION!r}]); "
-        "heavy = {'torch', 'numba', 'transformers', 'matplotlib', 'safetensors'} & set(sys.modules); "
+        "heavy = {'torch', 'numba', 'transformers', 'matplotlib', 'safetensors'} & "
+        "set(sys.modules); "
         "sys.exit(code or (3 if heavy else 0))"
     )
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False
+        ).returncode
+        == 0
+    )

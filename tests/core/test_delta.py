@@ -22,7 +22,9 @@ def delta(index: int, token: int, *, last: bool = False) -> Delta:
     order=st.randoms(use_true_random=False),
     reads=st.sets(st.integers(0, 160)),
 )
-def test_however_rarely_a_reader_looks_it_finds_the_same(lengths: list[int], order: object, reads: set[int]) -> None:
+def test_however_rarely_a_reader_looks_it_finds_the_same(
+    lengths: list[int], order: object, reads: set[int]
+) -> None:
     steps = [index for index, length in enumerate(lengths) for _ in range(length)]
     order.shuffle(steps)  # type: ignore[attr-defined]
     queue, fold = DeltaQueue(), OutputFold("r", "p", (1, 2), len(lengths))

@@ -9,7 +9,9 @@ import pytest
 from fastdecode.core import host
 
 
-def test_numa_nodes_are_known_by_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numa_nodes_are_known_by_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for node, cpus in {0: "0-3", 2: "4-7", 10: "8"}.items():
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(f"{cpus}\n")

@@ -52,6 +52,10 @@ def test_a_missing_package_is_told_with_its_extra() -> None:
 
 def test_the_command_as_a_module() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "fastdecode", "--version"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "fastdecode", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.startswith("fastdecode ")

@@ -29,7 +29,12 @@ def test_the_tightest_group_counts(tmp_path: Path, own: Path) -> None:
     own.write_text("0::/slice/job\n")
     write(tmp_path / "slice", memory__max=f"{100 * MB}\n", memory__current=f"{90 * MB}\n")
     stat = f"anon {30 * MB}\ninactive_file {5 * MB}\nactive_file 7\n"
-    write(tmp_path / "slice/job", memory__max=f"{50 * MB}\n", memory__current=f"{44 * MB}\n", memory__stat=stat)
+    write(
+        tmp_path / "slice/job",
+        memory__max=f"{50 * MB}\n",
+        memory__current=f"{44 * MB}\n",
+        memory__stat=stat,
+    )
     assert free_memory_bytes(tmp_path, own) == 10 * MB
     write(tmp_path / "slice/job", memory__current=f"{48 * MB}\n")
     assert free_memory_bytes(tmp_path, own) == 7 * MB
@@ -40,7 +45,11 @@ def test_the_tightest_group_counts(tmp_path: Path, own: Path) -> None:
 def test_version_1(tmp_path: Path, own: Path) -> None:
     own.write_text("5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n")
     limits = {"memory__limit_in_bytes": f"{20 * MB}", "memory__usage_in_bytes": f"{12 * MB}"}
-    write(tmp_path / "memory/a", **limits, memory__stat=f"inactive_file 1\ntotal_inactive_file {2 * MB}\n")
+    write(
+        tmp_path / "memory/a",
+        **limits,
+        memory__stat=f"inactive_file 1\ntotal_inactive_file {2 * MB}\n",
+    )
     assert free_memory_bytes(tmp_path, own) == 10 * MB
 
 
@@ -66,5 +75,7 @@ def test_nobody_asks_the_host_alone() -> None:
         for package in ("fastdecode", "rworker", "sworker", "cost_model")
         for file in (root / package).rglob("*.py")
     ]
-    assert [file.name for file in files if "virtual_memory().available" in file.read_text()] == ["machine.py"]
+    assert [file.name for file in files if "virtual_memory().available" in file.read_text()] == [
+        "machine.py"
+    ]
     assert AttentionExecutor()._free_bytes is free_memory_bytes

@@ -1,4 +1,5 @@
-"""ModelSpec: real models' configs in the styles in which they were published, and refusals of all the rest."""
+"""ModelSpec: real models' configs in the styles in which they were published,
+and refusals of all the rest."""
 
 from __future__ import annotations
 
@@ -12,85 +13,98 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import CheckpointError, ConfigError, FastDecodeError, UnsupportedModelError
+from fastdecode.core.errors import (
+    CheckpointError,
+    ConfigError,
+    FastDecodeError,
+    UnsupportedModelError,
+)
 from fastdecode.core.model.families import alibi_slopes, read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 
 LLAMA2_7B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "bos_token_id": 1, "eos_token_id": 2,
-    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096,
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
-    "vocab_size": 32000,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "tie_word_embeddings": False, "torch_dtype": "float16", "vocab_size": 32000,
 }  # fmt: skip
 LLAMA31_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
-    "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
+    "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072,
+    "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
     "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                      "original_max_position_embeddings": 8192, "rope_type": "llama3"},
     "tie_word_embeddings": False, "vocab_size": 128256,
 }  # fmt: skip
 MISTRAL_7B: dict[str, Any] = {
-    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "bos_token_id": 1, "eos_token_id": 2,
-    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "vocab_size": 32000,
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
 }  # fmt: skip
 QWEN25_05B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "bos_token_id": 151643, "eos_token_id": 151643,
-    "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768,
-    "max_window_layers": 24, "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "bos_token_id": 151643,
+    "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864,
+    "max_position_embeddings": 32768, "max_window_layers": 24, "num_attention_heads": 14,
+    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
 QWEN3_06B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "bos_token_id": 151643,
-    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
-    "max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
+    "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960,
+    "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28,
     "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
-    "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_sliding_window": False,
-    "vocab_size": 151936,
+    "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
 PHI3_MINI: dict[str, Any] = {
-    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "bos_token_id": 1, "eos_token_id": 32000,
-    "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
-    "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0,
-    "sliding_window": 2047, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32064,
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "bos_token_id": 1,
+    "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
+    "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32064,
 }  # fmt: skip
 GEMMA2_2B: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attention_bias": False,
-    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "eos_token_id": 1, "final_logit_softcapping": 30.0,
-    "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 2304, "intermediate_size": 9216, "max_position_embeddings": 8192, "num_attention_heads": 8,
-    "num_hidden_layers": 26, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "eos_token_id": 1,
+    "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
+    "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
+    "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
     "rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "float32", "vocab_size": 256000,
 }  # fmt: skip
 OPT_350M: dict[str, Any] = {
-    "architectures": ["OPTForCausalLM"], "model_type": "opt", "activation_function": "relu", "bos_token_id": 2,
-    "do_layer_norm_before": False, "eos_token_id": 2, "ffn_dim": 4096, "hidden_size": 1024,
-    "max_position_embeddings": 2048, "num_attention_heads": 16, "num_hidden_layers": 24, "torch_dtype": "float16",
-    "vocab_size": 50272, "word_embed_proj_dim": 512,
+    "architectures": ["OPTForCausalLM"], "model_type": "opt", "activation_function": "relu",
+    "bos_token_id": 2, "do_layer_norm_before": False, "eos_token_id": 2, "ffn_dim": 4096,
+    "hidden_size": 1024, "max_position_embeddings": 2048, "num_attention_heads": 16,
+    "num_hidden_layers": 24, "torch_dtype": "float16", "vocab_size": 50272,
+    "word_embed_proj_dim": 512,
 }  # fmt: skip
 GPT2: dict[str, Any] = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
-    "bos_token_id": 50256, "eos_token_id": 50256, "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 768,
-    "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257,
+    "bos_token_id": 50256, "eos_token_id": 50256, "layer_norm_epsilon": 1e-05, "n_ctx": 1024,
+    "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257,
 }  # fmt: skip
 PYTHIA_70M: dict[str, Any] = {
-    "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "bos_token_id": 0, "eos_token_id": 0,
-    "hidden_act": "gelu", "hidden_size": 512, "intermediate_size": 2048, "layer_norm_eps": 1e-05,
-    "max_position_embeddings": 2048, "num_attention_heads": 8, "num_hidden_layers": 6, "rotary_emb_base": 10000,
-    "rotary_pct": 0.25, "tie_word_embeddings": False, "torch_dtype": "float16", "use_parallel_residual": True,
+    "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "bos_token_id": 0,
+    "eos_token_id": 0, "hidden_act": "gelu", "hidden_size": 512, "intermediate_size": 2048,
+    "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "num_attention_heads": 8,
+    "num_hidden_layers": 6, "rotary_emb_base": 10000, "rotary_pct": 0.25,
+    "tie_word_embeddings": False, "torch_dtype": "float16", "use_parallel_residual": True,
     "vocab_size": 50304,
 }  # fmt: skip
 BLOOM_560M: dict[str, Any] = {
-    "architectures": ["BloomForCausalLM"], "model_type": "bloom", "apply_residual_connection_post_layernorm": False,
-    "bos_token_id": 1, "eos_token_id": 2, "layer_norm_epsilon": 1e-05, "n_embed": 1024, "n_layer": 24,
-    "num_attention_heads": 16, "offset_alibi": 100, "seq_length": 2048, "vocab_size": 250880,
+    "architectures": ["BloomForCausalLM"], "model_type": "bloom",
+    "apply_residual_connection_post_layernorm": False, "bos_token_id": 1, "eos_token_id": 2,
+    "layer_norm_epsilon": 1e-05, "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16,
+    "offset_alibi": 100, "seq_length": 2048, "vocab_size": 250880,
 }  # fmt: skip
 
 PUBLISHED = {
@@ -130,7 +144,11 @@ def test_llama3_in_full() -> None:
     assert spec.bos_token_id == 128000
     assert spec.max_model_len == 131072
     assert spec.rope is not None
-    assert (spec.rope.kind, spec.rope.theta, spec.rope.original_max_len) == ("llama3", 500000.0, 8192)
+    assert (spec.rope.kind, spec.rope.theta, spec.rope.original_max_len) == (
+        "llama3",
+        500000.0,
+        8192,
+    )
     assert spec.attention[0].scale == 128**-0.5
     assert len(spec.attention) == 32
     assert spec.kv_spec(DType.FLOAT16).token_bytes == 128 << 10
@@ -148,7 +166,11 @@ def test_old_and_new_styles_are_read_alike() -> None:
 
 def test_pythia_new_style_partial_rotary() -> None:
     new = without(PYTHIA_70M, "rotary_pct", "rotary_emb_base")
-    new["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.25}
+    new["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 10000,
+        "partial_rotary_factor": 0.25,
+    }
     assert read(new) == read(PYTHIA_70M)
     assert read(PYTHIA_70M).rope.dim == 16  # type: ignore[union-attr]
 
@@ -179,8 +201,17 @@ def test_scales_and_soft_caps() -> None:
 
 def test_opt_350m_shape() -> None:
     spec = read(OPT_350M)
-    assert (spec.norm_placement, spec.final_norm, spec.embedding_size, spec.hidden_size) == ("post", False, 512, 1024)
-    assert (spec.num_learned_positions, spec.learned_position_offset, spec.max_model_len) == (2050, 2, 2048)
+    assert (spec.norm_placement, spec.final_norm, spec.embedding_size, spec.hidden_size) == (
+        "post",
+        False,
+        512,
+        1024,
+    )
+    assert (spec.num_learned_positions, spec.learned_position_offset, spec.max_model_len) == (
+        2050,
+        2,
+        2048,
+    )
 
 
 def test_alibi_slopes() -> None:
@@ -194,8 +225,16 @@ def test_alibi_slopes() -> None:
     [
         (LLAMA2_7B, {"type": "linear", "factor": 4.0}, 16384),
         (LLAMA2_7B, {"type": "dynamic", "factor": 2.0}, 8192),
-        (QWEN25_05B, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
-        (LLAMA2_7B, {"type": "yarn", "factor": 1.5, "original_max_position_embeddings": 1024}, 4096),
+        (
+            QWEN25_05B,
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            131072,
+        ),
+        (
+            LLAMA2_7B,
+            {"type": "yarn", "factor": 1.5, "original_max_position_embeddings": 1024},
+            4096,
+        ),
     ],
 )
 def test_scaled_length(config: dict[str, Any], scaling: dict[str, Any], served: int) -> None:
@@ -223,14 +262,20 @@ def test_nothing_runs_in_float64() -> None:
     for name in ("float64", "torch.float64", "double"):
         spec = read(LLAMA2_7B, torch_dtype=name)
         assert spec.choose_dtype("bf16") is DType.BFLOAT16
-        with pytest.raises(UnsupportedModelError, match=r"demo/config\.json: the dtype 'float64'.*float32, bfloat16"):
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"demo/config\.json: the dtype 'float64'.*float32, bfloat16",
+        ):
             spec.choose_dtype("auto")
     assert read(LLAMA2_7B).choose_dtype("auto") is DType.FLOAT16
 
 
 def test_end_of_text_ids() -> None:
     generation = {"eos_token_id": [7, 9, 7]}
-    assert read_model_spec(LLAMA2_7B, name="demo", generation_config=generation).eos_token_ids == (7, 9)
+    assert read_model_spec(LLAMA2_7B, name="demo", generation_config=generation).eos_token_ids == (
+        7,
+        9,
+    )
     assert read_model_spec(LLAMA2_7B, name="demo", generation_config={}).eos_token_ids == (2,)
     assert read(LLAMA2_7B, eos_token_id=None).eos_token_ids == ()
     out = read(GPT2, vocab_size=97)  # small checkpoints keep their family's default ids
@@ -242,7 +287,10 @@ def test_end_of_text_ids() -> None:
     [
         ({"auto_map": {"AutoModel": "modeling.Model"}}, r"auto_map.*never run.*delete"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config.*quantised"),
-        ({"architectures": ["MambaForCausalLM"]}, r"'MambaForCausalLM'.*Those that are: LlamaForCausalLM.*Bloom"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            r"'MambaForCausalLM'.*Those that are: LlamaForCausalLM.*Bloom",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "isn't implemented"),
         ({"num_local_experts": 8}, "mixture of experts"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
@@ -298,7 +346,9 @@ def test_other_families_features_are_refused() -> None:
     ],
 )
 def test_bad_fields_are_named(changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(CheckpointError, match=f"demo/config.json.*'{field}.*(fetch it again|correct)"):
+    with pytest.raises(
+        CheckpointError, match=f"demo/config.json.*'{field}.*(fetch it again|correct)"
+    ):
         read(LLAMA2_7B, **changes)
 
 
@@ -306,7 +356,10 @@ def test_bad_fields_of_other_families_are_named() -> None:
     with pytest.raises(CheckpointError, match=r"generation_config\.json.*'eos_token_id'"):
         read_model_spec(LLAMA2_7B, name="demo", generation_config={"eos_token_id": "x"})
     with pytest.raises(CheckpointError, match=r"'short_factor'.*48 numbers"):
-        read(PHI3_MINI, rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]})
+        read(
+            PHI3_MINI,
+            rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+        )
     with pytest.raises(CheckpointError, match="'sliding_window'"):
         read(GEMMA2_2B, sliding_window=None, layer_types=["sliding_attention"] * 26)
     with pytest.raises(CheckpointError, match=r"'layer_types'.*26 entries"):
@@ -315,19 +368,31 @@ def test_bad_fields_of_other_families_are_named() -> None:
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
-_FIELDS = sorted({field for config, _ in PUBLISHED.values() for field in config} | {"head_dim", "layer_types"})
+_FIELDS = sorted(
+    {field for config, _ in PUBLISHED.values() for field in config} | {"head_dim", "layer_types"}
+)
 _ROPE = st.dictionaries(
-    st.sampled_from(["type", "rope_type", "factor", "low_freq_factor", "high_freq_factor", "short_factor", "beta_fast",
-                     "original_max_position_embeddings", "rope_theta", "partial_rotary_factor", "mscale"]),
-    _JSON | st.sampled_from(["linear", "dynamic", "llama3", "yarn", "longrope"]) | st.floats(0, 100),
+    st.sampled_from(["type", "rope_type", "factor", "low_freq_factor", "high_freq_factor",
+                     "short_factor", "beta_fast", "original_max_position_embeddings", "rope_theta",
+                     "partial_rotary_factor", "mscale"]),
+    _JSON | st.sampled_from(["linear", "dynamic", "llama3", "yarn", "longrope"]) | st.floats(0,
+        100),
 )  # fmt: skip
 
 
-@given(st.sampled_from(sorted(PUBLISHED)), st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=2), _ROPE)
-def test_any_config_is_read_or_refused(name: str, changes: dict[str, Any], rope: dict[str, Any]) -> None:
+@given(
+    st.sampled_from(sorted(PUBLISHED)),
+    st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=2),
+    _ROPE,
+)
+def test_any_config_is_read_or_refused(
+    name: str, changes: dict[str, Any], rope: dict[str, Any]
+) -> None:
     config = copy.deepcopy(PUBLISHED[name][0])
     if rope:
         config["rope_scaling"] = rope

@@ -1,4 +1,5 @@
-"""How long idle OpenMP threads spin: bounded before torch is imported, unless the user has decided."""
+"""How long idle OpenMP threads spin: bounded before torch is imported, unless
+the user has decided."""
 
 from __future__ import annotations
 
@@ -49,6 +50,11 @@ def test_every_way_in(way: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name not in decided}
     code = f"{way}; import os; print(os.environ['GOMP_SPINCOUNT'])"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert int(done.stdout) < 300_000  # GNU's own

@@ -17,7 +17,9 @@ from cost_model.size import max_batch_within_latency, required_cpus
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
 
-CASES: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("cases.json").read_text())
+CASES: dict[str, list[dict[str, Any]]] = json.loads(
+    Path(__file__).with_name("cases.json").read_text()
+)
 sizes = st.integers(1, 1000)
 times = st.floats(1e-6, 1e3)
 
@@ -53,7 +55,9 @@ def test_max_batch_within_latency(case: dict[str, Any]) -> None:
     batch = max_batch_within_latency(given_["N_layers"], given_["S"], given_["L_ms"], table)
     assert batch == expected["B_max_latency"]
     if batch is not None:
-        assert 2 * given_["N_layers"] * given_["S"] * table[batch] == pytest.approx(expected["latency_ms"], rel=1e-9)
+        assert 2 * given_["N_layers"] * given_["S"] * table[batch] == pytest.approx(
+            expected["latency_ms"], rel=1e-9
+        )
     for size, efficiency in expected["E_B"].items():
         assert int(size) / table[int(size)] == pytest.approx(efficiency, rel=1e-9)
 
@@ -63,12 +67,17 @@ def test_load_is_the_sum_over_micro_batches() -> None:
     batch, length, interval = (case["inputs"][name] for name in "BSF")
     load = batch * Workload(0, length, interval).mean_context_tokens
     summed = sum(case["expected"]["M"] * k * interval for k in range(1, length // interval + 1))
-    assert load == pytest.approx(summed, rel=1e-9) == pytest.approx(case["expected"]["W_stabilised"], rel=1e-9)
+    assert (
+        load
+        == pytest.approx(summed, rel=1e-9)
+        == pytest.approx(case["expected"]["W_stabilised"], rel=1e-9)
+    )
     assert load / case["expected"]["W_max"] == pytest.approx(case["expected"]["ratio"], rel=1e-9)
 
 
 def test_load_of_an_uneven_interval_is_within_the_headroom() -> None:
-    """The closed form is exact only if F divides S; otherwise the peak is higher, which the default headroom covers."""
+    """The closed form is exact only if F divides S; otherwise the peak is
+    higher, which the default headroom covers."""
     case = CASES["load"][1]
     batch, length, interval = (case["inputs"][name] for name in "BSF")
     load = batch * Workload(0, length, interval).mean_context_tokens
@@ -79,7 +88,9 @@ def test_load_of_an_uneven_interval_is_within_the_headroom() -> None:
 
 
 @given(batch=sizes, seq_len=sizes, numerator=st.integers(1, 1000), denominator=st.integers(1, 1000))
-def test_needed_is_the_exact_ceiling(batch: int, seq_len: int, numerator: int, denominator: int) -> None:
+def test_needed_is_the_exact_ceiling(
+    batch: int, seq_len: int, numerator: int, denominator: int
+) -> None:
     r, t = numerator / 1000, denominator / 8
     exact = Fraction(batch * seq_len * numerator * 8, 2 * 1000 * denominator)
     needed = required_cpus(batch, seq_len, r, t, capacity_tokens=1e12).needed
@@ -87,7 +98,9 @@ def test_needed_is_the_exact_ceiling(batch: int, seq_len: int, numerator: int, d
 
 
 def test_t_of_b_may_be_a_function() -> None:
-    assert required_cpus(64, 128, 0.5, lambda b: b / 4, 1e9) == required_cpus(64, 128, 0.5, 16.0, 1e9)
+    assert required_cpus(64, 128, 0.5, lambda b: b / 4, 1e9) == required_cpus(
+        64, 128, 0.5, 16.0, 1e9
+    )
 
 
 @given(

@@ -21,7 +21,14 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 def points(time_of: Callable[[float], float], noise: float = 0.0, seed: int = 0) -> list[Point]:
     rng = np.random.default_rng(seed)
     return [
-        Point(size, Timing(tuple(time_of(size) * float(np.exp(noise * rng.standard_normal())) for _ in range(5))))
+        Point(
+            size,
+            Timing(
+                tuple(
+                    time_of(size) * float(np.exp(noise * rng.standard_normal())) for _ in range(5)
+                )
+            ),
+        )
         for size in SIZES
     ]
 
@@ -62,7 +69,9 @@ def test_noise_is_averaged_and_stated() -> None:
     st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-6, 1.0)), min_size=1, max_size=12),
     st.lists(st.floats(0, 10_000), min_size=2, max_size=10),
 )
-def test_more_work_never_takes_less_time(measured: list[tuple[int, float]], asked: list[float]) -> None:
+def test_more_work_never_takes_less_time(
+    measured: list[tuple[int, float]], asked: list[float]
+) -> None:
     curve = fit_curve([Point(size, Timing((seconds,))) for size, seconds in measured])
     times = [curve(size) for size in sorted(asked)]
     assert all(math.isfinite(t) and t > 0 for t in times)

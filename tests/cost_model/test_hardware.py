@@ -12,10 +12,21 @@ from fastdecode.core.errors import ConfigError
 
 HARDWARE = Hardware.load()
 GPUS = [
-    "T4", "A10", "A10G", "L4", "L40S", "V100", "A100-40GB", "A100-80GB", "H100-PCIe", "H100-SXM", "H200", "RTX-3090",
-    "RTX-4090", "MI300X",
+    "T4", "A10", "A10G", "L4", "L40S", "V100", "A100-40GB", "A100-80GB", "H100-PCIe", "H100-SXM",
+    "H200", "RTX-3090", "RTX-4090", "MI300X",
 ]  # fmt: skip
-CPUS = ["EPYC-7452", "7742", "7763", "9354", "9654", "Xeon-8380", "8480+", "6980P", "Graviton3", "Graviton4"]
+CPUS = [
+    "EPYC-7452",
+    "7742",
+    "7763",
+    "9354",
+    "9654",
+    "Xeon-8380",
+    "8480+",
+    "6980P",
+    "Graviton3",
+    "Graviton4",
+]
 NICS = ["10GbE", "25GbE", "50GbE", "100GbE", "200GbE", "400GbE", "HDR100", "HDR", "NDR"]
 
 
@@ -42,7 +53,13 @@ def test_nics_are_listed(name: str) -> None:
 
 def test_stated_bandwidths() -> None:
     """Channels x 8 bytes x transfers, as the vendors multiply it out."""
-    stated = {"7452": 204.8e9, "9654": 460.8e9, "8480+": 307.2e9, "6980P": 614.4e9, "Graviton4": 537.6e9}
+    stated = {
+        "7452": 204.8e9,
+        "9654": 460.8e9,
+        "8480+": 307.2e9,
+        "6980P": 614.4e9,
+        "Graviton4": 537.6e9,
+    }
     for name, bytes_per_s in stated.items():
         assert HARDWARE.cpu(name).memory_bytes_per_s == pytest.approx(bytes_per_s, rel=1e-9)
 

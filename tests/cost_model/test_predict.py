@@ -22,13 +22,17 @@ stage = st.floats(1e-6, 1e-2)
 
 
 def ideal_system(
-    t_of_b: float = 2e-3, r_s: float = 5e-7, seq_len: int = 1024, network_bytes_per_s: float = 1e18, **s: float
+    t_of_b: float = 2e-3,
+    r_s: float = 5e-7,
+    seq_len: int = 1024,
+    network_bytes_per_s: float = 1e18,
+    **s: float,
 ) -> System:
     """The paper's world: constant T(B), R proportional to tokens, a network that takes no time."""
     source = (Provenance.GIVEN, "")
     return System(
-        s=SPart("s", *source, SPEC.num_layers, lambda _: t_of_b, lambda _: 0.0, lambda n: 1e-3 * n, 1e15, 1e12, None,
-                None, 0.1),
+        s=SPart("s", *source, SPEC.num_layers, lambda _: t_of_b, lambda _: 0.0, lambda n: 1e-3 * n,
+                1e15, 1e12, None, None, 0.1),
         r=RPart("r", *source, 0.0, 0.0, r_s, r_s / 2, 1e15, 1e15, 2, None, 0.1),
         link=Link("net", *source, network_bytes_per_s, 0.0, 0.0, 0.1),
         num_nics=1,
@@ -38,7 +42,9 @@ def ideal_system(
 
 
 @given(stage, stage, stage, stage, stage, stage)
-def test_cycle_bounds(s: float, out: float, r: float, back: float, trip: float, messages: float) -> None:
+def test_cycle_bounds(
+    s: float, out: float, r: float, back: float, trip: float, messages: float
+) -> None:
     lane = LaneTimes(s, out, r, back, trip, messages)
     assert lane.cycle_s(1) == pytest.approx(s + out + r + back + trip + messages)
     for lanes in (1, 2, 3, 4):
@@ -89,7 +95,10 @@ def test_starting_together_needs_twice_the_sockets() -> None:
     spread = ideal_system()
     together = replace(spread, workload=Workload(0, 1024, 1024))
     promises = Promises(float("inf"), 0.0)
-    counts = [gpu_busy_constraints(each, 512, 2, promises)[0].min_sockets or 0 for each in (spread, together)]
+    counts = [
+        gpu_busy_constraints(each, 512, 2, promises)[0].min_sockets or 0
+        for each in (spread, together)
+    ]
     assert counts == [66, 132]
 
 
@@ -117,18 +126,24 @@ def test_messages_limit_the_sockets_from_above() -> None:
     for message_s, met in ((30e-6, True), (31e-6, False)):
         base = ideal_system()
         system = replace(base, link=replace(base.link, message_s=message_s))
-        rows = {r.name: r for r in gpu_busy_constraints(system, 512, 4, Promises(float("inf"), 0.0))}
+        rows = {
+            r.name: r for r in gpu_busy_constraints(system, 512, 4, Promises(float("inf"), 0.0))
+        }
         assert rows["S-time balance"].min_sockets == 66
         assert rows["messages"].min_sockets == (0 if met else None)
         assert system.lane(512, 66).messages_s == pytest.approx(66 * message_s)
-        assert system.lane(8, 66).messages_s == pytest.approx(8 * message_s), "no more messages than sequences"
+        assert system.lane(8, 66).messages_s == pytest.approx(8 * message_s), (
+            "no more messages than sequences"
+        )
 
 
 def test_the_fewest_sockets_are_found_though_messages_add_up() -> None:
     base = ideal_system()
     system = replace(base, link=replace(base.link, message_s=10e-6))
     for lanes in (2, 3, 4):
-        rows = {r.name: r for r in gpu_busy_constraints(system, 512, lanes, Promises(float("inf"), 0.0))}
+        rows = {
+            r.name: r for r in gpu_busy_constraints(system, 512, lanes, Promises(float("inf"), 0.0))
+        }
         hidden_s = (lanes - 1) * system.s_s(512)
         brute = [p for p in range(1, 600) if system.lane(512, p).remote_s <= hidden_s]
         assert rows["round trips"].min_sockets == (brute[0] if brute else None)
@@ -154,7 +169,9 @@ def test_network_times_come_from_the_narrower_side() -> None:
 def test_bounds_enclose_the_prediction() -> None:
     system = ideal_system(network_bytes_per_s=1e10)
     for lanes, sockets in ((1, 4), (2, 66), (3, 200)):
-        fast, mid, slow = (system.scaled(sign).predict(512, lanes, sockets).step_s for sign in (-1, 0, 1))
+        fast, mid, slow = (
+            system.scaled(sign).predict(512, lanes, sockets).step_s for sign in (-1, 0, 1)
+        )
         assert fast < mid < slow
         assert slow / mid == pytest.approx(1.1) and mid / fast == pytest.approx(1.1)
 

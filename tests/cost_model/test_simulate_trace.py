@@ -24,12 +24,18 @@ def test_reads_requests_in_order_of_arrival(tmp_path: Path) -> None:
     )
     trace = read_trace(path)
     assert trace.unit == "s"
-    assert trace.requests == (TracedRequest(3, 4, 4, 0), TracedRequest(1, 2, 9, 0.5), TracedRequest(5, 7, 7, 2.5))
+    assert trace.requests == (
+        TracedRequest(3, 4, 4, 0),
+        TracedRequest(1, 2, 9, 0.5),
+        TracedRequest(5, 7, 7, 2.5),
+    )
     assert trace.mean_output_tokens == pytest.approx(13 / 3)
 
 
 def test_arrivals_may_be_steps() -> None:
-    trace = parse_trace([b'{"num_prompt_tokens": 5, "num_output_tokens": 7, "arrival_step": 3}'], "t")
+    trace = parse_trace(
+        [b'{"num_prompt_tokens": 5, "num_output_tokens": 7, "arrival_step": 3}'], "t"
+    )
     assert trace.unit == "step" and trace.requests[0].arrival == 3
 
 
@@ -42,10 +48,16 @@ def test_arrivals_may_be_steps() -> None:
         ('{"num_prompt_tokens": 0, "num_output_tokens": 1}', "num_prompt_tokens=0"),
         ('{"num_prompt_tokens": true, "num_output_tokens": 1}', "num_prompt_tokens=True"),
         ('{"num_prompt_tokens": 1, "num_output_tokens": 1e9}', "num_output_tokens=1000000000.0"),
-        ('{"num_prompt_tokens": 1, "num_output_tokens": 5, "max_tokens": 4}', "max_tokens=4 is not .* from 5"),
+        (
+            '{"num_prompt_tokens": 1, "num_output_tokens": 5, "max_tokens": 4}',
+            "max_tokens=4 is not .* from 5",
+        ),
         ('{"num_prompt_tokens": 1, "num_output_tokens": 5, "arrival_s": -1}', "arrival_s=-1"),
         ('{"num_prompt_tokens": 1, "num_output_tokens": 5, "arrival_s": NaN}', "arrival_s=nan"),
-        ('{"num_prompt_tokens": 1, "num_output_tokens": 5, "prompt": "x"}', "unknown field 'prompt'"),
+        (
+            '{"num_prompt_tokens": 1, "num_output_tokens": 5, "prompt": "x"}',
+            "unknown field 'prompt'",
+        ),
         ('{"num_prompt_tokens": 1, "num_output_tokens": 5' + " " * 5000 + "}", "4096 bytes"),
         ("", "holds no requests"),
     ],
@@ -56,7 +68,10 @@ def test_a_bad_line_is_named(line: str, text: str) -> None:
 
 
 def test_arrivals_of_two_kinds_are_refused() -> None:
-    lines = [b'{"num_prompt_tokens": 1, "num_output_tokens": 1, "arrival_%s": 1}' % unit for unit in (b"s", b"step")]
+    lines = [
+        b'{"num_prompt_tokens": 1, "num_output_tokens": 1, "arrival_%s": 1}' % unit
+        for unit in (b"s", b"step")
+    ]
     with pytest.raises(ConfigError, match="choose one"):
         parse_trace(lines, "t")
 
@@ -74,16 +89,27 @@ def test_tables_interpolate_and_go_on() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 100), st.floats(0, 10)), min_size=1, max_size=8, unique_by=lambda p: p[0]))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 100), st.floats(0, 10)),
+        min_size=1,
+        max_size=8,
+        unique_by=lambda p: p[0],
+    )
+)
 def test_tables_never_fall(points: list[tuple[int, float]]) -> None:
     sizes, seconds = sorted(p[0] for p in points), sorted(p[1] for p in points)
     table = Table(tuple(zip(map(float, sizes), seconds, strict=True)))
     values = [table(size) for size in range(150)]
     assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(values))
-    assert all(table(size) == pytest.approx(value) for size, value in zip(sizes, seconds, strict=True))
+    assert all(
+        table(size) == pytest.approx(value) for size, value in zip(sizes, seconds, strict=True)
+    )
 
 
-@pytest.mark.parametrize("text", ["", "x", "1:2,1:3", "2:1,1:1", "1:2,2:1", "1:-1", "1:nan", "1:2:3", "inf"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "1:2,1:3", "2:1,1:1", "1:2,2:1", "1:-1", "1:nan", "1:2:3", "inf"]
+)
 def test_a_bad_table_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"table"):
         Table.parse(text, option="--s-time")

@@ -1,4 +1,5 @@
-"""The virtual clock: what a round takes, what the modes gain on the paper's workload, and that nothing gets lost."""
+"""The virtual clock: what a round takes, what the modes gain on the paper's
+workload, and that nothing gets lost."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from fastdecode.schedule.options import MODES, ScheduleOptions
 
 
 def constant(s_part_s: float, *r_token_s: float) -> TabledTimes:
-    return TabledTimes(Table(((0, s_part_s),)), tuple(Table(((0, 0.0), (1, rate))) for rate in r_token_s))
+    return TabledTimes(
+        Table(((0, s_part_s),)), tuple(Table(((0, 0.0), (1, rate))) for rate in r_token_s)
+    )
 
 
 def simulate(
@@ -33,7 +36,11 @@ def simulate(
     link_s: float = 0.0,
     **more: object,
 ) -> Outcome:
-    chosen: dict[str, object] = {"max_num_sequences": 16, "max_step_tokens": 16 + 512, "num_lanes": lanes}
+    chosen: dict[str, object] = {
+        "max_num_sequences": 16,
+        "max_step_tokens": 16 + 512,
+        "num_lanes": lanes,
+    }
     options = ScheduleOptions(mode=mode, **(chosen | more))  # type: ignore[arg-type]
     worker_blocks = (blocks,) * len(times.r_parts)
     scheduler = make_scheduler(options, worker_blocks, block_size, times)
@@ -98,12 +105,15 @@ def test_arrivals_in_seconds_and_in_steps() -> None:
 
 
 def test_what_never_fits_is_counted_and_the_rest_is_served() -> None:
-    outcome = simulate([TracedRequest(1000, 1, 1), TracedRequest(5, 2, 2)], constant(1.0, 0.0), blocks=2)
+    outcome = simulate(
+        [TracedRequest(1000, 1, 1), TracedRequest(5, 2, 2)], constant(1.0, 0.0), blocks=2
+    )
     assert (outcome.num_refused, len(outcome.served)) == (1, 1)
 
 
 def papers_workload(mode: str, lanes: int, **more: object) -> Outcome:
-    """B = 32 sequences of S = 128 from nothing; the R-part of the mean load takes as long as the S-part."""
+    """B = 32 sequences of S = 128 from nothing; the R-part of the mean load
+    takes as long as the S-part."""
     r_token_s = 0.010 / (32 * 128 / 2)
     return simulate(
         [TracedRequest(1, 128, 128)] * (32 * 30),
@@ -118,7 +128,9 @@ def papers_workload(mode: str, lanes: int, **more: object) -> Outcome:
 
 
 def test_stabilizing_flattens_the_load_and_gains_what_the_paper_says() -> None:
-    stabilized, synchronized = (papers_workload(mode, lanes=2) for mode in ("stabilized", "synchronized"))
+    stabilized, synchronized = (
+        papers_workload(mode, lanes=2) for mode in ("stabilized", "synchronized")
+    )
     assert max(step.load_tokens for step in synchronized.steps) == 32 * 128
     limit = 32 * (128 + 8) // 2  # in each lane, one of 16 starts every 8 steps
     peak = max(step.load_tokens for step in stabilized.steps)
@@ -132,14 +144,21 @@ def test_stabilizing_flattens_the_load_and_gains_what_the_paper_says() -> None:
     assert summarise(stabilized)["tpot_s"]["p99"] < 0.85 * summarise(synchronized)["tpot_s"]["p99"]
 
 
-@pytest.mark.parametrize("r_parts", [((0, 0.0), (1, 2e-6)), ((0, 0.020), (1, 0.020001))], ids=["load", "prompts"])
-def test_a_batch_that_waits_for_r_workers_is_not_made_smaller(r_parts: tuple[tuple[int, float], ...]) -> None:
-    """Their part takes longer than the S-part, by the load or by prompts beside it: starting fewer sequences would
-    make more steps of them, and none shorter."""
+@pytest.mark.parametrize(
+    "r_parts", [((0, 0.0), (1, 2e-6)), ((0, 0.020), (1, 0.020001))], ids=["load", "prompts"]
+)
+def test_a_batch_that_waits_for_r_workers_is_not_made_smaller(
+    r_parts: tuple[tuple[int, float], ...],
+) -> None:
+    """Their part takes longer than the S-part, by the load or by prompts beside
+    it: starting fewer sequences would make more steps of them, and none
+    shorter."""
     requests = [TracedRequest(512, 64, 64)] * 32
     times = TabledTimes(Table(((0, 0.010),)), (Table(r_parts),))
     chosen = {"lanes": 2, "max_num_sequences": 256, "max_step_tokens": 256 + 2048}
-    stabilized, greedy = (simulate(requests, times, mode=mode, **chosen) for mode in ("stabilized", "greedy"))
+    stabilized, greedy = (
+        simulate(requests, times, mode=mode, **chosen) for mode in ("stabilized", "greedy")
+    )
     assert len(stabilized.steps) <= 1.2 * len(greedy.steps)
     assert stabilized.total_s <= 1.1 * greedy.total_s
 
@@ -158,7 +177,9 @@ def test_learnt_lengths_make_up_for_high_max_tokens() -> None:
     requests = [TracedRequest(1, length, 200) for length in lengths]
     known, learnt, bound = (
         simulate(
-            [TracedRequest(1, r.num_output_tokens, r.num_output_tokens) for r in requests] if i == 0 else requests,
+            [TracedRequest(1, r.num_output_tokens, r.num_output_tokens) for r in requests]
+            if i == 0
+            else requests,
             constant(0.010, 0.010 / 1000),
             mode="stabilized",
             max_num_sequences=64,
@@ -185,7 +206,8 @@ def test_load_goes_where_it_is_fast() -> None:
         max_step_tokens=20 + 512,
     )
     settled = outcome.steps[100:-200]
-    # Both R-workers are near their limit of 10 ms at the same time: the fast one holds twice the load.
+    # Both R-workers are near their limit of 10 ms at the same time: the fast
+    # one holds twice the load.
     busy = sum(step.r_parts_s for step in settled) / sum(2 * step.r_part_s for step in settled)
     assert busy > 0.85
     # Half a sequence of 110 tokens, at the slow one's 20 µs, above balance.
@@ -193,7 +215,13 @@ def test_load_goes_where_it_is_fast() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), st.sampled_from(MODES), st.integers(1, 3), st.sampled_from(["s", "step"]), st.booleans())
+@given(
+    st.data(),
+    st.sampled_from(MODES),
+    st.integers(1, 3),
+    st.sampled_from(["s", "step"]),
+    st.booleans(),
+)
 def test_every_mode_serves_every_request_on_random_traces(
     data: st.DataObject, mode: str, lanes: int, unit: ArrivalUnit, learn: bool
 ) -> None:
@@ -201,7 +229,11 @@ def test_every_mode_serves_every_request_on_random_traces(
     for _ in range(data.draw(st.integers(1, 25))):
         output = data.draw(st.integers(1, 30))
         max_tokens = data.draw(st.integers(output, 40))
-        requests.append(TracedRequest(data.draw(st.integers(1, 40)), output, max_tokens, data.draw(st.floats(0, 60))))
+        requests.append(
+            TracedRequest(
+                data.draw(st.integers(1, 40)), output, max_tokens, data.draw(st.floats(0, 60))
+            )
+        )
     outcome = simulate(
         requests,
         constant(1.0, 0.02, 0.05),
@@ -217,21 +249,30 @@ def test_every_mode_serves_every_request_on_random_traces(
         length_quantile=0.5 if learn else None,
     )
     assert len(outcome.served) == len(requests)
-    assert sorted(map(id, (served.traced for served in outcome.served))) == sorted(map(id, requests))
+    assert sorted(map(id, (served.traced for served in outcome.served))) == sorted(
+        map(id, requests)
+    )
     for served in outcome.served:
         assert served.arrived_s < served.first_token_s <= served.finished_s
     elapsed = [step.started_s + step.step_s for step in outcome.steps]
-    assert all(later.started_s >= end - 1e-9 for end, later in zip(elapsed, outcome.steps[1:], strict=False))
+    assert all(
+        later.started_s >= end - 1e-9
+        for end, later in zip(elapsed, outcome.steps[1:], strict=False)
+    )
     assert outcome.total_s == pytest.approx(elapsed[-1])
     for step in outcome.steps:
-        assert max(step.s_part_s, step.r_part_s) <= step.step_s <= step.s_part_s + step.r_part_s + 1e-9
+        assert (
+            max(step.s_part_s, step.r_part_s) <= step.step_s <= step.s_part_s + step.r_part_s + 1e-9
+        )
 
 
 def test_reports_agree_with_the_steps() -> None:
     outcome = papers_workload("greedy", lanes=2)
     summary = summarise(outcome)
     assert summary["output_tokens"] == 32 * 30 * 128
-    assert summary["output_tokens_per_s"] == pytest.approx(summary["output_tokens"] / outcome.total_s)
+    assert summary["output_tokens_per_s"] == pytest.approx(
+        summary["output_tokens"] / outcome.total_s
+    )
     assert summary["load_peak_tokens"] == 4096
     assert summary["s_idle_share"] == pytest.approx(0.2, abs=0.01)
     columns = as_json({"greedy": outcome})["modes"]["greedy"]["steps"]

@@ -64,7 +64,9 @@ def test_a_slower_network(setup: Setup, plan: tuple[int, int], factor: float) ->
 
 @settings(max_examples=60, deadline=None)
 @given(setups, plans, st.floats(1e-3, 10.0), factors)
-def test_a_tighter_promise(setup: Setup, plan: tuple[int, int], tpot_s: float, factor: float) -> None:
+def test_a_tighter_promise(
+    setup: Setup, plan: tuple[int, int], tpot_s: float, factor: float
+) -> None:
     loose, tight = Goal(tpot_s=tpot_s), Goal(tpot_s=tpot_s / factor)
     assert never_fewer(sockets(setup, plan, loose), sockets(setup, plan, tight))
     whole, short = Goal(latency_s=1000 * tpot_s), Goal(latency_s=1000 * tpot_s / factor)
@@ -77,7 +79,8 @@ def test_a_tighter_promise(setup: Setup, plan: tuple[int, int], tpot_s: float, f
 def test_longer_sequences(setup: Setup, plan: tuple[int, int], more: int) -> None:
     workload = replace(setup.workload, output_tokens=setup.workload.output_tokens + more)
     base, longer = sockets(setup, plan), sockets(replace(setup, workload=workload), plan)
-    del base["network bytes"], longer["network bytes"]  # fewer prompts a step: less k and v on the wire
+    # Fewer prompts a step: less k and v on the wire.
+    del base["network bytes"], longer["network bytes"]
     if setup.workload.prompt_tokens:
         del base["round trips"], base["all"]
     assert all(longer[name] >= count for name, count in base.items())
@@ -110,12 +113,16 @@ def test_a_slower_gpu(setup: Setup, plan: tuple[int, int], factor: float) -> Non
 
 @settings(max_examples=15, deadline=None)
 @given(setups, st.integers(2, 4), st.integers(0, 3), factors)
-def test_the_whole_planner_at_a_given_batch(setup: Setup, lanes: int, survive: int, factor: float) -> None:
+def test_the_whole_planner_at_a_given_batch(
+    setup: Setup, lanes: int, survive: int, factor: float
+) -> None:
     assert isinstance(setup.nic, Nic)
     goal = Goal(batch=256 * lanes, lanes=lanes)
     base = size(setup, goal)
     spare = size(setup, replace(goal, survive=survive))
-    slow = size(replace(setup, nic=replace(setup.nic, round_trip_s=setup.nic.round_trip_s * factor)), goal)
+    slow = size(
+        replace(setup, nic=replace(setup.nic, round_trip_s=setup.nic.round_trip_s * factor)), goal
+    )
     if slow.feasible:
         assert base.feasible and base.plan is not None and slow.plan is not None
         assert slow.plan.sockets >= base.plan.sockets

@@ -1,4 +1,5 @@
-"""The planner's choices: rules kept, infeasibility explained, the rival taken seriously, money counted."""
+"""The planner's choices: rules kept, infeasibility explained, the rival taken
+seriously, money counted."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def ask(
     output: int = 1024, prompt: int = 0, **more: Any,
 ) -> Setup:  # fmt: skip
     return Setup(
-        model_named(model), DType.FLOAT16, "float16", HARDWARE.gpu(gpu), HARDWARE.cpu(cpu), HARDWARE.nic(nic),
-        Workload(prompt, output), **more,
+        model_named(model), DType.FLOAT16, "float16", HARDWARE.gpu(gpu), HARDWARE.cpu(cpu),
+        HARDWARE.nic(nic), Workload(prompt, output), **more,
     )  # fmt: skip
 
 
@@ -36,9 +37,16 @@ def test_the_plan_keeps_what_it_says() -> None:
     sizing = size(ask(), Goal(), HARDWARE)
     plan = sizing.plan
     assert sizing.feasible and plan is not None
-    assert plan.sockets == max(row.min_sockets or 0 for row in plan.constraints) == plan.binding.min_sockets
+    assert (
+        plan.sockets
+        == max(row.min_sockets or 0 for row in plan.constraints)
+        == plan.binding.min_sockets
+    )
     assert plan.expected.s_utilisation > 0.95
-    assert plan.expected.sockets == plan.sockets and plan.expected.batch == plan.batch == plan.lanes * plan.lane_batch
+    assert (
+        plan.expected.sockets == plan.sockets
+        and plan.expected.batch == plan.batch == plan.lanes * plan.lane_batch
+    )
     assert plan.slow.tokens_per_s < plan.expected.tokens_per_s < plan.fast.tokens_per_s
     assert plan.hosts * plan.sockets_per_host >= plan.sockets
     starved = sizing.system.predict(plan.lane_batch, plan.lanes, plan.sockets // 2)
@@ -81,7 +89,12 @@ def test_a_latency_that_nothing_holds() -> None:
 
 def test_a_model_that_does_not_fit() -> None:
     sizing = size(ask("OPT 175B", "A100"), Goal())
-    assert not sizing.feasible and sizing.plan is None and sizing.gpu_only is None and sizing.verdict is None
+    assert (
+        not sizing.feasible
+        and sizing.plan is None
+        and sizing.gpu_only is None
+        and sizing.verdict is None
+    )
     assert [row.name for row in sizing.in_the_way] == ["S-worker memory"]
     assert sizing.nearest.startswith("--gpus 6")
     assert size(ask("OPT 175B", "A100", num_gpus=6), Goal()).plan is not None
@@ -119,10 +132,14 @@ def test_a_lane_more_must_earn_its_place() -> None:
     counts = {}
     for lanes in (2, 3, 4):
         sizing = size(ask(), Goal(lanes=lanes, batch=lanes * chosen.lane_batch))
-        counts[lanes] = sizing.plan.sockets if sizing.feasible and sizing.plan is not None else 10**9
+        counts[lanes] = (
+            sizing.plan.sockets if sizing.feasible and sizing.plan is not None else 10**9
+        )
     fewest = min(counts.values())
     assert counts[chosen.lanes] <= 1.25 * fewest
-    assert all(counts[lanes] > 1.25 * counts[chosen.lanes] for lanes in counts if lanes < chosen.lanes)
+    assert all(
+        counts[lanes] > 1.25 * counts[chosen.lanes] for lanes in counts if lanes < chosen.lanes
+    )
 
 
 def test_over_sockets_shows_every_limit_on_the_way() -> None:
@@ -133,7 +150,10 @@ def test_over_sockets_shows_every_limit_on_the_way() -> None:
     plan = sizing.plan
     assert plan is not None
     seen = {step.limit for step in steps}
-    every = {sizing.system.predict(plan.lane_batch, plan.lanes, p).limit for p in range(1, 2 * plan.sockets + 1)}
+    every = {
+        sizing.system.predict(plan.lane_batch, plan.lanes, p).limit
+        for p in range(1, 2 * plan.sockets + 1)
+    }
     assert seen == every
 
 
@@ -145,7 +165,12 @@ def test_the_gpu_alone_uses_its_memory_up() -> None:
     assert gpu_only_memory_bytes(system, alone.batch + 1) > system.s.usable_memory_bytes
     assert alone.tpot_s == gpu_only_step_s(system, alone.batch)
     quick = size(ask(), Goal(tpot_s=0.04)).gpu_only
-    assert quick is not None and quick.limit == "latency" and quick.batch < alone.batch and quick.tpot_s <= 0.04
+    assert (
+        quick is not None
+        and quick.limit == "latency"
+        and quick.batch < alone.batch
+        and quick.tpot_s <= 0.04
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +197,11 @@ def test_money_decides(tmp_path: Path) -> None:
         sizing = size(ask(), Goal(), prices=Prices.read(path))
         assert sizing.verdict is not None and sizing.cost is not None
         assert sizing.cost.currency == "USD"
-        return sizing.verdict.offload, sizing.cost.per_million_tokens, sizing.cost.gpu_only_per_million_tokens
+        return (
+            sizing.verdict.offload,
+            sizing.cost.per_million_tokens,
+            sizing.cost.gpu_only_per_million_tokens,
+        )
 
     break_even = size(ask(), Goal()).verdict
     assert break_even is not None
@@ -182,7 +211,9 @@ def test_money_decides(tmp_path: Path) -> None:
     assert cheap[2] is not None and cheap[1] < cheap[2] < dear[1]
     sizing = size(ask(), Goal(), prices=Prices("EUR", {"A10": 3.6}, {"default": 0.0001}))
     assert sizing.cost is not None and sizing.gpu_only is not None
-    assert sizing.cost.gpu_only_per_million_tokens == pytest.approx(1000 / sizing.gpu_only.tokens_per_s)
+    assert sizing.cost.gpu_only_per_million_tokens == pytest.approx(
+        1000 / sizing.gpu_only.tokens_per_s
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,7 +233,9 @@ def test_broken_price_lists(tmp_path: Path, text: str) -> None:
 
 def test_price_lists_in_json_and_missing_prices(tmp_path: Path) -> None:
     path = tmp_path / "prices.json"
-    path.write_text(json.dumps({"gpu_per_hour": {"H200": 3.0}, "socket_per_hour": {"EPYC 7452": 0.3}}))
+    path.write_text(
+        json.dumps({"gpu_per_hour": {"H200": 3.0}, "socket_per_hour": {"EPYC 7452": 0.3}})
+    )
     prices = Prices.read(path)
     assert prices.socket("EPYC 7452") == 0.3
     with pytest.raises(ConfigError, match="gpu_per_hour for 'A10'"):
@@ -214,9 +247,10 @@ def test_price_lists_in_json_and_missing_prices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"latency_s": -1.0}, {"latency_s": float("nan")}, {"tpot_s": 0.0}, {"headroom": -0.1}, {"headroom": 1e9},
-        {"survive": -1}, {"batch": 0}, {"batch": 1 << 40}, {"lanes": 5}, {"lanes": 0}, {"max_sockets": 0},
-        {"min_gain": 0.0}, {"batch": 2, "lanes": 3}, {"survive": 4, "max_sockets": 4},
+        {"latency_s": -1.0}, {"latency_s": float("nan")}, {"tpot_s": 0.0}, {"headroom": -0.1},
+        {"headroom": 1e9}, {"survive": -1}, {"batch": 0}, {"batch": 1 << 40}, {"lanes": 5},
+        {"lanes": 0}, {"max_sockets": 0}, {"min_gain": 0.0}, {"batch": 2, "lanes": 3},
+        {"survive": 4, "max_sockets": 4},
     ],
 )  # fmt: skip
 def test_absurd_goals_are_refused(bad: dict[str, Any]) -> None:
@@ -229,7 +263,8 @@ def test_absurd_goals_are_refused(bad: dict[str, Any]) -> None:
     ("change", "message"),
     [
         ({"num_gpus": 0}, "--gpus"), ({"num_gpus": 3}, "evenly"), ({"num_nics": 0}, "--nics"),
-        ({"workload": Workload(4000, 97)}, "at most 4096 tokens"), ({"memory_bytes_per_socket": 5}, "--dram-gb"),
+        ({"workload": Workload(4000, 97)}, "at most 4096 tokens"), ({"memory_bytes_per_socket": 5},
+            "--dram-gb"),
     ],
 )  # fmt: skip
 def test_absurd_setups_are_refused(change: dict[str, Any], message: str) -> None:

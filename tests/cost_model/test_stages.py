@@ -43,8 +43,22 @@ def s_profile() -> SProfile:
     head = tuple(Point(b, Timing((1e-3 + 1e-6 * b,))) for b in (1, 64, 1024))
     prompt = tuple(Point(n, Timing((1e-4 * n,))) for n in (16, 256, 2048))
     layers = SPEC.num_layers
-    step = tuple(Point(b, Timing((HOST_S + layers * t_of_b(b) + 1e-3 + 1e-6 * b,))) for b in (1, 64, 256, 512, 1024))
-    return SProfile(MACHINE, "Llama-3 8B", ModelShape.of(SPEC), "bfloat16", 80 << 30, layer, head, step, prompt, "s")
+    step = tuple(
+        Point(b, Timing((HOST_S + layers * t_of_b(b) + 1e-3 + 1e-6 * b,)))
+        for b in (1, 64, 256, 512, 1024)
+    )
+    return SProfile(
+        MACHINE,
+        "Llama-3 8B",
+        ModelShape.of(SPEC),
+        "bfloat16",
+        80 << 30,
+        layer,
+        head,
+        step,
+        prompt,
+        "s",
+    )
 
 
 def r_profile(**change: object) -> RProfile:
@@ -53,17 +67,23 @@ def r_profile(**change: object) -> RProfile:
         for n in (1, 32, 256)
         for context in (64, 1024)
     )
-    profile = RProfile(MACHINE, 32, 8, 128, "bfloat16", 32, 2, 64, 400 << 30, points, (2.5e11, 2.5e11))
+    profile = RProfile(
+        MACHINE, 32, 8, 128, "bfloat16", 32, 2, 64, 400 << 30, points, (2.5e11, 2.5e11)
+    )
     return replace(profile, **change)  # type: ignore[arg-type]
 
 
 def net_profile() -> NetProfile:
-    transfer = tuple(Point(n, Timing((1e-5 + n / 5e9,))) for n in (1 << 10, 1 << 16, 1 << 20, 1 << 24))
+    transfer = tuple(
+        Point(n, Timing((1e-5 + n / 5e9,))) for n in (1 << 10, 1 << 16, 1 << 20, 1 << 24)
+    )
     return NetProfile(MACHINE, "mpi", transfer, Timing((2e-5, 2.2e-5, 2.1e-5)), Timing((4e-6,)))
 
 
 def measured() -> Setup:
-    return Setup(SPEC, DType.BFLOAT16, "bfloat16", s_profile(), r_profile(), net_profile(), Workload(0, 1024))
+    return Setup(
+        SPEC, DType.BFLOAT16, "bfloat16", s_profile(), r_profile(), net_profile(), Workload(0, 1024)
+    )
 
 
 def test_a_gpu_is_a_roofline() -> None:
@@ -75,7 +95,9 @@ def test_a_gpu_is_a_roofline() -> None:
     assert s.layer_s(4096) - s.layer_s(2048) == pytest.approx(2048 * slope, rel=1e-6)
     assert s.t_of_b(64) > s.layer_s(64), "the head has its share"
     assert s.prefill_s(0) == 0.0
-    assert s.prefill_s(2000) > 2 * s.prefill_s(1000), "attention of a prompt grows faster than its length"
+    assert s.prefill_s(2000) > 2 * s.prefill_s(1000), (
+        "attention of a prompt grows faster than its length"
+    )
 
 
 def test_more_gpus_share_but_must_talk() -> None:
@@ -91,13 +113,17 @@ def test_a_cpu_is_bound_by_its_memory_until_heads_share() -> None:
     alone = RPart.from_cpu(cpu, TokenCosts(model_named("Llama-2 7B"), DType.FLOAT16, "float16"))
     assert alone.token_s == pytest.approx(2 * 4096 * 2 / per_read)
     shared = RPart.from_cpu(cpu, TokenCosts(model_named("Llama-3 70B"), DType.BFLOAT16, "bfloat16"))
-    assert shared.token_s > 1.2 * 2 * 1024 * 2 / per_read, "eight query heads on each byte: FMA units bind"
+    assert shared.token_s > 1.2 * 2 * 1024 * 2 / per_read, (
+        "eight query heads on each byte: FMA units bind"
+    )
     assert shared.read_token_s < shared.token_s
 
 
 def test_profiles_replace_datasheets() -> None:
     system = measured().system()
-    assert {system.s.provenance, system.r.provenance, system.link.provenance} == {Provenance.MEASURED}
+    assert {system.s.provenance, system.r.provenance, system.link.provenance} == {
+        Provenance.MEASURED
+    }
     for batch in (1, 100, 400, 2000):
         assert system.s.layer_s(batch) == pytest.approx(t_of_b(batch), rel=1e-3)
         step_s = HOST_S + SPEC.num_layers * t_of_b(batch) + 1e-3 + 1e-6 * batch
@@ -130,7 +156,9 @@ class PredictedTimes:
         return self.system.costs.num_layers * self.system.s.t_of_b(num_tokens)
 
     def r_part_s(self, worker: int, load_tokens: int) -> float:
-        return self.system.costs.num_layers * self.system.r.r_s(self.sequences_per_worker, load_tokens)
+        return self.system.costs.num_layers * self.system.r.r_s(
+            self.sequences_per_worker, load_tokens
+        )
 
 
 def test_the_load_limit_is_what_the_scheduler_would_find() -> None:
@@ -155,7 +183,10 @@ def test_a_plan_from_profiles() -> None:
     ("setup", "message"),
     [
         (lambda: replace(measured(), spec=model_named("Qwen2.5 7B")), "measured for Llama-3 8B"),
-        (lambda: replace(measured(), gpu=HARDWARE.gpu("A100"), spec=model_named("Llama-2 7B")), "32/8 of 128"),
+        (
+            lambda: replace(measured(), gpu=HARDWARE.gpu("A100"), spec=model_named("Llama-2 7B")),
+            "32/8 of 128",
+        ),
         (lambda: replace(measured(), dtype=DType.FLOAT16), "--dtype bfloat16"),
         (lambda: replace(measured(), kv_dtype="float16"), "--kv-dtype bfloat16"),
         (lambda: replace(measured(), num_gpus=2), "--gpus"),

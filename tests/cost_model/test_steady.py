@@ -1,4 +1,5 @@
-"""Steady batches: what is predicted for them, and the twins that stand in for plans too large for a machine."""
+"""Steady batches: what is predicted for them, and the twins that stand in for
+plans too large for a machine."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ HARDWARE = Hardware.load()
 
 def system() -> System:
     return Setup(
-        model_named("Llama-2 7B"), DType.FLOAT16, "float16", HARDWARE.gpu("A10"), HARDWARE.cpu("7452"),
-        HARDWARE.nic("100GbE"), Workload(100, 500),
+        model_named("Llama-2 7B"), DType.FLOAT16, "float16", HARDWARE.gpu("A10"),
+        HARDWARE.cpu("7452"), HARDWARE.nic("100GbE"), Workload(100, 500),
     ).system()  # fmt: skip
 
 
@@ -29,13 +30,15 @@ def test_a_steady_step_has_the_context_and_no_prompts() -> None:
     layers, s = 32, system()
     assert predicted["s_part_s"] == pytest.approx(layers * s.s.t_of_b(64))
     assert predicted["r_part_s"] == pytest.approx(layers * s.r.r_s(16, 16 * 700))
-    assert predicted["step_s"] > predicted["s_part_s"] + predicted["r_part_s"], "one lane: nothing overlaps"
+    assert predicted["step_s"] > predicted["s_part_s"] + predicted["r_part_s"], (
+        "one lane: nothing overlaps"
+    )
     assert predicted["tokens_per_s"] == pytest.approx(64 / predicted["step_s"])
 
 
 @given(
-    st.integers(1, 5000), st.integers(1, 4), st.integers(1, 200), st.integers(1, 100_000), st.integers(1, 64),
-    st.integers(100, 10**6), st.booleans(),
+    st.integers(1, 5000), st.integers(1, 4), st.integers(1, 200), st.integers(1, 100_000),
+    st.integers(1, 64), st.integers(100, 10**6), st.booleans(),
 )  # fmt: skip
 def test_twins_fit(
     batch: int, lanes: int, sockets: int, context: int, cores: int, kv_tokens: int, one_lane: bool

@@ -19,7 +19,13 @@ PARAMETERS = {
     "Llama-3 8B": 8_030_261_248, "Llama-3 70B": 70_553_706_496, "Qwen2.5 7B": 7_615_616_512,
     "Qwen2.5 72B": 72_706_203_648, "Mistral 7B": 7_241_732_096, "BLOOM 176B": 176_247_271_424,
 }  # fmt: skip
-KV_KIB = {"Llama-2 7B": 512, "Llama-2 13B": 800, "Llama-3 8B": 128, "Llama-3 70B": 320, "OPT 175B": 4608}
+KV_KIB = {
+    "Llama-2 7B": 512,
+    "Llama-2 13B": 800,
+    "Llama-3 8B": 128,
+    "Llama-3 70B": 320,
+    "OPT 175B": 4608,
+}
 WIRE_MIB = {"Llama-2 7B": 1.0, "Llama-2 13B": 1.5625, "Llama-3 8B": 0.625, "Llama-3 70B": 2.8125}
 
 
@@ -76,7 +82,8 @@ def test_attended_tokens_are_the_mean_over_the_steps(prompt: int, output: int, w
 
 @given(prompt=st.integers(0, 1000), output=st.integers(1, 1000), data=st.data())
 def test_half_the_load(prompt: int, output: int, data: st.DataObject) -> None:
-    """Spread starts hold (S + F) / 2S of what sequences hold that start together: about half for a small F."""
+    """Spread starts hold (S + F) / 2S of what sequences hold that start
+    together: about half for a small F."""
     interval = data.draw(st.integers(1, output))
     together = Workload(0, output, output).mean_context_tokens
     spread = Workload(0, output, interval).mean_context_tokens
@@ -99,7 +106,9 @@ def test_models_on_disk(tmp_path: Path) -> None:
         assert read_model(str(where)).num_parameters == PARAMETERS["Llama-3 8B"]
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2", "[]", '{"model_type": "llama"}', '{"architectures": ["Nope"]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2", "[]", '{"model_type": "llama"}', '{"architectures": ["Nope"]}']
+)
 def test_broken_configs_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(Exception, match=r"config\.json") as caught:

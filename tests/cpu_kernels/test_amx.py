@@ -1,4 +1,5 @@
-"""AMX kernels: on tiles in memory against the NumPy twins, as machine code for a CPU that has AMX, and on trial."""
+"""AMX kernels: on tiles in memory against the NumPy twins, as machine code for
+a CPU that has AMX, and on trial."""
 
 from __future__ import annotations
 
@@ -41,19 +42,25 @@ def _multiply_once(file, a, a_stride, b, b_stride, total, total_stride, rows, wo
 
 @pytest.mark.parametrize(("rows", "words", "columns"), [(16, 16, 16), (5, 8, 3), (1, 1, 1)])
 def test_tile_operations(rows, words, columns):
-    """One product of tiles of some shape, in matrices that are wider; what lies around them stays as it was."""
+    """One product of tiles of some shape, in matrices that are wider; what lies
+    around them stays as it was."""
     rng = np.random.default_rng(SEED)
     file = np.full(amx.FILE_BYTES, 0xFF, np.uint8)
-    a, b = (reference.from_float32(rng.standard_normal((20, 40), np.float32), "bfloat16") for _ in range(2))
+    a, b = (
+        reference.from_float32(rng.standard_normal((20, 40), np.float32), "bfloat16")
+        for _ in range(2)
+    )
     total = rng.standard_normal((20, 24), np.float32)
     x = reference.to_float32(a, "bfloat16")[:rows, : 2 * words].astype(np.float64)
-    pairs = reference.to_float32(b, "bfloat16")[:words, : 2 * columns].astype(np.float64)  # [words, (columns, 2)]
+    pairs = reference.to_float32(b, "bfloat16")[:words, : 2 * columns].astype(
+        np.float64
+    )  # [words, (columns, 2)]
     y = pairs.reshape(words, columns, 2).swapaxes(1, 2).reshape(2 * words, columns)
     expected = total.copy()
     expected[:rows, :columns] = total[:rows, :columns] + x @ y
     _multiply_once(
-        file.ctypes.data, a.ctypes.data, a.strides[0], b.ctypes.data, b.strides[0], total.ctypes.data,
-        total.strides[0], rows, words, columns,
+        file.ctypes.data, a.ctypes.data, a.strides[0], b.ctypes.data, b.strides[0],
+        total.ctypes.data, total.strides[0], rows, words, columns,
     )  # fmt: skip
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
     tiles = file[amx.CONFIG_BYTES :].reshape(amx.NUM_TILES, 16, 64)
@@ -63,7 +70,8 @@ def test_tile_operations(rows, words, columns):
 
 
 def attend_both(layout, group_size, context_lens, num_queries, **options):
-    """o and lse of the AMX kernels on tiles in memory, and of the twin; where nothing was written, blocks hold NaN."""
+    """o and lse of the AMX kernels on tiles in memory, and of the twin; where
+    nothing was written, blocks hold NaN."""
     rng = np.random.default_rng(SEED)
     needed = [-(-length // layout.block_size) for length in context_lens]
     pool = allocate_pool(layout, 1, sum(needed))[0]
@@ -73,9 +81,15 @@ def attend_both(layout, group_size, context_lens, num_queries, **options):
     for n, (count, end) in enumerate(zip(needed, np.cumsum(needed), strict=True)):
         tables[n, :count] = ids[end - count : end]
         tokens = np.arange(context_lens[n])
-        slots = tables[n, tokens // layout.block_size].astype(np.int64) * layout.block_size + tokens % layout.block_size
+        slots = (
+            tables[n, tokens // layout.block_size].astype(np.int64) * layout.block_size
+            + tokens % layout.block_size
+        )
         kv_shape = (len(tokens), layout.num_kv_heads, layout.head_dim)
-        k, v = (reference.from_float32(rng.standard_normal(kv_shape, np.float32), "bfloat16") for _ in range(2))
+        k, v = (
+            reference.from_float32(rng.standard_normal(kv_shape, np.float32), "bfloat16")
+            for _ in range(2)
+        )
         cpu_kernels.append(layout, pool, k, v, slots, source="bfloat16")
     q_shape = (sum(num_queries), group_size * layout.num_kv_heads, layout.head_dim)
     q = reference.from_float32(rng.standard_normal(q_shape, np.float32), "bfloat16")
@@ -93,12 +107,16 @@ def attend_both(layout, group_size, context_lens, num_queries, **options):
 
 
 @pytest.mark.parametrize(
-    ("group_size", "head_dim"), [(8, 64), (16, 128), (17, 80), (8, 96), (16, 112), (16, 256), (8, 33)]
+    ("group_size", "head_dim"),
+    [(8, 64), (16, 128), (17, 80), (8, 96), (16, 112), (16, 256), (8, 33)],
 )
 def test_one_query_a_sequence(group_size, head_dim):
-    """Groups that fill a tile, don't, and need two; dims that leave a rest; contexts of two chunks and of odd ends."""
+    """Groups that fill a tile, don't, and need two; dims that leave a rest;
+    contexts of two chunks and of odd ends."""
     layout = BlockLayout(2, head_dim, "bfloat16")
-    (out, lse), (twin_out, twin_lse) = attend_both(layout, group_size, [1, 95, 1217, 64], [1, 1, 1, 1])
+    (out, lse), (twin_out, twin_lse) = attend_both(
+        layout, group_size, [1, 95, 1217, 64], [1, 1, 1, 1]
+    )
     np.testing.assert_allclose(out, twin_out, rtol=1.6e-2, atol=4e-3)
     np.testing.assert_allclose(lse, twin_lse, rtol=2e-3, atol=2e-3)
 
@@ -133,7 +151,8 @@ def test_where_tiles_are_used(layout, group_size, source, ragged, dot):
     assert choose_variant(layout, group_size, LEVELS[-2], source, ragged=ragged).dot != "amx"
 
 
-# --- machine code -------------------------------------------------------------------------------------------------
+# --- machine code
+# ------------------------------------------------------------------------------
 
 COMPILE = """
 from numba import int64
@@ -165,7 +184,8 @@ def _functions(assembly: str) -> dict[str, list[str]]:
 
 
 def _blocks(functions: dict[str, list[str]], name: str) -> dict[str, tuple[list[str], list[str]]]:
-    """A function's basic blocks: instructions, those of calls included, and the labels of what may follow."""
+    """A function's basic blocks: instructions, those of calls included, and the
+    labels of what may follow."""
     blocks, label, addresses = {"entry": ([], [])}, "entry", {}
     for line in functions[name]:
         if line.startswith(".Lfunc_end"):
@@ -182,7 +202,12 @@ def _blocks(functions: dict[str, list[str]], name: str) -> dict[str, tuple[list[
                 addresses[address[2]] = address[1]
             elif instruction == "callq" and addresses.get(operands[1:]) in functions:
                 callee = _blocks(functions, addresses[operands[1:]])
-                instructions += [called for names, _ in callee.values() for called in names if called[:3] in TILES]
+                instructions += [
+                    called
+                    for names, _ in callee.values()
+                    for called in names
+                    if called[:3] in TILES
+                ]
             elif instruction.startswith("j"):
                 assert operands.startswith(".LBB"), f"an indirect jump: {line}"
                 successors.append(operands.split()[0])
@@ -211,10 +236,12 @@ def _reached(blocks, start, stop):
 
 @pytest.mark.skipif("x86_64" not in os.uname().machine, reason="compiles for an x86 CPU")
 def test_machine_code_for_a_cpu_with_amx(tmp_path: Path):
-    """The real kernel, compiled for Sapphire Rapids and not run: every path configures its tiles first."""
+    """The real kernel, compiled for Sapphire Rapids and not run: every path
+    configures its tiles first."""
     target = {"NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": "+amx-tile,+amx-bf16"}
     compiled = subprocess.run(
-        [sys.executable, "-c", COMPILE], env={**os.environ, **target, "NUMBA_CACHE_DIR": str(tmp_path)},
+        [sys.executable, "-c", COMPILE], env={**os.environ, **target,
+            "NUMBA_CACHE_DIR": str(tmp_path)},
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     functions = _functions(compiled.stdout)
@@ -225,17 +252,22 @@ def test_machine_code_for_a_cpu_with_amx(tmp_path: Path):
     configured = next(label for label, (names, _) in blocks.items() if "ldtilecfg" in names)
     assert _reached(blocks, configured, "tilerelease") >= TILE_INSTRUCTIONS
     (released,) = (followers for names, followers in blocks.values() if "tilerelease" in names)
-    assert not set().union(*(_reached(blocks, label, "ldtilecfg") for label in released)) & TILE_INSTRUCTIONS
+    assert (
+        not set().union(*(_reached(blocks, label, "ldtilecfg") for label in released))
+        & TILE_INSTRUCTIONS
+    )
 
 
 def test_permission_is_only_given_where_the_cpu_has_tiles():
-    """Linux is asked, not the CPU's flags; it may refuse where it is old or where a container forbids the question."""
+    """Linux is asked, not the CPU's flags; it may refuse where it is old or
+    where a container forbids the question."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
     assert not amx.ask_permission() or "amx_tile" in flags
 
 
-# --- on trial -----------------------------------------------------------------------------------------------------
+# --- on trial
+# ------------------------------------------------------------------------------
 
 
 class BrokenTiles(SoftTiles):
@@ -268,7 +300,10 @@ def chosen_entry() -> int:
 
 def test_tiles_that_agree_are_used(best_level, caplog):
     best_level(SOFT_AMX)
-    assert chosen_entry() == plan_attend(LAYOUT, 16, "bfloat16", False, SOFT_AMX.name, compare_levels).entry
+    assert (
+        chosen_entry()
+        == plan_attend(LAYOUT, 16, "bfloat16", False, SOFT_AMX.name, compare_levels).entry
+    )
     assert not caplog.records
 
 
@@ -279,7 +314,9 @@ def test_tiles_that_are_wrong_are_not_used(best_level, caplog, monkeypatch):
     entry = chosen_entry()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "amx-broken" in record.getMessage() and f"FASTDECODE_ISA={trusted}" in record.getMessage()
+    assert (
+        "amx-broken" in record.getMessage() and f"FASTDECODE_ISA={trusted}" in record.getMessage()
+    )
     assert entry != plan_attend(LAYOUT, 16, "bfloat16", False, "amx-broken", compare_levels).entry
     assert compare_levels("amx-broken", trusted)
     assert chosen_entry() == entry and len(caplog.records) == 1

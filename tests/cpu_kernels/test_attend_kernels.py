@@ -41,15 +41,16 @@ def random_batch(rng, layout, num_q_heads, context_lens, num_queries, source, st
     q = rng.standard_normal((num_rows, num_q_heads, layout.head_dim), np.float32)
     starts = np.concatenate([[0], np.cumsum(num_queries)]).astype(np.int32)
     positions = np.array(
-        [max(0, length - count) for length, count in zip(context_lens, num_queries, strict=True)], np.int32
+        [max(0, length - count) for length, count in zip(context_lens, num_queries, strict=True)],
+        np.int32,
     )
     k, v, q = (reference.from_float32(x, source) for x in (k, v, q))
     return pool, k, v, slots, q, tables, starts, positions, np.array(context_lens, np.int32)
 
 
 def compare(
-    layout, num_q_heads, context_lens, num_queries, source="float32", tolerance=2e-6, seed=SEED, level=None, stale=None,
-    **options,
+    layout, num_q_heads, context_lens, num_queries, source="float32", tolerance=2e-6, seed=SEED,
+    level=None, stale=None, **options,
 ):  # fmt: skip
     """Append and attend with the kernels and with their twins. Returns the kernels' o and lse."""
     rng = np.random.default_rng(seed)
@@ -62,7 +63,11 @@ def compare(
     np.testing.assert_array_equal(pool, twin_pool)
     results = []
     for attend in (partial(cpu_kernels.attend, level=level), reference.attend):
-        out = np.full(q.shape, 0x7FC0, q.dtype) if source != "float32" else np.full(q.shape, np.nan, q.dtype)
+        out = (
+            np.full(q.shape, 0x7FC0, q.dtype)
+            if source != "float32"
+            else np.full(q.shape, np.nan, q.dtype)
+        )
         lse = np.full(q.shape[:2], np.nan, np.float32)
         attend(
             layout, pool[0], q, tables, starts, positions, lens,
@@ -88,15 +93,31 @@ def compare(
 @pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
 @pytest.mark.parametrize("level", [isa.name for isa in host_levels()[:-1]])
 def test_instruction_sets_that_are_not_the_best_that_this_host_has(level, dtype):
-    compare(BlockLayout(2, 72, dtype, 32), 6, [1, 17, 70, 0], [1, 1, 3, 1], level=level, sliding_window=40)
+    compare(
+        BlockLayout(2, 72, dtype, 32),
+        6,
+        [1, 17, 70, 0],
+        [1, 1, 3, 1],
+        level=level,
+        sliding_window=40,
+    )
 
 
 @pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
 def test_wide_groups_long_contexts_threads_and_nan_in_what_blocks_held_before(dtype):
-    """Contexts of several chunks and of odd lengths; where one thread and two leave the same bits."""
+    """Contexts of several chunks and of odd lengths; where one thread and two
+    leave the same bits."""
     layout = BlockLayout(2, 64, dtype)
     one, two = (
-        compare(layout, 32, [2101, 65, 1, 1024], [1, 1, 1, 1], tolerance=1e-5, stale=0xFF, num_threads=threads)
+        compare(
+            layout,
+            32,
+            [2101, 65, 1, 1024],
+            [1, 1, 1, 1],
+            tolerance=1e-5,
+            stale=0xFF,
+            num_threads=threads,
+        )
         for threads in (1, 2)
     )
     for a, b in zip(one, two, strict=True):
@@ -137,7 +158,8 @@ def test_past_only_context_and_nothing_visible():
     lse = np.full((3, 2), np.nan, np.float32)
     cpu_kernels.attend(
         layout, pool[0], q, np.array([[0], [0]], np.int32), np.array([0, 2, 3], np.int32),
-        np.array([3, 0], np.int32), np.array([3, 0], np.int32), scale=1.0, sliding_window=3, out=out, lse=lse,
+        np.array([3, 0], np.int32), np.array([3, 0], np.int32), scale=1.0, sliding_window=3,
+        out=out, lse=lse,
     )  # fmt: skip
     np.testing.assert_allclose(out[:2], 1)
     np.testing.assert_allclose(lse[:2], 8 + np.log([[2, 2], [1, 1]]))
@@ -146,7 +168,8 @@ def test_past_only_context_and_nothing_visible():
 
 
 def test_partial_results_of_many_long_sequences_share_bounded_memory():
-    """40 sequences over the same 65,536 tokens leave 40 MB of partial results, more than a call keeps."""
+    """40 sequences over the same 65,536 tokens leave 40 MB of partial results,
+    more than a call keeps."""
     layout, num_sequences, num_tokens = BlockLayout(1, 16, "float32"), 40, 1 << 16
     rng = np.random.default_rng(SEED)
     pool = allocate_pool(layout, 1, num_tokens // layout.block_size)[0]
@@ -159,8 +182,8 @@ def test_partial_results_of_many_long_sequences_share_bounded_memory():
         count, out = len(q), np.full_like(q, np.nan)
         cpu_kernels.attend(
             layout, pool, q, np.repeat(table, count, axis=0), np.arange(count + 1, dtype=np.int32),
-            np.full(count, num_tokens - 1, np.int32), np.full(count, num_tokens, np.int32), scale=0.25, out=out,
-            num_threads=2,
+            np.full(count, num_tokens - 1, np.int32), np.full(count, num_tokens, np.int32),
+            scale=0.25, out=out, num_threads=2,
         )  # fmt: skip
         return out
 

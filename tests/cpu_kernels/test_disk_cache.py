@@ -38,10 +38,13 @@ COMPILED, LOADED = ["compiled 8", "compiled 2"], ["loaded 8", "loaded 2"]
 
 
 def test_machine_code_of_other_sources_is_left_alone(tmp_path: Path) -> None:
-    """Numba would read it, and fail on a class that is gone or run what other fields were compiled for."""
+    """Numba would read it, and fail on a class that is gone or run what other
+    fields were compiled for."""
     tree = tmp_path / "tree"
     shutil.copytree(
-        Path(cpu_kernels.__file__).parent, tree / "cpu_kernels", ignore=shutil.ignore_patterns("__pycache__")
+        Path(cpu_kernels.__file__).parent,
+        tree / "cpu_kernels",
+        ignore=shutil.ignore_patterns("__pycache__"),
     )
     first = _compiled(tree, tmp_path / "cache")
     assert first and _compiled(tree, tmp_path / "cache") == first
@@ -52,9 +55,14 @@ def test_machine_code_of_other_sources_is_left_alone(tmp_path: Path) -> None:
 
 
 def _compiled(tree: Path, cache: Path) -> set[tuple[str, int]]:
-    """Compile, or load, in a process of its own. Returns the files that there are then, and from when."""
+    """Compile, or load, in a process of its own. Returns the files that there
+    are then, and from when."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "NUMBA_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", "from cpu_kernels.dispatch import append_entry; append_entry()"]
+    command = [
+        sys.executable,
+        "-c",
+        "from cpu_kernels.dispatch import append_entry; append_entry()",
+    ]
     subprocess.run(command, env=environment, cwd=tree, check=True, timeout=120)
     return {(path.name, path.stat().st_mtime_ns) for path in cache.rglob("*.nbc")}
 

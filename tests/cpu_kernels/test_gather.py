@@ -1,4 +1,5 @@
-"""``gather`` against its NumPy twin, and as the inverse of ``append``: bit by bit, for every KV dtype."""
+"""``gather`` against its NumPy twin, and as the inverse of ``append``: bit by
+bit, for every KV dtype."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def test_the_twin_gathers_the_same_bits(layout, seed):
 @settings(max_examples=100, deadline=None)
 @given(layout=layouts, seed=st.integers(0, 2**32 - 1))
 def test_appending_what_was_gathered_gives_the_same_bits(layout, seed):
-    """In place, nothing changes; elsewhere, in blocks of another size and among other heads, the same is gathered."""
+    """In place, nothing changes; elsewhere, in blocks of another size and among
+    other heads, the same is gathered."""
     rng = np.random.default_rng(seed)
     pool = appended_pool(layout, rng)
     slots = ragged_slots(rng, NUM_BLOCKS * layout.block_size)
@@ -115,7 +117,8 @@ def test_appending_what_was_gathered_gives_the_same_bits(layout, seed):
 
 @pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
 def test_whole_blocks_put_into_an_empty_cache_are_the_blocks(dtype):
-    """Scales and padding within cells included; what no token ever reaches stays as it was, zeros."""
+    """Scales and padding within cells included; what no token ever reaches
+    stays as it was, zeros."""
     rng = np.random.default_rng(SEED)
     layout = BlockLayout(3, 36, dtype, 24)
     pool = appended_pool(layout, rng)
@@ -168,7 +171,10 @@ def _unwritable(array):
         ({"slots": np.array([-1, 0])}, r"slots holds -1..0, outside 0..7"),
         ({"slots": np.array([0, 1], np.int32)}, "slots must be a NumPy array of int64"),
         ({"slots": np.array([0, 1, 2])}, r"k has shape \[2, 3, 12\], expected \[3, 3, 12\]"),
-        ({"heads": range(1, 4)}, "heads=range.1, 4. must be a range of consecutive heads within range.0, 3."),
+        (
+            {"heads": range(1, 4)},
+            "heads=range.1, 4. must be a range of consecutive heads within range.0, 3.",
+        ),
         ({"heads": range(0, 3, 2)}, "heads=range.0, 3, 2. must be a range of consecutive heads"),
         ({"heads": range(2, 2)}, "heads=range.2, 2. must be"),
         ({"heads": range(-1, 2)}, "heads=range.-1, 2. must be"),
@@ -204,7 +210,8 @@ def test_refusals_come_before_anything_is_written(change, message):
     [
         ({"scales": None}, "scales go with rows of int8 and int4"),
         ({"source": "int4"}, "source='int4' is not one of"),
-        ({"source": "float32", "k": np.zeros((2, 3, 20), np.float32), "v": np.zeros((2, 3, 20), np.float32)},
+        ({"source": "float32", "k": np.zeros((2, 3, 20), np.float32), "v": np.zeros((2, 3, 20),
+            np.float32)},
          "scales go with what a cache of int8 stores"),
         ({"heads": range(2)}, r"k has shape \[2, 3, 20\], expected \[2, 2, 20\]"),
         ({"slots": np.array([0, 8])}, "outside 0..7"),

@@ -1,4 +1,5 @@
-"""Kernels on the threads of torch's OpenMP runtime: the same results, to the bit, as on threads of our own."""
+"""Kernels on the threads of torch's OpenMP runtime: the same results, to the
+bit, as on threads of our own."""
 
 from __future__ import annotations
 
@@ -23,10 +24,15 @@ def results(team: OpenMPTeam | None) -> np.ndarray:
     num_blocks = -(-LENGTHS // LAYOUT.block_size)
     pool = allocate_pool(LAYOUT, 1, int(num_blocks.sum()))[0]
     tables = np.zeros((len(LENGTHS), num_blocks.max()), np.int32)
-    for table, first, count in zip(tables, np.cumsum(num_blocks) - num_blocks, num_blocks, strict=True):
+    for table, first, count in zip(
+        tables, np.cumsum(num_blocks) - num_blocks, num_blocks, strict=True
+    ):
         table[:count] = np.arange(first, first + count)
     slots = np.concatenate(
-        [np.arange(table[0] * 32, table[0] * 32 + n) for table, n in zip(tables, LENGTHS, strict=True)]
+        [
+            np.arange(table[0] * 32, table[0] * 32 + n)
+            for table, n in zip(tables, LENGTHS, strict=True)
+        ]
     )
     k, v = (rng.integers(0, 1 << 14, (len(slots), 4, 64), np.uint16) for _ in range(2))
     append(LAYOUT, pool, k, v, slots.astype(np.int64), source="bfloat16", num_threads=2, team=team)

@@ -1,4 +1,5 @@
-"""The engine, built of its parts: a scripted S-worker, whose tokens anybody can work out, and R-workers as threads."""
+"""The engine, built of its parts: a scripted S-worker, whose tokens anybody can
+work out, and R-workers as threads."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class ScriptedPass:
 
 
 class ScriptedSWorker:
-    """Stands in for ``SWorker``. ``fails_at``: a request that meets an error at its token of this number."""
+    """Stands in for ``SWorker``. ``fails_at``: a request that meets an error at
+    its token of this number."""
 
     def __init__(self, fails_at: dict[str, int] | None = None) -> None:
         self.spec = SimpleNamespace(attention=(SPEC,) * NUM_LAYERS, vocab_size=VOCAB)
@@ -99,7 +101,10 @@ class ScriptedSWorker:
 
     def _draw(self, row: Tensor, state: Any) -> SampledToken:
         drawn = self._num_drawn[id(state)] = self._num_drawn.get(id(state), 0) + 1
-        if self._fails_at.get(state.params.stop_token_ids and str(state.params.stop_token_ids[0])) == drawn:
+        if (
+            self._fails_at.get(state.params.stop_token_ids and str(state.params.stop_token_ids[0]))
+            == drawn
+        ):
             return SampledToken(-1, error=RequestError("no token is left"))
         return SampledToken(int(row.argmax()))
 
@@ -135,8 +140,8 @@ def rig(
     fails_at: dict[str, int] | None = None,
     **options: Any,
 ) -> Iterator[Rig]:
-    """R-workers of ``num_blocks`` KV blocks, of which the scheduler is told ``said_blocks``. ``crash``: after how many
-    layers an R-worker does."""
+    """R-workers of ``num_blocks`` KV blocks, of which the scheduler is told
+    ``said_blocks``. ``crash``: after how many layers an R-worker does."""
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     threads = [
         start_worker_thread(
@@ -149,9 +154,16 @@ def rig(
     ]
     fleet = Fleet(hub, timeout_s=60.0)
     fleet.greet(Hello(PROTOCOL_VERSION, "scripted", KV, (SPEC,) * NUM_LAYERS, DType.FLOAT32))
-    holders = (Holder(HolderKind.R_WORKER, attends_prompts=True, answers_at_once=False, token_bytes=1),) * num_workers
+    holders = (
+        Holder(HolderKind.R_WORKER, attends_prompts=True, answers_at_once=False, token_bytes=1),
+    ) * num_workers
     plan = AttentionPlan((SPEC,) * NUM_LAYERS, DType.FLOAT32, fleet, torch.device("cpu"), holders)
-    chosen = {"max_num_sequences": 8, "max_step_tokens": 8 + 24, "prefill_chunk": 10, "mode": "greedy"}
+    chosen = {
+        "max_num_sequences": 8,
+        "max_step_tokens": 8 + 24,
+        "prefill_chunk": 10,
+        "mode": "greedy",
+    }
     schedule = ScheduleOptions(num_lanes=lanes, **(chosen | options))  # type: ignore[arg-type]
     blocks = (said_blocks or num_blocks,) * num_workers
     lifecycle = Lifecycle(make_scheduler(schedule, blocks, BLOCK_SIZE, opening_steps=1))
@@ -175,7 +187,12 @@ def request(name: str, num_prompt_tokens: int, num_tokens: int, n: int = 1, **mo
     return Request(name, prompt, params, num_tokens, seed=0)
 
 
-ASKED = [request("a", 3, 20), request("b", 40, 9), request("c", 1, 30, n=2), request("d", 25, 12, n=3)]
+ASKED = [
+    request("a", 3, 20),
+    request("b", 40, 9),
+    request("c", 1, 30, n=2),
+    request("d", 25, 12, n=3),
+]
 MORE = [request("e" * i, 5 + 9 * i, 10 + i) for i in range(2, 9)]
 
 
@@ -185,10 +202,14 @@ def assert_right(asked: Sequence[Request], outputs: dict[str, RequestOutput]) ->
         output = outputs[one.request_id]
         assert output.error is None
         expected = continued(one.prompt_token_ids, one.max_tokens)
-        assert [completion.token_ids for completion in output.completions] == [expected] * one.params.n
+        assert [completion.token_ids for completion in output.completions] == [
+            expected
+        ] * one.params.n
 
 
-@pytest.mark.parametrize("options", [{}, {"lanes": 3}, {"split_tokens": 16}, {"length_quantile": 0.1, "lanes": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"lanes": 3}, {"split_tokens": 16}, {"length_quantile": 0.1, "lanes": 2}]
+)
 def test_every_token_comes_of_all_that_is_cached(options: dict[str, Any]) -> None:
     with rig(**options) as made:
         for one in [*ASKED, *MORE]:
@@ -244,7 +265,8 @@ def test_what_an_empty_r_worker_refuses_has_failed() -> None:
 
 
 def test_requests_are_cancelled_whatever_they_are_doing() -> None:
-    """Waiting, being opened, with a step in flight: what is open is closed when they are at rest."""
+    """Waiting, being opened, with a step in flight: what is open is closed when
+    they are at rest."""
     with rig(2, lanes=2) as made:
         asked = [replace(one, request_id=f"{one.request_id}{i}") for i in range(4) for one in ASKED]
         for one in asked:
@@ -257,7 +279,10 @@ def test_requests_are_cancelled_whatever_they_are_doing() -> None:
             lives = made.lifecycle.lives
             flying = {i for ids in lives.flying.values() for i in ids}
             for request_id, kind in [
-                (life.sequence.request.request_id, (life.status, life.sequence.sequence_id in flying))
+                (
+                    life.sequence.request.request_id,
+                    (life.status, life.sequence.sequence_id in flying),
+                )
                 for life in lives.by_sequence.values()
                 if life.fate is None
             ]:
@@ -291,7 +316,9 @@ def test_what_can_t_be_queued_leaves_nothing_behind() -> None:
         assert_right(ASKED[:1], made.run())
 
 
-def test_an_answer_that_nobody_asked_for_costs_the_r_worker_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_nobody_asked_for_costs_the_r_worker_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with rig(2) as made:
         for one in ASKED:
             made.engine.submit(one)

@@ -1,4 +1,5 @@
-"""Whom the fleet gives up, and when: workers that hang, workers that are slow, and time in which nobody looked."""
+"""Whom the fleet gives up, and when: workers that hang, workers that are slow,
+and time in which nobody looked."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ from fastdecode.wire.transport import TIMEOUT, timeout_error
 class Hub:
     """Time passes only while somebody waits here. ``signs`` and ``answers``: (when, worker)."""
 
-    def __init__(self, num_workers: int, signs: list[tuple[float, int]], answers: list[tuple[float, int]]) -> None:
+    def __init__(
+        self, num_workers: int, signs: list[tuple[float, int]], answers: list[tuple[float, int]]
+    ) -> None:
         self.now = 100.0
         self.signs = sorted(signs)
         self.answers = deque(sorted(answers))
         self.connections = [
-            SimpleNamespace(peer=f"R-worker {i}", heard_s=None, send=lambda message: None) for i in range(num_workers)
+            SimpleNamespace(peer=f"R-worker {i}", heard_s=None, send=lambda message: None)
+            for i in range(num_workers)
         ]
 
     def receive_any(self, timeout_s: float) -> Any:
@@ -31,7 +35,9 @@ class Hub:
         self.now = max(self.now, end if answer is None else answer[0])
         for when, worker in self.signs:
             if when <= self.now:
-                self.connections[worker].heard_s = max(when, self.connections[worker].heard_s or 0.0)
+                self.connections[worker].heard_s = max(
+                    when, self.connections[worker].heard_s or 0.0
+                )
         if answer is None:
             raise timeout_error("somebody", timeout_s)
         self.answers.popleft()
@@ -59,13 +65,18 @@ def everything(hub: Hub, fleet: Fleet, num_answers: int) -> list[int]:
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
-        ("R-worker 1 has closed the connection", "R-worker 1 is lost: it has closed the connection"),
+        (
+            "R-worker 1 has closed the connection",
+            "R-worker 1 is lost: it has closed the connection",
+        ),
         ("R-worker 1 is lost: its process has died", "R-worker 1 is lost: its process has died"),
         ("out of memory", "R-worker 1 is lost: out of memory"),
         ("R-worker 12 failed", "R-worker 1 is lost: R-worker 12 failed"),
     ],
 )
-def test_a_loss_is_told_with_one_name(said: str, shown: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_is_told_with_one_name(
+    said: str, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
     _, made = fleet([], [])
     made.lose(1, WorkerError(said))
     assert caplog.messages == [shown]
@@ -92,7 +103,10 @@ def test_one_that_falls_silent_is_given_up_by_name_after_the_time_asked_for() ->
 def test_one_that_lives_but_never_answers_is_given_up_too() -> None:
     hub, made = fleet([(100.0 + i, worker) for i in range(90) for worker in range(2)], [(110.0, 0)])
     assert everything(hub, made, 2) == [0]
-    assert hub.now == pytest.approx(150.0, abs=1.0) and "hasn't answered for 50 s" in made.lost[1].message
+    assert (
+        hub.now == pytest.approx(150.0, abs=1.0)
+        and "hasn't answered for 50 s" in made.lost[1].message
+    )
 
 
 def test_time_in_which_nobody_looked_is_nobodys_silence() -> None:

@@ -1,4 +1,5 @@
-"""R-workers that share out the KV heads: the tokens of R-workers that each have whole sequences, also after a loss."""
+"""R-workers that share out the KV heads: the tokens of R-workers that each have
+whole sequences, also after a loss."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ from fastdecode.wire.messages import (
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=20, n=3, ignore_eos=True)
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3": {"num_attention_heads": 10, "num_key_value_heads": 5},  # 5 KV heads: uneven among 2 and 3
+    "qwen3": {
+        "num_attention_heads": 10,
+        "num_key_value_heads": 5,
+    },  # 5 KV heads: uneven among 2 and 3
     "bloom": {},  # a slope for each head
     "gemma2": {},
 }
@@ -43,7 +47,9 @@ def tokens(path: Path, **options: Any) -> tuple[list[list[tuple[int, ...]]], LLM
     """Everybody's tokens, and the closed LLM."""
     shared = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "prefill_chunk": 8}
     with LLM(str(path), **shared, **options) as llm:
-        outputs = llm.generate(prompts([3, 30, 11, 1, 19, 8, 5], seed=2), [GREEDY] * 5 + [FORKED] * 2)
+        outputs = llm.generate(
+            prompts([3, 30, 11, 1, 19, 8, 5], seed=2), [GREEDY] * 5 + [FORKED] * 2
+        )
         return [[c.token_ids for c in output.completions] for output in outputs], llm
 
 
@@ -51,18 +57,24 @@ def tokens(path: Path, **options: Any) -> tuple[list[list[tuple[int, ...]]], LLM
     ("options", "line"),
     [
         ({"r_workers": 2}, "greeting 2 R-worker(s): R-worker r0, R-worker r1"),
-        ({"r_workers": 2, "r_partition": "heads"}, "greeting 2 R-worker(s): R-worker r0, R-worker r1"),
+        (
+            {"r_workers": 2, "r_partition": "heads"},
+            "greeting 2 R-worker(s): R-worker r0, R-worker r1",
+        ),
         ({"kv_placement": "gpu"}, "no R-workers: the KV cache on cpu"),
     ],
 )
-def test_who_is_greeted(options: dict[str, Any], line: str, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_who_is_greeted(
+    options: dict[str, Any], line: str, tiny_checkpoint: Callable[..., Path]
+) -> None:
     told: list[str] = []
     LLM(str(tiny_checkpoint("llama")), kv_memory_gb=0.01, progress=told.append, **options).close()
     assert told[1:] == [line]
 
 
 @pytest.mark.parametrize(
-    ("family", "num_workers"), [("qwen3", 1), ("qwen3", 2), ("qwen3", 3), ("bloom", 3), ("gemma2", 2)]
+    ("family", "num_workers"),
+    [("qwen3", 1), ("qwen3", 2), ("qwen3", 3), ("bloom", 3), ("gemma2", 2)],
 )
 def test_tokens_are_those_of_whole_sequences(
     family: str, num_workers: int, tiny_checkpoint: Callable[..., Path]
@@ -85,7 +97,9 @@ def test_those_that_are_left_share_the_heads_anew(
     assert llm.stats.num_recomputed > 0
 
 
-def test_one_that_hangs_is_given_up(tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_given_up(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny_checkpoint("qwen3", **SHAPES["qwen3"])
     expected, _ = tokens(path)
     woken = threading.Event()
@@ -99,14 +113,22 @@ def test_one_that_hangs_is_given_up(tiny_checkpoint: Callable[..., Path], monkey
     finally:
         woken.set()
     assert found == expected
-    assert llm.snapshot().engine.num_live_r_workers == 2 and llm.snapshot().engine.has_hung_r_workers
+    assert (
+        llm.snapshot().engine.num_live_r_workers == 2 and llm.snapshot().engine.has_hung_r_workers
+    )
 
 
 def test_when_all_are_lost_every_request_says_so(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crash_after(monkeypatch, {"r0": 20, "r1": 20})
-    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2, "r_partition": "heads"}
+    options = {
+        "dtype": "float32",
+        "r_threads": 1,
+        "kv_memory_gb": 0.01,
+        "r_workers": 2,
+        "r_partition": "heads",
+    }
     with LLM(str(tiny_checkpoint("qwen3", **SHAPES["qwen3"])), **options) as llm:
         (output,) = llm.generate(prompts([4]), GREEDY)
     assert isinstance(output.error, WorkerError) and "no more memory" in str(output.error)
@@ -141,7 +163,8 @@ def test_a_sequence_that_one_refuses_is_closed_on_the_others() -> None:
 
 
 def test_who_is_greeted_twice_is_heard_once() -> None:
-    """Another one is lost while the heads are shared anew: what comes of the first greeting isn't for the second."""
+    """Another one is lost while the heads are shared anew: what comes of the
+    first greeting isn't for the second."""
     parts: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     peers = [connect(parts, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(2)]
     hub = HeadsHub(parts)

@@ -1,4 +1,5 @@
-"""A request's tokens depend on that request alone: not on neighbours, R-workers, chunk sizes or arrival order."""
+"""A request's tokens depend on that request alone: not on neighbours,
+R-workers, chunk sizes or arrival order."""
 
 from __future__ import annotations
 
@@ -28,12 +29,24 @@ def make_requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
         (prompt(37), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)),
         (prompt(1), SamplingParams(temperature=1.0, seed=11, max_tokens=16)),
         (prompt(18), SamplingParams(temperature=0.8, top_p=0.9, seed=12, max_tokens=9, n=3)),
-        (prompt(33), SamplingParams(temperature=1.2, top_k=20, seed=13, max_tokens=15, repetition_penalty=1.2)),
-        (prompt(64), SamplingParams(temperature=0.9, min_p=0.02, seed=14, max_tokens=7, frequency_penalty=0.5, n=2)),
+        (
+            prompt(33),
+            SamplingParams(
+                temperature=1.2, top_k=20, seed=13, max_tokens=15, repetition_penalty=1.2
+            ),
+        ),
+        (
+            prompt(64),
+            SamplingParams(
+                temperature=0.9, min_p=0.02, seed=14, max_tokens=7, frequency_penalty=0.5, n=2
+            ),
+        ),
     ]
 
 
-def answers(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[list[tuple[int, ...]]]:
+def answers(
+    llm: LLM, requests: list[tuple[list[int], SamplingParams]]
+) -> list[list[tuple[int, ...]]]:
     outputs = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
     return [[completion.token_ids for completion in output.completions] for output in outputs]
 
@@ -42,14 +55,32 @@ SHARED: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.
 WAYS: list[dict[str, Any]] = [
     {"r_workers": 1},
     {"r_workers": 3, "prefill_chunk": 7, "prompt_attention": "s"},
-    {"r_workers": 2, "prefill_chunk": 16, "max_num_sequences": 2, "max_step_tokens": 9, "block_size": 16},
+    {
+        "r_workers": 2,
+        "prefill_chunk": 16,
+        "max_num_sequences": 2,
+        "max_step_tokens": 9,
+        "block_size": 16,
+    },
     {"r_workers": 2, "prefill_chunk": 16, "lanes": 2, "prompt_attention": "s"},
     {"r_workers": 3, "prefill_chunk": 5, "lanes": 4, "max_num_sequences": 5},
-    {"r_workers": 2, "schedule": "stabilized", "load_limit": 150, "length_quantile": 0.5, "block_size": 16},
+    {
+        "r_workers": 2,
+        "schedule": "stabilized",
+        "load_limit": 150,
+        "length_quantile": 0.5,
+        "block_size": 16,
+    },
     {"r_workers": 2, "schedule": "synchronized"},
     {"r_workers": 1, "schedule": "fixed-f", "target_length": 64, "interval": 4},
     {"kv_placement": "gpu", "prefill_chunk": 7},
-    {"kv_placement": "gpu", "prefill_chunk": 16, "lanes": 3, "max_num_sequences": 5, "block_size": 16},
+    {
+        "kv_placement": "gpu",
+        "prefill_chunk": 16,
+        "lanes": 3,
+        "max_num_sequences": 5,
+        "block_size": 16,
+    },
     {"r_workers": 2, "r_partition": "heads", "prefill_chunk": 16},
     {"r_workers": 3, "split_tokens": 32, "block_size": 16, "prompt_attention": "s"},
     {"r_workers": 2, "split_tokens": 16, "block_size": 16, "prefill_chunk": 23, "lanes": 2},
@@ -69,7 +100,9 @@ def alone(llms: list[LLM]) -> list[list[tuple[int, ...]]]:
 
 
 @settings(max_examples=36, deadline=None)
-@given(order=st.lists(st.integers(0, 5), min_size=1, max_size=8), which=st.integers(0, len(WAYS) - 1))
+@given(
+    order=st.lists(st.integers(0, 5), min_size=1, max_size=8), which=st.integers(0, len(WAYS) - 1)
+)
 def test_tokens_depend_on_the_request_alone(
     llms: list[LLM], alone: list[list[tuple[int, ...]]], order: list[int], which: int
 ) -> None:
@@ -84,7 +117,8 @@ def test_samples_of_one_request_differ(alone: list[list[tuple[int, ...]]]) -> No
 # Truncated rows are ranked, and in these checkpoints ranks change with every way of running.
 
 TWINS = range(10, 34, 2)
-"""Each is as likely as the token after it, to the last bits, and likely: far from where top_k or top_p end."""
+"""Each is as likely as the token after it, to the last bits, and likely: far
+from where top_k or top_p end."""
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +148,9 @@ def truncated(options: dict[str, Any]) -> list[tuple[list[int], SamplingParams]]
     return [
         (
             torch.randint(3, 200, (length,), generator=generator).tolist(),
-            SamplingParams(seed=length, max_tokens=24, ignore_eos=True, logit_bias=bias, n=2, **options),
+            SamplingParams(
+                seed=length, max_tokens=24, ignore_eos=True, logit_bias=bias, n=2, **options
+            ),
         )
         for length in (3, 40, 21, 1, 48, 12)
     ]

@@ -16,11 +16,15 @@ from fastdecode.schedule.times import MeasuredTimes, RPartTime
 
 
 class Told(MeasuredTimes):
-    def observe(self, num_decoding: int, num_prompt_tokens: int, s_part_s: float, r_parts: object) -> None:
+    def observe(
+        self, num_decoding: int, num_prompt_tokens: int, s_part_s: float, r_parts: object
+    ) -> None:
         self.told = num_decoding, num_prompt_tokens, r_parts
 
 
-def chunk(sequence_id: int, num_cached: int, num_tokens: int, holders: tuple[int, ...] = (0,)) -> Chunk:
+def chunk(
+    sequence_id: int, num_cached: int, num_tokens: int, holders: tuple[int, ...] = (0,)
+) -> Chunk:
     sequence = Sequence.of(sequence_id, Request("r", (1,) * 100, SamplingParams(), 1, seed=0), 0)
     size = 100 if len(holders) == 1 else 32
     parts = (Part(10 * sequence_id + i, holder, size * i, size) for i, holder in enumerate(holders))
@@ -37,7 +41,9 @@ def test_what_a_chunk_attends_of_its_past_is_load(prompts_on_r: bool) -> None:
         chunk(2, 0, 9),
         chunk(3, 40, 4, (1, 0)),  # 32 of its past are on R-worker 1
     ]
-    batch = StepBatch.build(chunks, (Holder(HolderKind.R_WORKER, prompts_on_r, False, 1),) * 2, step=0)
+    batch = StepBatch.build(
+        chunks, (Holder(HolderKind.R_WORKER, prompts_on_r, False, 1),) * 2, step=0
+    )
     remote = SimpleNamespace(r_compute_s={0: 0.25, 1: 0.5}, lost=())
     forward = SimpleNamespace(device_s=lambda: 0.0, layer=0)
     times = Told()

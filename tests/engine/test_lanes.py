@@ -1,4 +1,5 @@
-"""Lanes that are regrouped in the middle of a run change no token, and ``--lanes auto`` regroups them."""
+"""Lanes that are regrouped in the middle of a run change no token, and
+``--lanes auto`` regroups them."""
 
 from __future__ import annotations
 
@@ -21,19 +22,33 @@ from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes
 
 REQUESTS = [
-    PromptRequest(str(i), prompt, SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True, n=1 + i % 2))
+    PromptRequest(
+        str(i),
+        prompt,
+        SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True, n=1 + i % 2),
+    )
     for i, prompt in enumerate(prompts([3, 40, 11, 1, 19, 8, 60, 5, 2], seed=4))
 ]
-OPTIONS = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "prefill_chunk": 7, "max_step_tokens": 20}
+OPTIONS = {
+    "dtype": "float32",
+    "r_threads": 1,
+    "kv_memory_gb": 0.01,
+    "prefill_chunk": 7,
+    "max_step_tokens": 20,
+}
 
 
-def tokens_of(llm: LLM, on_delta: Callable[[], None] = lambda: None) -> dict[str, list[tuple[int, ...]]]:
+def tokens_of(
+    llm: LLM, on_delta: Callable[[], None] = lambda: None
+) -> dict[str, list[tuple[int, ...]]]:
     said: dict[str, dict[int, tuple[int, ...]]] = {}
     for delta in llm.deltas(iter(REQUESTS)):
         of_request = said.setdefault(delta.request_id, {})
         of_request[delta.index] = of_request.get(delta.index, ()) + delta.token_ids
         on_delta()
-    return {request_id: [tokens for _, tokens in sorted(by.items())] for request_id, by in said.items()}
+    return {
+        request_id: [tokens for _, tokens in sorted(by.items())] for request_id, by in said.items()
+    }
 
 
 @pytest.mark.parametrize("schedule", ["greedy", "stabilized"])
@@ -45,7 +60,9 @@ def test_regrouping_changes_no_token(schedule: str, tiny_checkpoint: Callable[..
         lanes, count = itertools.cycle([3, 1, 4, 2]), itertools.count()
 
         def regroup(running: RunningEngine) -> None:
-            running.engine.set_num_lanes(next(lanes))  # what ends while lanes come to rest is told like anything else
+            running.engine.set_num_lanes(
+                next(lanes)
+            )  # what ends while lanes come to rest is told like anything else
 
         def on_delta() -> None:
             if next(count) % 5 == 4:
@@ -75,7 +92,9 @@ def test_the_engine_does_what_its_lane_control_wants(tiny_checkpoint: Callable[.
     assert len(seen) > 1
 
 
-def test_lanes_adapt_where_the_parts_have_hardware_of_their_own(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_lanes_adapt_where_the_parts_have_hardware_of_their_own(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
     path = str(tiny_checkpoint("llama"))
     spec = open_checkpoint(path).spec()
 

@@ -1,4 +1,5 @@
-"""q, k and v that reach the host late, as from a GPU: they are sent when they are there, and nothing overtakes them."""
+"""q, k and v that reach the host late, as from a GPU: they are sent when they
+are there, and nothing overtakes them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ NUM_LATE = {"polls": 0, "waits": 0}
 
 
 class LateStaged:
-    """Copies when it is waited for, or after a few looks: whoever writes the sources before, spoils it."""
+    """Copies when it is waited for, or after a few looks: whoever writes the
+    sources before, spoils it."""
 
     def __init__(self, sources: tuple[Tensor, ...], slot: list[np.ndarray]) -> None:
         self._sources, self._slot = sources, slot
@@ -51,7 +53,8 @@ class LateStaged:
 
 
 class LateStaging(Staging):
-    """A ring of host memory, as a GPU's: its slots are written again, in place, after ``LENT_LAYERS`` layers."""
+    """A ring of host memory, as a GPU's: its slots are written again, in place,
+    after ``LENT_LAYERS`` layers."""
 
     def __init__(self, device: object) -> None:
         super().__init__(device)  # type: ignore[arg-type]
@@ -69,7 +72,13 @@ class LateStaging(Staging):
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_equal_tokens(lanes: int, graphs: bool, tiny_checkpoint: Callable[..., Path]) -> None:
     path = str(tiny_checkpoint("llama", num_hidden_layers=9))  # more layers than may be on loan
-    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "prefill_chunk": 9, "r_workers": 2}
+    options = {
+        "dtype": "float32",
+        "r_threads": 1,
+        "kv_memory_gb": 0.01,
+        "prefill_chunk": 9,
+        "r_workers": 2,
+    }
     options["prompt_attention"] = "s"  # whose merging copies, too
     asked = prompts([3, 30, 11, 1, 19, 8, 5, 40], seed=2)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -83,7 +92,11 @@ def test_equal_tokens(lanes: int, graphs: bool, tiny_checkpoint: Callable[..., P
     with (
         mock.patch.object(attend, "Staging", LateStaging),
         mock.patch.object(resolve, "_uses_graphs", return_value=graphs),
-        mock.patch.object(s_worker, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
+        mock.patch.object(
+            s_worker,
+            "StepGraphs",
+            lambda model, device, **_: StepGraphs(model, device, capture=False),
+        ),
     ):
         assert run() == expected
     assert NUM_LATE["polls"] > 0 and NUM_LATE["waits"] > 0
@@ -110,12 +123,20 @@ def test_what_a_lost_r_worker_was_to_get_is_not_sent_to_its_successor(
     path = str(tiny_checkpoint("qwen3", num_attention_heads=10, num_key_value_heads=5))
     asked = prompts([3, 30, 11, 1, 19], seed=2)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "prefill_chunk": 8, "lanes": lanes}
+    options = {
+        "dtype": "float32",
+        "r_threads": 1,
+        "kv_memory_gb": 0.01,
+        "prefill_chunk": 8,
+        "lanes": lanes,
+    }
     with LLM(path, **options) as llm:
         expected = [output.completions[0].token_ids for output in llm.generate(asked, params)]
 
     crash_after(monkeypatch, {"r1": 21})
     monkeypatch.setattr(attend, "Staging", NeverDoneStaging)
     with LLM(path, r_workers=3, r_partition="heads", **options) as llm:
-        assert [output.completions[0].token_ids for output in llm.generate(asked, params)] == expected
+        assert [
+            output.completions[0].token_ids for output in llm.generate(asked, params)
+        ] == expected
         assert llm.snapshot().engine.num_live_r_workers == 2

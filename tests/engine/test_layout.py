@@ -1,4 +1,5 @@
-"""The layout of a step's rows: every worker gets slices, and every row is attended by whom the table says."""
+"""The layout of a step's rows: every worker gets slices, and every row is
+attended by whom the table says."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def test_rows_are_slices_and_nothing_is_lost(members: list[tuple[int, int, int]]
 
 @given(st.lists(MEMBER, min_size=1, max_size=12))
 def test_local_spans_are_the_prompt_chunks(members: list[tuple[int, int, int]]) -> None:
-    batch = StepBatch.build([chunk_of(i, *member) for i, member in enumerate(members)], ON_S, step=0)
+    batch = StepBatch.build(
+        [chunk_of(i, *member) for i, member in enumerate(members)], ON_S, step=0
+    )
     local_rows: list[int] = []
     for local in batch.local:
         local_rows += range(local.rows.start, local.rows.stop)
@@ -84,8 +87,12 @@ def test_local_spans_are_the_prompt_chunks(members: list[tuple[int, int, int]]) 
 
 
 @given(st.lists(MEMBER, min_size=1, max_size=12))
-def test_r_workers_attend_everything_where_they_attend_prompts(members: list[tuple[int, int, int]]) -> None:
-    batch = StepBatch.build([chunk_of(i, *member) for i, member in enumerate(members)], ON_R, step=0)
+def test_r_workers_attend_everything_where_they_attend_prompts(
+    members: list[tuple[int, int, int]],
+) -> None:
+    batch = StepBatch.build(
+        [chunk_of(i, *member) for i, member in enumerate(members)], ON_R, step=0
+    )
     assert not batch.local
     for span in batch.spans:
         assert span.query_rows == span.rows
@@ -95,7 +102,9 @@ def test_r_workers_attend_everything_where_they_attend_prompts(members: list[tup
 
 
 PART = 8
-SPLIT = st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(0, 39), st.integers(1, PART))
+SPLIT = st.tuples(
+    st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(0, 39), st.integers(1, PART)
+)
 
 
 def split_chunk(sequence_id: int, workers: list[int], num_cached: int, num_new: int) -> Chunk:
@@ -114,8 +123,9 @@ def split_chunk(sequence_id: int, workers: list[int], num_cached: int, num_new: 
 def test_every_key_is_attended_once(
     members: list[tuple[list[int], int, int]], prompts_on_r: bool, window: int | None
 ) -> None:
-    """By the R-worker that has it or by the S-worker, from the place where the query stands, whatever is split; of keys
-    outside the window, only those whose part is seen."""
+    """By the R-worker that has it or by the S-worker, from the place where the
+    query stands, whatever is split; of keys outside the window, only those
+    whose part is seen."""
     chunks = [split_chunk(i, *member) for i, member in enumerate(members)]
     batch = StepBatch.build(chunks, ON_R if prompts_on_r else ON_S, step=0, window=window)
     attended: dict[int, Counter[int]] = {row: Counter() for row in range(len(batch.token_ids))}
@@ -130,14 +140,24 @@ def test_every_key_is_attended_once(
         assert span.rows.stop - span.rows.start == begin.num_new.sum()
         assert (begin.num_beyond is not None) == bool(span.closed)
         beyond = [0] * len(begin.num_new) if begin.num_beyond is None else begin.num_beyond.tolist()
-        columns = (begin.sequence_ids, begin.num_past, begin.num_new, begin.num_queries, begin.num_visible)
-        for held, past, new, queries, visible, further in zip(*(x.tolist() for x in columns), beyond, strict=True):
+        columns = (
+            begin.sequence_ids,
+            begin.num_past,
+            begin.num_new,
+            begin.num_queries,
+            begin.num_visible,
+        )
+        for held, past, new, queries, visible, further in zip(
+            *(x.tolist() for x in columns), beyond, strict=True
+        ):
             sequence_id, part = divmod(held, STRIDE)
             sequence = chunks[sequence_id].sequence
             assert sequence.residence.parts[part].holder == span.holder
             if further and window is not None:
                 first = sequence.num_cached
-                assert first - window < (part + 1) * PART - 1, "nobody is asked for a part that isn't seen"
+                assert first - window < (part + 1) * PART - 1, (
+                    "nobody is asked for a part that isn't seen"
+                )
             for i in range(queries):
                 row, position = rows.pop(0), past + new + further - queries + i
                 assert batch.positions[row] == part * PART + position
@@ -152,7 +172,9 @@ def test_every_key_is_attended_once(
     for row, keys in attended.items():
         position = int(batch.positions[row])
         assert keys <= Counter(range(position + 1))
-        assert keys >= Counter(range(0 if window is None else max(0, position + 1 - window), position + 1))
+        assert keys >= Counter(
+            range(0 if window is None else max(0, position + 1 - window), position + 1)
+        )
 
 
 def test_a_step_of_whole_sequences_has_no_rows_of_closed_parts() -> None:

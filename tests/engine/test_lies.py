@@ -1,4 +1,5 @@
-"""An R-worker that lies: it is given up by name, what it said is believed nowhere, and the others go on."""
+"""An R-worker that lies: it is given up by name, what it said is believed
+nowhere, and the others go on."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ HONEST = Welcome("r", 10, HELLO.kv.block_size, 1)
 def fleet_of(num_peers: int) -> tuple[Fleet, list[InprocConnection[FromRWorker, ToRWorker]]]:
     """A fleet, and what its R-workers have in their hands."""
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    ends = [connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"R-worker r{i}")[1] for i in range(num_peers)]
+    ends = [
+        connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"R-worker r{i}")[1]
+        for i in range(num_peers)
+    ]
     return Fleet(hub, WAIT_S), ends
 
 
@@ -92,7 +96,9 @@ def test_a_neighbour_takes_over_a_lost_holder() -> None:
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     kernels: Any = reference
     workers = [
-        start_worker_thread(f"r{i}", kv_bytes=1 << 20, hub=hub, executor=AttentionExecutor(kernels=kernels))
+        start_worker_thread(
+            f"r{i}", kv_bytes=1 << 20, hub=hub, executor=AttentionExecutor(kernels=kernels)
+        )
         for i in range(2)
     ]
     fleet = Fleet(hub, WAIT_S)
@@ -127,13 +133,20 @@ class OfAnotherDtype(AttentionExecutor):
 def test_o_of_another_dtype_is_not_believed(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "r_threads": 1,
+        "kv_memory_gb": 0.01,
+        "r_workers": 2,
+    }
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
     def tokens() -> tuple[list[tuple[int, ...]], int]:
         with LLM(str(tiny_checkpoint("llama")), **options) as llm:
             outputs = llm.generate(prompts([3, 9, 4, 5], seed=2), greedy)
-            return [output.completions[0].token_ids for output in outputs], llm.snapshot().engine.num_live_r_workers
+            return [
+                output.completions[0].token_ids for output in outputs
+            ], llm.snapshot().engine.num_live_r_workers
 
     expected, num_live = tokens()
     assert num_live == 2

@@ -9,7 +9,14 @@ import pytest
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.families import read_model_spec
-from fastdecode.engine.setup.memory import CUDA_RESERVE_BYTES, GRAPH_BYTES, FreeMemory, KVDemand, StepSizes, plan_memory
+from fastdecode.engine.setup.memory import (
+    CUDA_RESERVE_BYTES,
+    GRAPH_BYTES,
+    FreeMemory,
+    KVDemand,
+    StepSizes,
+    plan_memory,
+)
 from fastdecode.engine.setup.resolve import ResolvedConfig, resolve
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 
@@ -17,9 +24,10 @@ GB = 10**9
 LLAMA_8B = read_model_spec(
     {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16",
-        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-        "hidden_act": "silu", "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "rope_theta": 500000.0, "tie_word_embeddings": False,
     },
     name="llama-8b",
 )  # fmt: skip
@@ -36,7 +44,9 @@ def test_the_sizes_of_an_8b_model() -> None:
     assert 0.3 * GB < plan.activation_bytes < 2 * GB
     assert plan.staging_bytes == 2 * 6 * 2304 * 6144 * 2
     assert plan.kv_bytes == 0
-    half = plan_memory(LLAMA_8B, replace(SIZES, num_shards=2), REMOTE, H200, gpu_memory_fraction=0.9)
+    half = plan_memory(
+        LLAMA_8B, replace(SIZES, num_shards=2), REMOTE, H200, gpu_memory_fraction=0.9
+    )
     assert half.weights_bytes == pytest.approx(plan.weights_bytes / 2, rel=0.01)
 
 
@@ -53,16 +63,34 @@ def test_kv_on_the_host() -> None:
     on_gpu = plan_memory(LLAMA_8B, SIZES, THREADS, H200, gpu_memory_fraction=0.9)
     assert on_gpu.kv_bytes == int((100 * GB - on_gpu.staging_bytes) * 0.5) // 2
     alone = plan_memory(LLAMA_8B, SIZES, THREADS, FreeMemory(40 * GB), gpu_memory_fraction=0.9)
-    assert alone.kv_bytes == int((40 * GB - alone.weights_bytes - alone.activation_bytes) * 0.5) // 2
+    assert (
+        alone.kv_bytes == int((40 * GB - alone.weights_bytes - alone.activation_bytes) * 0.5) // 2
+    )
 
 
 @pytest.mark.parametrize(
     ("kv", "free", "says"),
     [
-        (REMOTE, FreeMemory(8 * GB), r"weights 16\.0\d GB.*the host has 8\.00 GB.*max_num_sequences"),
-        (REMOTE, FreeMemory(80 * GB, 15 * GB, 16 * GB), r"the GPU \(fraction 0\.9 of 16\.00 GB\) has.*gpu_memory"),
-        (replace(LOCAL, cache_bytes=120 * GB), H200, r"KV cache\(s\) of 120\.00 GB.*takes 120\.00 GB, but the GPU"),
-        (replace(THREADS, cache_bytes=60 * GB), H200, r"2 KV cache\(s\) of 60\.00 GB.*takes 120\.00 GB, but the host"),
+        (
+            REMOTE,
+            FreeMemory(8 * GB),
+            r"weights 16\.0\d GB.*the host has 8\.00 GB.*max_num_sequences",
+        ),
+        (
+            REMOTE,
+            FreeMemory(80 * GB, 15 * GB, 16 * GB),
+            r"the GPU \(fraction 0\.9 of 16\.00 GB\) has.*gpu_memory",
+        ),
+        (
+            replace(LOCAL, cache_bytes=120 * GB),
+            H200,
+            r"KV cache\(s\) of 120\.00 GB.*takes 120\.00 GB, but the GPU",
+        ),
+        (
+            replace(THREADS, cache_bytes=60 * GB),
+            H200,
+            r"2 KV cache\(s\) of 60\.00 GB.*takes 120\.00 GB, but the host",
+        ),
         (
             REMOTE,
             FreeMemory(GB // 10, 140 * GB, 141 * GB),
@@ -93,20 +121,33 @@ def test_lanes_that_there_is_memory_for() -> None:
         return resolve(config, LLAMA_8B, num_cores=8, free=free)
 
     ample = resolved(141)
-    assert (ample.schedule.num_lanes, ample.most_lanes, ample.adapts_lanes) == (2, MAX_AUTO_LANES, True)
+    assert (ample.schedule.num_lanes, ample.most_lanes, ample.adapts_lanes) == (
+        2,
+        MAX_AUTO_LANES,
+        True,
+    )
     asked = resolved(141, lanes=2)
     assert (asked.most_lanes, asked.adapts_lanes) == (2, False)
     assert ample.memory.staging_bytes == 4 * asked.memory.staging_bytes
-    assert ample.memory.activation_bytes > asked.memory.activation_bytes  # one lane draws twice as many tokens at once
+    assert (
+        ample.memory.activation_bytes > asked.memory.activation_bytes
+    )  # one lane draws twice as many tokens at once
     most = [resolved(gb / 20, gpu_memory_fraction=1.0).most_lanes for gb in range(390, 367, -1)]
-    assert most == sorted(most, reverse=True) and most[0] == MAX_AUTO_LANES and most[-1] <= 2 and len(set(most)) > 4
+    assert (
+        most == sorted(most, reverse=True)
+        and most[0] == MAX_AUTO_LANES
+        and most[-1] <= 2
+        and len(set(most)) > 4
+    )
     with pytest.raises(ConfigError, match=r"the GPU .* has"):
         resolved(17)
 
 
 def test_graphs_are_planned_for() -> None:
     sizes = replace(SIZES, num_graphs=2310, graph_rows=512)
-    plain, graphs = (plan_memory(LLAMA_8B, one, LOCAL, H200, gpu_memory_fraction=0.9) for one in (SIZES, sizes))
+    plain, graphs = (
+        plan_memory(LLAMA_8B, one, LOCAL, H200, gpu_memory_fraction=0.9) for one in (SIZES, sizes)
+    )
     assert graphs.graph_bytes > 2310 * GRAPH_BYTES and plain.graph_bytes == 0
     assert plain.kv_bytes - graphs.kv_bytes == graphs.graph_bytes
     assert "CUDA graphs 0." in str(graphs) and "CUDA graphs" not in str(plain)

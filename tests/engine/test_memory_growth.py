@@ -1,4 +1,5 @@
-"""Memory doesn't grow with steps, on any device: staging, lanes' fixed memory, what sequences leave behind."""
+"""Memory doesn't grow with steps, on any device: staging, lanes' fixed memory,
+what sequences leave behind."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from sworker.load.weights import load_model
 
 
 def live_tensor_bytes() -> int:
-    """Of all tensors that can be reached from Python, views counted once; packed weights show no storage."""
+    """Of all tensors that can be reached from Python, views counted once;
+    packed weights show no storage."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not x.is_mkldnn]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
@@ -31,12 +33,27 @@ def live_tensor_bytes() -> int:
 def test_2000_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., Path]) -> None:
     path = str(tiny_checkpoint("llama", num_hidden_layers=1))
     asked = prompts((20, 33, 7), seed=1)
-    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (180, 90, 40)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        for length in (180, 90, 40)
+    ]
     with (
-        mock.patch.object(resolve, "_uses_graphs", return_value=True),  # units in fixed memory, not captured
-        mock.patch.object(s_worker, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
+        mock.patch.object(
+            resolve, "_uses_graphs", return_value=True
+        ),  # units in fixed memory, not captured
+        mock.patch.object(
+            s_worker,
+            "StepGraphs",
+            lambda model, device, **_: StepGraphs(model, device, capture=False),
+        ),
         LLM(
-            path, lanes=2, r_threads=1, kv_memory_gb=0.01, prefill_chunk=9, dtype="float32", prompt_attention="s"
+            path,
+            lanes=2,
+            r_threads=1,
+            kv_memory_gb=0.01,
+            prefill_chunk=9,
+            dtype="float32",
+            prompt_attention="s",
         ) as llm,
     ):
         llm.generate(asked, params)
@@ -49,12 +66,15 @@ def test_2000_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., P
         assert not engine._lifecycle.lives.by_sequence and not engine._lifecycle.grants
 
 
-@pytest.mark.parametrize("crashes", [{}, {"r1": 7}, {"r0": 7, "r1": 7}], ids=["none lost", "one lost", "all lost"])
+@pytest.mark.parametrize(
+    "crashes", [{}, {"r1": 7}, {"r0": 7, "r1": 7}], ids=["none lost", "one lost", "all lost"]
+)
 def test_a_closed_engine_leaves_no_weights(
     crashes: dict[str, int], monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    """Without the garbage collector, which may come after the next engine was refused for want of memory; also while
-    somebody keeps the outputs, and the errors that they carry."""
+    """Without the garbage collector, which may come after the next engine was
+    refused for want of memory; also while somebody keeps the outputs, and the
+    errors that they carry."""
     crash_after(monkeypatch, crashes)
     path = str(tiny_checkpoint("llama", num_hidden_layers=1))
     layers: list[weakref.ref[object]] = []

@@ -1,4 +1,5 @@
-"""An R-worker that crashes, closes or hangs in the middle of a run: the others go on, and no token changes."""
+"""An R-worker that crashes, closes or hangs in the middle of a run: the others
+go on, and no token changes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def run(path: Path, lanes: int, timeout_s: float = 30.0) -> tuple[list[list[tupl
     with LLM(str(path), r_workers=3, lanes=lanes, worker_timeout_s=timeout_s, **options) as llm:
         asked = prompts([3, 30, 11, 1, 19, 8, 5], seed=2)
         outputs = llm.generate(asked, [GREEDY] * 5 + [FORKED] * 2)
-        return [[c.token_ids for c in output.completions] for output in outputs], llm.stats.num_recomputed
+        return [
+            [c.token_ids for c in output.completions] for output in outputs
+        ], llm.stats.num_recomputed
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -65,14 +68,18 @@ def test_a_crashed_worker_changes_no_token(
     assert num_recomputed > 0
 
 
-def test_two_of_three_may_go(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_two_of_three_may_go(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> None:
     path = tiny_checkpoint("llama")
     expected, _ = run(path, 2)
     crash_after(monkeypatch, {"r0": 11, "r2": 33})
     assert run(path, 2)[0] == expected
 
 
-def test_a_hung_worker_is_given_up(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_hung_worker_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> None:
     path = tiny_checkpoint("llama")
     expected, _ = run(path, 1)
     woken = threading.Event()

@@ -21,7 +21,9 @@ from rworker.state import RWorkerState
 from rworker.worker import serve
 
 
-def test_one_that_was_given_up_though_it_lives_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_was_given_up_though_it_lives_may_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     listener = ZmqListener("tcp://127.0.0.1:*", "r")
 
     def serve_two() -> None:
@@ -38,7 +40,9 @@ def test_one_that_was_given_up_though_it_lives_may_come_back(monkeypatch: pytest
     thread.start()
     hub = ZmqHub()
     spec = AttentionSpec(2, 1, 16, 1.0)
-    hello = Hello(PROTOCOL_VERSION, "model", KVSpec(1, 1, 16, DType.FLOAT32, 16), (spec,), DType.FLOAT32)
+    hello = Hello(
+        PROTOCOL_VERSION, "model", KVSpec(1, 1, 16, DType.FLOAT32, 16), (spec,), DType.FLOAT32
+    )
     try:
         hub.add(listener.address).send(hello)
         assert isinstance(hub.receive_any(60.0)[1], Welcome)

@@ -1,4 +1,5 @@
-"""What goes in and what comes out: order, refusals that touch nobody else, stops, limits, capacity."""
+"""What goes in and what comes out: order, refusals that touch nobody else,
+stops, limits, capacity."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(tiny_checkpoint: Callable[..., Path]) -> Iterator[LLM]:
-    with LLM(str(tiny_checkpoint("llama")), dtype="float32", r_workers=2, r_threads=1, kv_memory_gb=0.01) as llm:
+    with LLM(
+        str(tiny_checkpoint("llama")), dtype="float32", r_workers=2, r_threads=1, kv_memory_gb=0.01
+    ) as llm:
         yield llm
 
 
@@ -61,7 +64,9 @@ def test_eos_of_the_tokenizer_ends_a_text_if_the_model_names_none(
         (b"bytes", "invalid_prompt"),
     ],
 )
-def test_a_bad_prompt_is_refused_and_its_neighbours_are_not(llm: LLM, prompt: object, code: str) -> None:
+def test_a_bad_prompt_is_refused_and_its_neighbours_are_not(
+    llm: LLM, prompt: object, code: str
+) -> None:
     good = [5, 6, 7]
     first, bad, last = llm.generate([good, prompt, good], GREEDY)  # type: ignore[list-item]
     assert isinstance(bad.error, RequestError)
@@ -82,12 +87,14 @@ def test_text_needs_a_tokenizer(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"temperature": math.nan}, {"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"top_p": 1.5},
-        {"min_p": -0.1}, {"n": 0}, {"n": 10**9}, {"max_tokens": 0}, {"max_tokens": -5}, {"max_tokens": 10**12},
-        {"max_tokens": 2.5}, {"min_tokens": 20}, {"stop": [""]}, {"stop": [1]}, {"logit_bias": {"x": 1}},
-        {"logit_bias": {1: math.inf}}, {"stop_token_ids": [-1]}, {"seed": 1.5}, {"logprobs": 10**6}, {"top_k": -2},
-        {"temperature": 10**400}, {"logit_bias": {1: 10**400}}, {"logit_bias": {1.5: 1}}, {"logit_bias": {math.inf: 1}},
-        {"seed": 10**5000}, {"repetition_penalty": 0}, {"presence_penalty": math.nan}, {"ignore_eos": 1},
+        {"temperature": math.nan}, {"temperature": -1}, {"temperature": "hot"}, {"top_p": 0},
+        {"top_p": 1.5}, {"min_p": -0.1}, {"n": 0}, {"n": 10**9}, {"max_tokens": 0},
+        {"max_tokens": -5}, {"max_tokens": 10**12}, {"max_tokens": 2.5}, {"min_tokens": 20},
+        {"stop": [""]}, {"stop": [1]}, {"logit_bias": {"x": 1}}, {"logit_bias": {1: math.inf}},
+        {"stop_token_ids": [-1]}, {"seed": 1.5}, {"logprobs": 10**6}, {"top_k": -2},
+        {"temperature": 10**400}, {"logit_bias": {1: 10**400}}, {"logit_bias": {1.5: 1}},
+        {"logit_bias": {math.inf: 1}}, {"seed": 10**5000}, {"repetition_penalty": 0},
+        {"presence_penalty": math.nan}, {"ignore_eos": 1},
     ],
 )  # fmt: skip
 def test_bad_sampling_params_name_the_field(bad: dict[str, object]) -> None:
@@ -114,14 +121,18 @@ def test_stop_token_ids_and_limits(llm: LLM) -> None:
     tokens = free.completions[0].token_ids
     assert free.completions[0].finish_reason == "length"
     stop_at = next(i for i in range(1, 8) if tokens[i] not in tokens[:i])
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=(tokens[stop_at],))
+    params = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=(tokens[stop_at],)
+    )
     (stopped,) = llm.generate([[5, 6, 7]], params)
     assert stopped.completions[0].token_ids == tokens[: stop_at + 1]
     assert stopped.completions[0].finish_reason == "stop"
 
 
 def test_generation_ends_at_the_models_limit(tiny_checkpoint: Callable[..., Path]) -> None:
-    with LLM(str(tiny_checkpoint("llama")), dtype="float32", max_model_len=20, kv_memory_gb=0.01) as llm:
+    with LLM(
+        str(tiny_checkpoint("llama")), dtype="float32", max_model_len=20, kv_memory_gb=0.01
+    ) as llm:
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         outputs = llm.generate([[5] * 15, [5] * 19, [5] * 20], params)
     assert [len(o.completions[0].token_ids) for o in outputs[:2]] == [5, 1]
@@ -131,7 +142,8 @@ def test_generation_ends_at_the_models_limit(tiny_checkpoint: Callable[..., Path
 
 
 def test_too_little_memory_is_a_refusal_and_a_queue(tiny_checkpoint: Callable[..., Path]) -> None:
-    """Few blocks: a request that can never fit is refused; those that fit one by one wait for each other."""
+    """Few blocks: a request that can never fit is refused; those that fit one
+    by one wait for each other."""
     path = str(tiny_checkpoint("llama"))
     with LLM(path, dtype="float32", kv_memory_gb=0.01) as roomy:
         block_bytes = 0.01e9 / roomy.facts.num_kv_blocks
@@ -147,8 +159,12 @@ def test_too_little_memory_is_a_refusal_and_a_queue(tiny_checkpoint: Callable[..
 
 def test_stream_yields_as_requests_finish_and_survives_being_dropped(llm: LLM) -> None:
     def arrivals() -> Iterator[PromptRequest]:
-        yield PromptRequest("long", [5, 6, 7], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
-        yield PromptRequest("short", [5, 6, 7], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        yield PromptRequest(
+            "long", [5, 6, 7], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        )
+        yield PromptRequest(
+            "short", [5, 6, 7], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        )
 
     stream = llm.stream(arrivals())
     assert next(stream).request_id == "short"
@@ -196,7 +212,9 @@ def test_a_closed_llm_says_so(tiny_checkpoint: Callable[..., Path]) -> None:
         llm.generate([[5]], GREEDY)
 
 
-@pytest.mark.parametrize(("prompts", "params"), [(None, GREEDY), ([[3]], [None]), ([[3]], {"temperature": 0})])
+@pytest.mark.parametrize(
+    ("prompts", "params"), [(None, GREEDY), ([[3]], [None]), ([[3]], {"temperature": 0})]
+)
 def test_arguments_of_other_types_are_refused(llm: LLM, prompts: object, params: object) -> None:
     with pytest.raises(RequestError, match="must be"):
         llm.generate(prompts, params)  # type: ignore[arg-type]
@@ -219,7 +237,9 @@ def test_an_s_worker_that_fails_answers_every_request(
         with mock.patch.object(SWorker, "sample", side_effect=error):
             outputs = llm.generate([[5], [6, 7]], GREEDY)
         (later,) = llm.generate([[5]], GREEDY)
-    assert [str(output.error) for output in (*outputs, later)] == [f"the S-worker failed: {error}"] * 3
+    assert [str(output.error) for output in (*outputs, later)] == [
+        f"the S-worker failed: {error}"
+    ] * 3
     assert {output.error.code for output in outputs if output.error} == {"s_worker_failed"}
 
 
@@ -237,7 +257,11 @@ def test_a_mistake_of_ours_raises_as_it_is(tiny_checkpoint: Callable[..., Path])
 
 
 def test_a_request_id_that_stands_twice_is_refused(llm: LLM) -> None:
-    twice = [PromptRequest("a", [5, 6], GREEDY), PromptRequest("a", [7], GREEDY), PromptRequest("b", [8], GREEDY)]
+    twice = [
+        PromptRequest("a", [5, 6], GREEDY),
+        PromptRequest("a", [7], GREEDY),
+        PromptRequest("b", [8], GREEDY),
+    ]
     refused, *others = llm.stream(twice)
     assert isinstance(refused.error, RequestError)
     assert refused.error.code == "duplicate_id"
@@ -248,6 +272,8 @@ def test_a_request_id_that_stands_twice_is_refused(llm: LLM) -> None:
     assert again.ok
 
 
-def test_too_little_memory_for_a_block_is_a_bad_option(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_too_little_memory_for_a_block_is_a_bad_option(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
     with pytest.raises(ConfigError, match="memory"):
         LLM(str(tiny_checkpoint("llama")), kv_memory_gb=1e-6)

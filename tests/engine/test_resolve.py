@@ -48,8 +48,12 @@ def resolved(tiny_checkpoint: Callable[..., Path]) -> Resolve:
 def test_every_rank_has_a_gpu_of_its_own(resolved: Resolve) -> None:
     assert resolved(4, device="cuda:1").device == torch.device("cuda", 1)
     assert [resolved(4, rank, device="cuda:1", tp=3).device.index for rank in range(3)] == [1, 2, 3]
-    assert resolved(1, 1, device="cuda", tp=2).device.index == 0  # where the launcher shows each rank one GPU
-    with pytest.raises(ConfigError, match="GPU 2 of S-worker 2 isn't there, torch sees 2 CUDA devices"):
+    assert (
+        resolved(1, 1, device="cuda", tp=2).device.index == 0
+    )  # where the launcher shows each rank one GPU
+    with pytest.raises(
+        ConfigError, match="GPU 2 of S-worker 2 isn't there, torch sees 2 CUDA devices"
+    ):
         resolved(2, 2, device="cuda", tp=3)
     with pytest.raises(ConfigError, match="GPU 0 isn't there, torch sees 0"):
         resolved(0, device="cuda")
@@ -60,18 +64,26 @@ def test_auto_is_a_gpu_if_there_is_one(resolved: Resolve) -> None:
     assert resolved(1, device="auto").device == torch.device("cuda", 0)
     assert [resolved(4, rank, device="auto", tp=2).device.index for rank in range(2)] == [0, 1]
     # What hangs on the device follows.
-    assert (resolved(0, device="auto").prompts_on_r, resolved(1, device="auto").prompts_on_r) == (True, False)
+    assert (resolved(0, device="auto").prompts_on_r, resolved(1, device="auto").prompts_on_r) == (
+        True,
+        False,
+    )
     assert resolved(1, device="auto", cuda_graphs="on").max_graphs == MAX_GRAPHS
     with pytest.raises(ConfigError, match="cuda_graphs='on' needs a CUDA device, not device='cpu'"):
         resolved(0, device="auto", cuda_graphs="on")
-    with pytest.raises(ConfigError, match="device='gpu' is not a torch device: use cpu, cuda, cuda:N or auto"):
+    with pytest.raises(
+        ConfigError, match="device='gpu' is not a torch device: use cpu, cuda, cuda:N or auto"
+    ):
         resolved(1, device="gpu")
 
 
 def test_devices_are_named_with_their_memory(resolved: Resolve) -> None:
     assert describe_device(resolved(1)) == "the CPU (64.0 GB of memory free)"
     with mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A10"):
-        assert describe_device(resolved(2, device="cuda:1")) == "NVIDIA A10 (cuda:1, 78.0 of 80.0 GB free)"
+        assert (
+            describe_device(resolved(2, device="cuda:1"))
+            == "NVIDIA A10 (cuda:1, 78.0 of 80.0 GB free)"
+        )
 
 
 def test_the_device_is_named_when_a_model_is_loaded(tiny_checkpoint: Callable[..., Path]) -> None:
@@ -80,28 +92,41 @@ def test_the_device_is_named_when_a_model_is_loaded(tiny_checkpoint: Callable[..
         mock.patch.object(torch.cuda, "is_available", return_value=False),
         LLM(str(tiny_checkpoint("llama")), device="auto", kv_memory_gb=0.01, progress=lines.append),
     ):
-        assert re.search(r"^loading .* on the CPU \(\d+\.\d GB of memory free\): weights", lines[0]), lines
+        assert re.search(
+            r"^loading .* on the CPU \(\d+\.\d GB of memory free\): weights", lines[0]
+        ), lines
 
 
 def test_queries_for_closed_parts_fit_into_a_message(resolved: Resolve) -> None:
-    """Even of prompts that were booked in 8 lanes, which have become one, beside all that decode."""
+    """Even of prompts that were booked in 8 lanes, which have become one,
+    beside all that decode."""
     resolved_ = resolved(0, split_tokens=64)
     spec = open_checkpoint(resolved_.config.model).spec().attention[0]
     row_bytes = spec.num_q_heads * spec.head_dim * resolved_.dtype.size_bytes
-    assert 1024 * row_bytes < (MAX_AUTO_LANES + 1) * resolved_.schedule.max_closed_rows * row_bytes < MAX_BODY_BYTES
+    assert (
+        1024 * row_bytes
+        < (MAX_AUTO_LANES + 1) * resolved_.schedule.max_closed_rows * row_bytes
+        < MAX_BODY_BYTES
+    )
 
 
 def test_contexts_end_where_kernels_stop_counting(tiny_checkpoint: Callable[..., Path]) -> None:
     path = str(tiny_checkpoint("llama"))
     spec = replace(open_checkpoint(path).spec(), max_model_len=1 << 25)
-    assert resolve(EngineConfig(path), spec, num_cores=1, free=FREE).max_model_len == MAX_SEQUENCE_TOKENS == 1 << 23
+    assert (
+        resolve(EngineConfig(path), spec, num_cores=1, free=FREE).max_model_len
+        == MAX_SEQUENCE_TOKENS
+        == 1 << 23
+    )
     with pytest.raises(ConfigError, match=r"max_model_len=8388609 exceeds the 8388608 tokens"):
         resolve(EngineConfig.of(path, max_model_len=(1 << 23) + 1), spec, num_cores=1, free=FREE)
 
 
 def test_which_steps_run_as_graphs(resolved: Resolve) -> None:
     assert (
-        resolved(1, device="cuda").max_graphs == resolved(1, device="cuda", cuda_graphs="on").max_graphs == MAX_GRAPHS
+        resolved(1, device="cuda").max_graphs
+        == resolved(1, device="cuda", cuda_graphs="on").max_graphs
+        == MAX_GRAPHS
     )
     assert resolved(1, device="cuda", cuda_graphs="off").max_graphs == 0
     assert resolved(2, device="cuda", tp=2).max_graphs == 0  # only if they are asked for
@@ -116,7 +141,10 @@ def test_lanes_and_threads_beside_a_gpu(resolved: Resolve) -> None:
     assert (beside.schedule.num_lanes, beside.adapts_lanes, beside.r_threads) == (2, True, 7)
     assert (alone.schedule.num_lanes, alone.adapts_lanes, alone.r_threads) == (1, False, 8)
     on_gpu = resolved(1, device="cuda", kv_placement="gpu")
-    assert (on_gpu.schedule.num_lanes, on_gpu.transport) == (1, "local") and on_gpu.kv_bytes > 60 * GB
+    assert (on_gpu.schedule.num_lanes, on_gpu.transport) == (
+        1,
+        "local",
+    ) and on_gpu.kv_bytes > 60 * GB
 
 
 def test_where_r_workers_of_this_process_run(resolved: Resolve) -> None:
@@ -125,7 +153,12 @@ def test_where_r_workers_of_this_process_run(resolved: Resolve) -> None:
 
     assert transport(0) == transport(0, lanes=1) == transport(0, transport="inproc") == "inline"
     # Whoever could overlap, or has several R-workers to tell apart, gets threads.
-    assert transport(0, lanes=2) == transport(0, r_workers=2) == transport(1, device="cuda") == "inproc"
+    assert (
+        transport(0, lanes=2)
+        == transport(0, r_workers=2)
+        == transport(1, device="cuda")
+        == "inproc"
+    )
 
 
 def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:

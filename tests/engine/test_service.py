@@ -1,4 +1,5 @@
-"""The one way into an engine, around one that only counts: who is told what, whatever happens meanwhile."""
+"""The one way into an engine, around one that only counts: who is told what,
+whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ class Counting:
     def num_unfinished_sequences(self) -> int:
         return len(self.said)
 
-    def submit(self, request: Request, prompt: str | None = None, listener: Listener | None = None) -> None:
+    def submit(
+        self, request: Request, prompt: str | None = None, listener: Listener | None = None
+    ) -> None:
         if request.max_tokens > 1000:
             raise CapacityError("too long")
         self.said[request.request_id] = (request, listener, 0)
@@ -92,7 +95,9 @@ class Counting:
 
 
 @pytest.fixture(params=[True, False], ids=["own thread", "waiting thread"])
-def serve(request: pytest.FixtureRequest) -> Iterator[Callable[[Counting], EngineService[Counting]]]:
+def serve(
+    request: pytest.FixtureRequest,
+) -> Iterator[Callable[[Counting], EngineService[Counting]]]:
     opened: list[EngineService[Counting]] = []
 
     def make(engine: Counting) -> EngineService[Counting]:
@@ -116,7 +121,9 @@ def read(service: EngineService[Counting], reader: DeltaQueue, num_ends: int) ->
 
 
 def tokens_of(deltas: list[Delta], request_id: str, index: int = 0) -> list[int]:
-    return [t for d in deltas if (d.request_id, d.index) == (request_id, index) for t in d.token_ids]
+    return [
+        t for d in deltas if (d.request_id, d.index) == (request_id, index) for t in d.token_ids
+    ]
 
 
 Serve = Callable[[Counting], EngineService[Counting]]
@@ -131,7 +138,9 @@ def test_every_reader_is_told_of_its_own_requests(serve: Serve) -> None:
     assert tokens_of(of_first, "a", 0) == tokens_of(of_first, "a", 1) == [0, 1, 2, 3, 4]
     assert tokens_of(of_first, "b") == [0, 1]
     of_second = read(service, second, 1)
-    assert {d.request_id for d in of_first} == {"a", "b"} and {d.request_id for d in of_second} == {"c"}
+    assert {d.request_id for d in of_first} == {"a", "b"} and {d.request_id for d in of_second} == {
+        "c"
+    }
     assert len(engine.threads) == 1
 
 
@@ -185,10 +194,16 @@ def test_a_step_that_breaks_ends_all_and_whoever_comes_later(serve: Serve) -> No
     [
         (RuntimeError("CUDA error"), "the S-worker failed: CUDA error", "s_worker_failed"),
         (KeyError("x"), "a step broke down before: KeyError: 'x'", "internal_error"),
-        (RuntimeError("shapes differ"), "a step broke down before: RuntimeError: shapes differ", "internal_error"),
+        (
+            RuntimeError("shapes differ"),
+            "a step broke down before: RuntimeError: shapes differ",
+            "internal_error",
+        ),
     ],
 )
-def test_what_broke_is_told_by_its_kind(serve: Serve, error: Exception, told: str, code: str) -> None:
+def test_what_broke_is_told_by_its_kind(
+    serve: Serve, error: Exception, told: str, code: str
+) -> None:
     def fail() -> None:
         raise error
 
@@ -210,7 +225,8 @@ def test_draining_ends_what_is_open_and_takes_nothing_new(serve: Serve) -> None:
 
 
 def test_who_comes_too_late_is_answered_all_the_same(serve: Serve) -> None:
-    """A request that was on its way when the engine was closed, and who waits for the end of others'."""
+    """A request that was on its way when the engine was closed, and who waits
+    for the end of others'."""
     service, reader = serve(Counting()), DeltaQueue()
     submit = service._owned.submit
     service.close()
@@ -316,7 +332,9 @@ def test_requests_come_from_any_thread() -> None:
         reader = DeltaQueue()
         for turn in range(20):
             service.submit([request(f"{number}.{turn}", 1 + turn)], reader)
-            found.setdefault(number, []).append(len(tokens_of(read(service, reader, 1), f"{number}.{turn}")))
+            found.setdefault(number, []).append(
+                len(tokens_of(read(service, reader, 1), f"{number}.{turn}"))
+            )
 
     threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
     for thread in threads:

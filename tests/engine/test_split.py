@@ -1,4 +1,5 @@
-"""Long sequences as parts on several R-workers (``--split-tokens``): the tokens of whole ones, whatever the parts."""
+"""Long sequences as parts on several R-workers (``--split-tokens``): the tokens
+of whole ones, whatever the parts."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ from rworker.kv_store import KVStore
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
 FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=30, n=3, ignore_eos=True)
 PROMPT_LENGTHS = (1, 90, 7, 130, 16, 33)
-OPTIONS: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "block_size": 16}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "r_threads": 1,
+    "kv_memory_gb": 0.01,
+    "block_size": 16,
+}
 
 
 def asked() -> list[list[int]]:
@@ -39,7 +45,13 @@ def asked() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("r_workers", "split_tokens", "prefill_chunk", "lanes", "prompt_attention"),
-    [(3, 32, 512, 1, "s"), (3, 32, 6, 2, "s"), (2, 16, 23, 2, "s"), (3, 32, 512, 2, "r"), (1, 48, 10, 1, "r")],
+    [
+        (3, 32, 512, 1, "s"),
+        (3, 32, 6, 2, "s"),
+        (2, 16, 23, 2, "s"),
+        (3, 32, 512, 2, "r"),
+        (1, 48, 10, 1, "r"),
+    ],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
 def test_greedy_tokens_and_logprobs_equal_transformers(
@@ -54,7 +66,12 @@ def test_greedy_tokens_and_logprobs_equal_transformers(
     """Positions: RoPE, windows shorter than a part and alternating with full attention, ALiBi."""
     path = tiny_checkpoint(family)
     transformer = oracle(path)
-    how = {"r_workers": r_workers, "prefill_chunk": prefill_chunk, "lanes": lanes, "prompt_attention": prompt_attention}
+    how = {
+        "r_workers": r_workers,
+        "prefill_chunk": prefill_chunk,
+        "lanes": lanes,
+        "prompt_attention": prompt_attention,
+    }
     with LLM(str(path), **OPTIONS, **how, split_tokens=split_tokens) as llm:
         outputs = llm.generate(asked(), GREEDY)
     for prompt, output in zip(asked(), outputs, strict=True):
@@ -69,13 +86,17 @@ def test_greedy_tokens_and_logprobs_equal_transformers(
 def run(path: Path, **how: Any) -> tuple[list[list[tuple[int, ...]]], LLM]:
     """Everybody's tokens, forks among them, and the closed LLM."""
     with LLM(str(path), **{**OPTIONS, "prefill_chunk": 20, **how}) as llm:
-        outputs = llm.generate(asked() + prompts([60, 5], seed=3), [GREEDY] * len(PROMPT_LENGTHS) + [FORKED] * 2)
+        outputs = llm.generate(
+            asked() + prompts([60, 5], seed=3), [GREEDY] * len(PROMPT_LENGTHS) + [FORKED] * 2
+        )
         assert [output.error for output in outputs] == [None] * len(outputs)
         return [[c.token_ids for c in output.completions] for output in outputs], llm
 
 
 @pytest.mark.parametrize(("schedule", "prompt_attention"), [("greedy", "s"), ("stabilized", "r")])
-def test_forks_share_parts(schedule: str, prompt_attention: str, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_forks_share_parts(
+    schedule: str, prompt_attention: str, tiny_checkpoint: Callable[..., Path]
+) -> None:
     path = tiny_checkpoint("llama")
     how = {"schedule": schedule, "prompt_attention": prompt_attention}
     assert run(path, r_workers=3, split_tokens=16, lanes=2, **how)[0] == run(path)[0]
@@ -93,13 +114,18 @@ def test_a_context_that_no_r_worker_could_hold_alone(tiny_checkpoint: Callable[.
     assert tokens == expected
     with LLM(str(path), **{**OPTIONS, **small}, split_tokens=32) as llm:
         (output,) = llm.generate(prompts([300], seed=1), GREEDY)
-        assert isinstance(output.error, CapacityError) and "R-workers together have room for" in str(output.error)
+        assert isinstance(
+            output.error, CapacityError
+        ) and "R-workers together have room for" in str(output.error)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("after", [{"r1": 5}, {"r1": 60}, {"r0": 25, "r2": 40}])
 def test_the_loss_of_a_part_changes_no_token(
-    after: dict[str, int], lanes: int, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+    after: dict[str, int],
+    lanes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_checkpoint: Callable[..., Path],
 ) -> None:
     path = tiny_checkpoint("llama")
     expected, _ = run(path)
@@ -119,25 +145,43 @@ class Talkative(AttentionExecutor):
 
 
 def test_an_lse_that_was_not_asked_costs_the_r_worker_alone(
-    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_checkpoint: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = tiny_checkpoint("llama")
     expected, _ = run(path)
     give(monkeypatch, {"r1": lambda: Talkative(num_threads=1)})
     tokens, llm = run(path, r_workers=3, split_tokens=64)
     assert tokens == expected
-    assert llm.snapshot().engine.num_live_r_workers == 2 and "lse of shape (3, 1), where none was asked" in caplog.text
+    assert (
+        llm.snapshot().engine.num_live_r_workers == 2
+        and "lse of shape (3, 1), where none was asked" in caplog.text
+    )
 
 
 def test_a_step_goes_on_whoever_has_answered() -> None:
     """R-workers 0 and 1 have a closed part each, 2 has the last one."""
     request = Request("r", tuple(range(40)), SamplingParams(), max_tokens=1, seed=0)
     sequence = Sequence.of(0, request, 0)
-    sequence.num_cached, sequence.residence = 36, Residence(tuple(Part(i, i, 16 * i, 16) for i in range(3)))
-    batch = StepBatch.build([Chunk(sequence, 1)], (Holder(HolderKind.R_WORKER, False, False, 1),) * 3, step=0)
+    sequence.num_cached, sequence.residence = (
+        36,
+        Residence(tuple(Part(i, i, 16 * i, 16) for i in range(3))),
+    )
+    batch = StepBatch.build(
+        [Chunk(sequence, 1)], (Holder(HolderKind.R_WORKER, False, False, 1),) * 3, step=0
+    )
     spans = {span.holder: span for span in batch.spans}
-    answer = AttendResult(0, 0, 0, np.full((1, 1, 2), 3.0, np.float32), np.zeros((1, 1), np.float32), 0.0)
-    for answered, expected in (((), 9.0), ((1,), 3.0), ((2,), 9.0), ((0, 2), 6.0), ((2, 1, 0), 5.0)):
+    answer = AttendResult(
+        0, 0, 0, np.full((1, 1, 2), 3.0, np.float32), np.zeros((1, 1), np.float32), 0.0
+    )
+    for answered, expected in (
+        ((), 9.0),
+        ((1,), 3.0),
+        ((2,), 9.0),
+        ((0, 2), 6.0),
+        ((2, 1, 0), 5.0),
+    ):
         merge, o = ClosedPartMerge(batch, torch.device("cpu")), torch.full((1, 1, 2), 9.0)
         for worker in answered:
             merge.arrive(spans[worker], answer, torch.float32)
@@ -192,7 +236,9 @@ def test_parts_leave_little_trace_in_an_int8_cache(tiny_checkpoint: Callable[...
         with LLM(str(path), **OPTIONS, kv_dtype="int8", prefill_chunk=20, **how) as llm:
             params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
             outputs = llm.generate(asked(), params)
-        found.append([[step.logprob for step in output.completions[0].logprobs or ()] for output in outputs])
+        found.append(
+            [[step.logprob for step in output.completions[0].logprobs or ()] for output in outputs]
+        )
     np.testing.assert_allclose(found[0], found[1], atol=5e-2)
 
 

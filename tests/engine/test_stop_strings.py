@@ -38,9 +38,12 @@ class Letters:
         return ""
 
 
-def speak(pieces: Sequence[str], stop: Sequence[str], min_tokens: int = 0) -> tuple[str, int | None]:
-    """The text, and how many tokens it took to stop it (None: never). What is taken meanwhile is all of it, and as
-    much as can't become a stop string any more."""
+def speak(
+    pieces: Sequence[str], stop: Sequence[str], min_tokens: int = 0
+) -> tuple[str, int | None]:
+    """The text, and how many tokens it took to stop it (None: never). What is
+    taken meanwhile is all of it, and as much as can't become a stop string any
+    more."""
     text = SequenceText(Letters(*pieces), stop, min_tokens)
     taken, stopped_by = "", None
     for i in range(len(pieces)):
@@ -49,7 +52,11 @@ def speak(pieces: Sequence[str], stop: Sequence[str], min_tokens: int = 0) -> tu
             break
         taken += text.take()
         so_far = "".join(pieces[: i + 1])
-        ends = [n for n in range(len(so_far)) if any(s.startswith(so_far[n:]) and s != so_far[n:] for s in stop)]
+        ends = [
+            n
+            for n in range(len(so_far))
+            if any(s.startswith(so_far[n:]) and s != so_far[n:] for s in stop)
+        ]
         assert taken == so_far[: min(ends, default=len(so_far))]
     whole = text.finish()
     assert taken + text.take() == whole and text.take() == ""
@@ -120,13 +127,15 @@ def test_a_stop_string_in_held_back_bytes_stops_at_once(kind: str) -> None:
 
 def test_held_back_bytes_stop_nothing_before_min_tokens() -> None:
     ids = [byte_ids("llama")[byte] for byte in "é你é!".encode()]
-    text = TextCodec(TOKENIZERS["llama"]).sequence_text(SamplingParams(stop=("é", "!"), min_tokens=4))
+    text = TextCodec(TOKENIZERS["llama"]).sequence_text(
+        SamplingParams(stop=("é", "!"), min_tokens=4)
+    )
     assert [text.append(token) for token in ids[:7]] == [False] * 6 + [True]
     assert text.finish() == "é你"
     text = TextCodec(TOKENIZERS["llama"]).sequence_text(SamplingParams(stop=("é",), min_tokens=3))
-    assert [text.append(token) for token in [*ids[:2], id_of(TOKENIZERS["llama"], "a"), *ids[:2]]] == [False] * 4 + [
-        True
-    ]
+    assert [
+        text.append(token) for token in [*ids[:2], id_of(TOKENIZERS["llama"], "a"), *ids[:2]]
+    ] == [False] * 4 + [True]
     assert text.finish() == "éa"
 
 
@@ -172,7 +181,12 @@ def test_a_special_tokens_name_stops_by_its_id(kind: str) -> None:
     assert [text.append(token) for token in (letter, start, letter)] == [False, False, True]
     assert text.finish() == ""
     text = codec.sequence_text(SamplingParams(stop=("</s>",), min_tokens=3))
-    assert [text.append(token) for token in (letter, end, letter, end)] == [False, False, False, True]
+    assert [text.append(token) for token in (letter, end, letter, end)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert text.finish() == "aa"
 
 
@@ -180,7 +194,11 @@ def test_a_special_token_ends_held_back_bytes() -> None:
     tokenizer = TOKENIZERS["llama"]
     text = TextCodec(tokenizer).sequence_text(SamplingParams(stop=("</s>",)))
     ids = [byte_ids("llama")[byte] for byte in "é".encode()]
-    assert [text.append(token) for token in [*ids, id_of(tokenizer, "</s>")]] == [False, False, True]
+    assert [text.append(token) for token in [*ids, id_of(tokenizer, "</s>")]] == [
+        False,
+        False,
+        True,
+    ]
     assert text.finish() == "é"
 
 

@@ -1,4 +1,5 @@
-"""Deltas of an LLM put together are its outputs, to the byte; interrupts leave it as usable as before; chats."""
+"""Deltas of an LLM put together are its outputs, to the byte; interrupts leave
+it as usable as before; chats."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def with_tokenizer(model: Path, directory: Path, kind: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llms(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LLM]]:
+def llms(
+    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, LLM]]:
     model = tiny_checkpoint("llama", vocab_size=VOCAB)
     kinds = ("byte-level", "llama")
     made = {
@@ -58,7 +61,9 @@ def llms(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
 
 def folded(llm: LLM, requests: list[PromptRequest]) -> list[RequestOutput]:
     """The outputs that a reader of deltas puts together."""
-    folds = {r.request_id: OutputFold(r.request_id, None, tuple(r.prompt), r.params.n) for r in requests}  # type: ignore[arg-type]
+    folds = {
+        r.request_id: OutputFold(r.request_id, None, tuple(r.prompt), r.params.n) for r in requests
+    }  # type: ignore[arg-type]
     outputs: dict[str, RequestOutput] = {}
     for delta in llm.deltas(iter(requests)):
         output = folds[delta.request_id].add(delta)
@@ -81,7 +86,13 @@ STOPS = st.lists(st.text("aeiou ntsr\ufffd", min_size=1, max_size=3), max_size=3
     logprobs=st.sampled_from([None, 0, 2]),
 )
 def test_deltas_put_together_are_the_outputs(
-    llms: dict[str, LLM], kind: str, stops: list[list[str]], seed: int, n: int, min_tokens: int, logprobs: int | None
+    llms: dict[str, LLM],
+    kind: str,
+    stops: list[list[str]],
+    seed: int,
+    n: int,
+    min_tokens: int,
+    logprobs: int | None,
 ) -> None:
     asked = [
         SamplingParams(
@@ -97,7 +108,10 @@ def test_deltas_put_together_are_the_outputs(
     ]
     given_prompts = prompts([3 + i for i in range(len(asked))], seed=seed, vocab=VOCAB)
     expected = llms[kind].generate(given_prompts, asked)
-    requests = [PromptRequest(str(i), p, s) for i, (p, s) in enumerate(zip(given_prompts, asked, strict=True))]
+    requests = [
+        PromptRequest(str(i), p, s)
+        for i, (p, s) in enumerate(zip(given_prompts, asked, strict=True))
+    ]
     assert folded(llms[kind], requests) == expected
 
 
@@ -110,7 +124,8 @@ def test_tokens_come_while_others_are_still_to_come(llms: dict[str, LLM]) -> Non
     assert llms["byte-level"].generate([[5]], SamplingParams(max_tokens=1))[0].ok
 
 
-# --- interrupts ------------------------------------------------------------------------------------------------------
+# --- interrupts
+# ------------------------------------------------------------------------------
 
 
 def interrupted(act: Callable[[], object], after_s: float) -> bool:
@@ -141,13 +156,18 @@ def test_an_interrupt_at_any_moment_leaves_the_llm_usable(
 ) -> None:
     monkeypatch.setattr(llm_module, "_has_a_thread", lambda: own_thread)
     asked = prompts((20, 3, 7, 11), seed=1)
-    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=10 + 9 * i, ignore_eos=True) for i in range(4)]
+    params = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=10 + 9 * i, ignore_eos=True)
+        for i in range(4)
+    ]
     path = str(tiny_checkpoint("llama"))
     with LLM(path, dtype="float32", r_threads=1, kv_memory_gb=0.01, max_num_sequences=3) as llm:
         expected = llm.generate(asked, params)
         chance, num_interrupts = random.Random(7), 0
         for _ in range(40):
-            num_interrupts += interrupted(lambda: llm.generate(asked, params), chance.uniform(0.0, 0.1))
+            num_interrupts += interrupted(
+                lambda: llm.generate(asked, params), chance.uniform(0.0, 0.1)
+            )
             assert llm.generate(asked, params) == expected
     assert num_interrupts > 5
 
@@ -167,14 +187,19 @@ def test_an_interrupted_start_leaves_no_thread(tiny_checkpoint: Callable[..., Pa
         assert not thread.is_alive()
 
 
-# --- chats -----------------------------------------------------------------------------------------------------------
+# --- chats
+# ------------------------------------------------------------------------------
 
 
-def test_chats_are_what_generate_makes_of_their_template(llms: dict[str, LLM], tmp_path: Path) -> None:
+def test_chats_are_what_generate_makes_of_their_template(
+    llms: dict[str, LLM], tmp_path: Path
+) -> None:
     llm, params = llms["byte-level"], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     chats = [[{"role": "user", "content": "The quick"}], [{"role": "user", "content": "STOP"}]]
     texts = ["user: The quick\nassistant:", "user: STOP\nassistant:"]
-    expected = llm.generate([llm.codec.encode(text, add_special_tokens=False) for text in texts], params)
+    expected = llm.generate(
+        [llm.codec.encode(text, add_special_tokens=False) for text in texts], params
+    )
     assert llm.chat(chats, params) == expected
     assert llm.chat(chats[0], params) == expected[:1]
     (named,) = llm.chat(chats[0], params, variables={"name": "Noah"})
@@ -194,7 +219,9 @@ def test_a_chat_that_the_template_refuses_costs_the_others_nothing(llms: dict[st
     assert [o.request_id for o in (first, refused, last)] == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("messages", [None, "hi", [], [[]], [{"content": "x"}], [[{"role": "user"}], "hi"]])
+@pytest.mark.parametrize(
+    "messages", [None, "hi", [], [[]], [{"content": "x"}], [[{"role": "user"}], "hi"]]
+)
 def test_what_is_no_chat_is_refused(llms: dict[str, LLM], messages: object) -> None:
     if messages == []:
         assert llms["llama"].chat([]) == []

@@ -1,4 +1,5 @@
-"""The whole path against transformers: a checkpoint in, greedy tokens and logprobs out, for every family."""
+"""The whole path against transformers: a checkpoint in, greedy tokens and
+logprobs out, for every family."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ class Reference(NamedTuple):
     logprobs: list[torch.Tensor]
     """There, float64 [NUM_TOKENS, vocab]."""
     tolerance: float
-    """1e-4; but models of sharp random weights differ in how much rounding moves them: or twice as far as transformers
-    in float32 is from its own float64."""
+    """1e-4; but models of sharp random weights differ in how much rounding
+    moves them: or twice as far as transformers in float32 is from its own
+    float64."""
 
 
 @lru_cache(maxsize=2)
@@ -50,7 +52,8 @@ def reference(path: Path, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> Referenc
     for prompt in asked:
         continuation, _ = single.greedy(prompt, NUM_TOKENS)
         rounded, exact = (
-            x.logits([*prompt, *continuation])[len(prompt) - 1 : -1].double().log_softmax(-1) for x in (single, double)
+            x.logits([*prompt, *continuation])[len(prompt) - 1 : -1].double().log_softmax(-1)
+            for x in (single, double)
         )
         likely = exact.topk(3).indices
         distance = (rounded - exact).gather(1, likely).abs().max().item()
@@ -63,7 +66,8 @@ def reference(path: Path, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> Referenc
 
 @pytest.mark.parametrize(
     ("where", "prefill_chunk"),
-    [({"r_workers": 1, "prompt_attention": "s"}, 512), ({"r_workers": 3, "prompt_attention": "r"}, 512),
+    [({"r_workers": 1, "prompt_attention": "s"}, 512), ({"r_workers": 3, "prompt_attention": "r"},
+        512),
      ({"r_workers": 1, "prompt_attention": "r"}, 6), ({"r_workers": 3, "prompt_attention": "s"}, 6),
      ({"kv_placement": "gpu"}, 512), ({"kv_placement": "gpu"}, 6)],
     ids=["r1", "r3-prompts-on-r", "r1-prompts-on-r-chunked", "r3-chunked", "gpu", "gpu-chunked"],
@@ -86,11 +90,16 @@ def test_greedy_tokens_and_logprobs(
     [(None, (1, 23, 36)), (100, (36,)), (300, (101, 130, 200)), (512, (140,))],
 )
 def test_longrope_takes_the_factors_of_the_length_asked_for(
-    max_model_len: int | None, lengths: tuple[int, ...], where: dict[str, Any], tiny_checkpoint: Callable[..., Path]
+    max_model_len: int | None,
+    lengths: tuple[int, ...],
+    where: dict[str, Any],
+    tiny_checkpoint: Callable[..., Path],
 ) -> None:
     """Short ones up to the original 100 tokens, long ones for the texts that go beyond them."""
     path = tiny_checkpoint("phi3", seed=0, **LONGROPE)
-    assert_says(path, reference(path, lengths), max_model_len=max_model_len, prefill_chunk=64, **where)
+    assert_says(
+        path, reference(path, lengths), max_model_len=max_model_len, prefill_chunk=64, **where
+    )
 
 
 def assert_says(path: Path, expected: Reference, **options: Any) -> None:
@@ -113,19 +122,29 @@ def assert_says(path: Path, expected: Reference, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("kv_dtype", "kv_placement", "tolerance"),
     [
-        ("float16", "r", 2e-2), ("float16", "gpu", 2e-2), ("bfloat16", "r", 2e-1), ("bfloat16", "gpu", 2e-1),
+        ("float16", "r", 2e-2), ("float16", "gpu", 2e-2), ("bfloat16", "r", 2e-1), ("bfloat16",
+            "gpu", 2e-1),
         ("int8", "r", 5e-1), ("int4", "r", 6.0),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
 def test_rounded_kv_stays_close(
-    family: str, kv_placement: str, kv_dtype: str, tolerance: float, tiny_checkpoint: Callable[..., Path]
+    family: str,
+    kv_placement: str,
+    kv_dtype: str,
+    tolerance: float,
+    tiny_checkpoint: Callable[..., Path],
 ) -> None:
     """First generated token's logprobs: later ones may follow another token."""
     path = tiny_checkpoint(family)
     asked, _, expected, _ = reference(path)
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
-    options = {"dtype": "float32", "kv_dtype": kv_dtype, "kv_placement": kv_placement, "kv_memory_gb": 0.01}
+    options = {
+        "dtype": "float32",
+        "kv_dtype": kv_dtype,
+        "kv_placement": kv_placement,
+        "kv_memory_gb": 0.01,
+    }
     with LLM(str(path), prefill_chunk=6, **options) as llm:
         outputs = llm.generate(asked, params)
     worst = 0.0
@@ -136,19 +155,30 @@ def test_rounded_kv_stays_close(
     assert 0 < worst < tolerance
 
 
-def test_where_a_prompt_is_cut_leaves_little_trace_in_an_int8_cache(tiny_checkpoint: Callable[..., Path]) -> None:
-    """Whole prompts are attended on the S-worker, later chunks and decode steps on the R-worker's own integers.
+def test_where_a_prompt_is_cut_leaves_little_trace_in_an_int8_cache(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """Whole prompts are attended on the S-worker, later chunks and decode steps
+    on the R-worker's own integers.
 
-    Rounding itself moves these logprobs by up to 0.25; that some value falls on the other side of a step, by 0.02.
+    Rounding itself moves these logprobs by up to 0.25; that some value falls on
+    the other side of a step, by 0.02.
     """
     path = tiny_checkpoint("llama")
     asked = reference(path).asked
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
     found = []
     for chunk in (1, 7, 512):
-        options = {"dtype": "float32", "kv_dtype": "int8", "kv_memory_gb": 0.01, "prompt_attention": "s"}
+        options = {
+            "dtype": "float32",
+            "kv_dtype": "int8",
+            "kv_memory_gb": 0.01,
+            "prompt_attention": "s",
+        }
         with LLM(str(path), prefill_chunk=chunk, **options) as llm:
             outputs = llm.generate(asked, params)
-        found.append([[step.logprob for step in output.completions[0].logprobs or ()] for output in outputs])
+        found.append(
+            [[step.logprob for step in output.completions[0].logprobs or ()] for output in outputs]
+        )
     np.testing.assert_allclose(found[0], found[2], atol=5e-2)
     np.testing.assert_allclose(found[1], found[2], atol=5e-2)

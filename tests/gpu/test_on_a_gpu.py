@@ -1,4 +1,5 @@
-"""What only a GPU can show: the CPU's tokens, graphs and lanes that change none, copies beside the compute."""
+"""What only a GPU can show: the CPU's tokens, graphs and lanes that change
+none, copies beside the compute."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from sworker.worker import SWorker
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch built for CUDA"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, and torch built for CUDA"
+    ),
 ]
 CUDA = torch.device("cuda", 0)
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -44,13 +47,23 @@ def tokens(path: Path, **options: Any) -> list[list[tuple[int, ...]]]:
 def test_the_cpus_tokens(tiny_checkpoint: Callable[..., Path]) -> None:
     path = tiny_checkpoint("llama")
     expected = tokens(path)
-    for options in ({"lanes": 1}, {"lanes": 2, "r_workers": 2}, {"lanes": 4}, {"kv_placement": "gpu"}):
+    for options in (
+        {"lanes": 1},
+        {"lanes": 2, "r_workers": 2},
+        {"lanes": 4},
+        {"kv_placement": "gpu"},
+    ):
         for graphs in ("on", "off"):
-            assert tokens(path, device="cuda", cuda_graphs=graphs, **options) == expected, (options, graphs)
+            assert tokens(path, device="cuda", cuda_graphs=graphs, **options) == expected, (
+                options,
+                graphs,
+            )
 
 
 @pytest.mark.parametrize("family", ["gemma2", "bloom", "mistral"])
-def test_the_cpus_tokens_of_other_families(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_the_cpus_tokens_of_other_families(
+    family: str, tiny_checkpoint: Callable[..., Path]
+) -> None:
     path = tiny_checkpoint(family)
     expected = tokens(path)
     for options in ({"lanes": 2}, {"kv_placement": "gpu"}):
@@ -77,7 +90,8 @@ def test_fused_kernels(dtype: torch.dtype, tiny_checkpoint: Callable[..., Path])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.inference_mode()
 def test_prompts_in_one_call(dtype: torch.dtype) -> None:
-    """FlashAttention for variable lengths says of each prompt what is said of it alone, the log-sum-exp too."""
+    """FlashAttention for variable lengths says of each prompt what is said of
+    it alone, the log-sum-exp too."""
     spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
     starts = (0, 1, 130, 131, 400)
     q, k, v = torch.randn(400, 12, 64, device=CUDA).to(dtype).split((8, 2, 2), dim=1)
@@ -85,14 +99,17 @@ def test_prompts_in_one_call(dtype: torch.dtype) -> None:
     together = local_causal_attention(q, k, v, starts, spec, want_lse=True)
     for start, end in itertools.pairwise(starts):
         rows = slice(start, end)
-        alone = local_causal_attention(*(x[rows].float() for x in (q, k, v)), (0,), spec, want_lse=True)
+        alone = local_causal_attention(
+            *(x[rows].float() for x in (q, k, v)), (0,), spec, want_lse=True
+        )
         torch.testing.assert_close(together[0][rows].float(), alone[0], atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(together[1][rows], alone[1], atol=1e-3, rtol=1e-3)
 
 
 @torch.inference_mode()
 def test_captured_units(tiny_checkpoint: Callable[..., Path]) -> None:
-    """The third use of a unit replays what the second captured, with other numbers in its buffers."""
+    """The third use of a unit replays what the second captured, with other
+    numbers in its buffers."""
     spec, model = load_model(tiny_checkpoint("gemma2"), device=CUDA, dtype=torch.float32)
     graphs = StepGraphs(model, CUDA, capture=True)
     plain, captured = SWorker(spec, model, CUDA), SWorker(spec, model, CUDA, graphs)
@@ -117,7 +134,10 @@ def test_later_chunks_in_one_call() -> None:
     """Chunks of several sequences see their pasts, and themselves causally, as each does alone."""
     spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
     num_new, num_keys = [5, 64, 1], [200, 64, 33]
-    q, k, v = (torch.randn(*shape, device=CUDA).bfloat16() for shape in ((70, 8, 64), (297, 2, 64), (297, 2, 64)))
+    q, k, v = (
+        torch.randn(*shape, device=CUDA).bfloat16()
+        for shape in ((70, 8, 64), (297, 2, 64), (297, 2, 64))
+    )
     assert prefill.can_take_together(q, num_keys, spec)
     found = prefill.chunks_together(q, k, v, num_new, num_keys, spec)
     row = key = 0
@@ -135,7 +155,9 @@ def test_bfloat16_logprobs_stay_close(tiny_checkpoint: Callable[..., Path]) -> N
     for options in ({"dtype": "float32"}, {"dtype": "bfloat16", "device": "cuda"}):
         with LLM(path, kv_memory_gb=0.02, **options) as llm:
             outputs = llm.generate(prompts(LENGTHS, seed=2), params)
-        found.append([dict(step.top) for output in outputs for step in output.completions[0].logprobs or ()])
+        found.append(
+            [dict(step.top) for output in outputs for step in output.completions[0].logprobs or ()]
+        )
     for exact, rounded in zip(*found, strict=True):
         shared = exact.keys() & rounded.keys()
         assert shared
@@ -145,7 +167,9 @@ def test_bfloat16_logprobs_stay_close(tiny_checkpoint: Callable[..., Path]) -> N
 @pytest.mark.parametrize("name", SPECS)
 def test_paged_attention(name: str) -> None:
     pytest.importorskip("triton")
-    step = Sequences(SPECS[name], [5, 2000, 64, 63, 0, 20, 700, 0, 12], [1, 1, 1, 1, 1, 1, 9, 30, 2], device=CUDA)
+    step = Sequences(
+        SPECS[name], [5, 2000, 64, 63, 0, 20, 700, 0, 12], [1, 1, 1, 1, 1, 1, 9, 30, 2], device=CUDA
+    )
     assert step.cache._reads_blocks
     np.testing.assert_allclose(step.attend(), step.expected(), atol=1e-4)
     step.cache._reads_blocks = False
@@ -155,7 +179,10 @@ def test_paged_attention(name: str) -> None:
 def test_staging_keeps_what_is_lent() -> None:
     """Layers are sent one after another without a wait; each arrives as it was, in its own slot."""
     staging = Staging(CUDA)
-    layers = [[torch.randn(300, heads, 64, device=CUDA).bfloat16() for heads in (8, 2, 2)] for _ in range(5)]
+    layers = [
+        [torch.randn(300, heads, 64, device=CUDA).bfloat16() for heads in (8, 2, 2)]
+        for _ in range(5)
+    ]
     sent = [staging.send(*(x.clone() for x in layer)) for layer in layers]
     for staged, layer in zip(sent, layers, strict=True):
         staged.wait()
@@ -170,8 +197,13 @@ def test_staging_keeps_what_is_lent() -> None:
 
 def test_memory_does_not_grow(tiny_checkpoint: Callable[..., Path]) -> None:
     """2,000 steps after the first: not a byte of the device's memory more."""
-    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (200, 120, 60)]
-    with LLM(str(tiny_checkpoint("llama")), device="cuda", dtype="bfloat16", lanes=2, kv_memory_gb=0.02) as llm:
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        for length in (200, 120, 60)
+    ]
+    with LLM(
+        str(tiny_checkpoint("llama")), device="cuda", dtype="bfloat16", lanes=2, kv_memory_gb=0.02
+    ) as llm:
         peaks = []
         for _ in range(12):
             llm.generate(prompts((20, 33, 7), seed=1), params)

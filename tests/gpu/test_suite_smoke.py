@@ -1,4 +1,5 @@
-"""The GPU suite's measurements run, with tiny sizes, wherever they are; whole engines aside, which take long."""
+"""The GPU suite's measurements run, with tiny sizes, wherever they are; whole
+engines aside, which take long."""
 
 from __future__ import annotations
 
@@ -15,11 +16,15 @@ ROOT = Path(__file__).parents[2]
 SECTIONS = ("ceilings", "layers", "staging", "instant", "prefill", "decode_attention")
 
 
-def suite(out: Path, *options: str) -> tuple[int, dict[str, dict[str, list[dict[str, object]]]], str]:
+def suite(
+    out: Path, *options: str
+) -> tuple[int, dict[str, dict[str, list[dict[str, object]]]], str]:
     """Exit code, report and output."""
     command = [sys.executable, "benchmarks/gpu_suite.py", "--smoke", "--out", str(out), *options]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200
+    )
     return done.returncode, json.loads(out.read_text()), done.stdout + done.stderr
 
 
@@ -36,12 +41,16 @@ def test_every_section_gives_rows(tmp_path: Path) -> None:
 
 def test_a_section_that_fails_is_told(tmp_path: Path) -> None:
     """Its rows so far stay, and the exit code is not that of a success."""
-    exit_code, report, output = suite(tmp_path / "suite.json", "--sections", "ceilings", "--limit-s", "0.5")
+    exit_code, report, output = suite(
+        tmp_path / "suite.json", "--sections", "ceilings", "--limit-s", "0.5"
+    )
     assert exit_code == 1
     assert report["failed"] == {"ceilings": ["no time was left"]} and "FAILED: ceilings" in output
 
 
-def test_a_section_that_is_killed_while_writing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_section_that_is_killed_while_writing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Its whole rows stay, and the processes that it started go with it."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu_suite
@@ -49,7 +58,8 @@ def test_a_section_that_is_killed_while_writing(monkeypatch: pytest.MonkeyPatch,
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     (tmp_path / "engine.py").write_text(
-        "import signal, sys\npipe = open(sys.argv[1], 'w')\npipe.write('x')\npipe.flush()\nsignal.pause()\n"
+        "import signal, sys\npipe = open(sys.argv[1], "
+        "'w')\npipe.write('x')\npipe.flush()\nsignal.pause()\n"
     )
     (tmp_path / "gpu_sections.py").write_text(
         "import signal, subprocess, sys\n"
@@ -59,14 +69,19 @@ def test_a_section_that_is_killed_while_writing(monkeypatch: pytest.MonkeyPatch,
     )
     monkeypatch.setattr(gpu_suite, "__file__", str(tmp_path / "gpu_suite.py"))
     with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as engine:
-        assert gpu_suite.run_section("layers", smoke=True, limit_s=5) == ([[1]], "took more than 5 s")
+        assert gpu_suite.run_section("layers", smoke=True, limit_s=5) == (
+            [[1]],
+            "took more than 5 s",
+        )
         assert engine.read(1) == b"x"
         hangs_up = select.poll()
         hangs_up.register(engine, 0)
         assert hangs_up.poll(10_000), "the engine lives on"
 
 
-def test_goals_are_judged_by_the_worst_that_an_engine_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goals_are_judged_by_the_worst_that_an_engine_would_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from gpu_suite import goals
 
@@ -76,10 +91,13 @@ def test_goals_are_judged_by_the_worst_that_an_engine_would_run(monkeypatch: pyt
     sections = {
         "ceilings": [{"what": "matmul", "tflops": 100.0}],
         "layers": [
-            layer(64, "graph", 20.0, 14.0), layer(256, "graph", 61.0, 9.0), layer(256, "graph, unfused", 50.0, 99.0),
-            layer(256, "eager", 40.0, 99.0), layer(1024, "eager", 80.0, 99.0), {"model": "8b", "what": "memory"},
+            layer(64, "graph", 20.0, 14.0), layer(256, "graph", 61.0, 9.0), layer(256,
+                "graph, unfused", 50.0, 99.0),
+            layer(256, "eager", 40.0, 99.0), layer(1024, "eager", 80.0, 99.0), {"model": "8b",
+                "what": "memory"},
         ],
-        "instant": [{"lanes": 1, "rows_a_lane": 256, "ratio": 2.0}, {"lanes": 2, "rows_a_lane": 256, "ratio": 1.2}],
+        "instant": [{"lanes": 1, "rows_a_lane": 256, "ratio": 2.0}, {"lanes": 2, "rows_a_lane": 256,
+            "ratio": 1.2}],
     }  # fmt: skip
     found = [(goal["measured"], goal["met"]) for goal in goals(sections)]
     assert found == [(0.61, True), (1.2, False), (14.0, True), (None, None)]

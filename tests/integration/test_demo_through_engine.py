@@ -1,4 +1,5 @@
-"""The demo: the shipped checkpoint, FastDecode and the prompt file, and what a wrong KV cache would spoil."""
+"""The demo: the shipped checkpoint, FastDecode and the prompt file, and what a
+wrong KV cache would spoil."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ MARGIN = 0.1
 
 
 def answers_recalled(outputs: list[str], answers: list[str]) -> float:
-    right = [text.strip().startswith(answer.strip()) for text, answer in zip(outputs, answers, strict=True)]
+    right = [
+        text.strip().startswith(answer.strip())
+        for text, answer in zip(outputs, answers, strict=True)
+    ]
     return sum(right) / len(right)
 
 
@@ -33,20 +37,32 @@ def test_the_checkpoint_is_small_and_transformers_loads_it() -> None:
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
 
-@pytest.mark.parametrize("options", [{"r_workers": 1}, {"r_workers": 3, "prefill_chunk": 48, "lanes": 2}])
+@pytest.mark.parametrize(
+    "options", [{"r_workers": 1}, {"r_workers": 3, "prefill_chunk": 48, "lanes": 2}]
+)
 def test_it_recalls_what_its_prompts_told(options: dict[str, int]) -> None:
     lines = (EXAMPLES / "model" / "recall_eval.jsonl").read_text().splitlines()
     items = [json.loads(line) for line in lines]
     params = SamplingParams(temperature=0, max_tokens=32, stop=("\n",))
     with LLM(str(CHECKPOINT), r_threads=1, kv_memory_gb=0.2, **options) as llm:
         outputs = llm.generate([item["prompt"] for item in items], params)
-    recall = answers_recalled([output.text for output in outputs], [item["answer"] for item in items])
+    recall = answers_recalled(
+        [output.text for output in outputs], [item["answer"] for item in items]
+    )
     assert recall >= STATED_RECALL - MARGIN
 
 
 def test_the_demo_answers_every_prompt(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    command = ["generate", "--model", str(CHECKPOINT), "--input", str(EXAMPLES / "prompts.jsonl"), "--output", str(out)]
+    command = [
+        "generate",
+        "--model",
+        str(CHECKPOINT),
+        "--input",
+        str(EXAMPLES / "prompts.jsonl"),
+        "--output",
+        str(out),
+    ]
     assert main([*command, "--r-workers", "2", "--kv-memory-gb", "0.2", "--temperature", "0"]) == 0
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(answers) == len((EXAMPLES / "prompts.jsonl").read_text().splitlines())

@@ -1,4 +1,5 @@
-"""The batch job around a model that only hashes: nothing is lost or doubled, whatever ends a run."""
+"""The batch job around a model that only hashes: nothing is lost or doubled,
+whatever ends a run."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ def test_answers_come_as_they_finish_and_each_once(make_job: Callable[..., Job])
 
 
 def test_seeds_come_from_the_run_and_the_id_alone(make_job: Callable[..., Job]) -> None:
-    job, again, other, backwards = make_job("1"), make_job("2"), make_job("3"), make_job("4", LINES[::-1])
+    job, again, other, backwards = (
+        make_job("1"),
+        make_job("2"),
+        make_job("3"),
+        make_job("4", LINES[::-1]),
+    )
     job.run(run_seed=7)
     again.run(run_seed=7, llm=FakeLLM(width=2))
     other.run(run_seed=8)
@@ -45,8 +51,12 @@ def test_seeds_come_from_the_run_and_the_id_alone(make_job: Callable[..., Job]) 
     assert len({str(said) for said in same.said.values()}) > 10
 
 
-def test_prompts_of_a_line_have_seeds_of_their_own_unless_the_line_says_one(make_job: Callable[..., Job]) -> None:
-    job = make_job(lines=[openai("own", prompt=[[5]] * 6), openai("said", prompt=[[5]] * 6, seed=3)])
+def test_prompts_of_a_line_have_seeds_of_their_own_unless_the_line_says_one(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job(
+        lines=[openai("own", prompt=[[5]] * 6), openai("said", prompt=[[5]] * 6, seed=3)]
+    )
     job.run(run_seed=7)
     assert len({str(tokens) for tokens in job.said["own"]}) > 1  # type: ignore[attr-defined]
     assert len({str(tokens) for tokens in job.said["said"]}) == 1  # type: ignore[attr-defined]
@@ -68,7 +78,9 @@ def test_two_runs_dont_write_one_output(make_job: Callable[..., Job]) -> None:
 def test_lines_that_workers_were_lost_with_are_left_for_later(make_job: Callable[..., Job]) -> None:
     job, whole = make_job("job"), make_job("whole")
     whole.run(run_seed=7)
-    llm = FakeLLM(fail=lambda request: WorkerError("no room left") if request.request_id == "5.0" else None)
+    llm = FakeLLM(
+        fail=lambda request: WorkerError("no room left") if request.request_id == "5.0" else None
+    )
     result = job.run(llm, run_seed=7)
     assert isinstance(result.lost, WorkerError)
     assert (result.num_done, result.num_failed) == (NUM_LINES - 1, 0)
@@ -88,7 +100,9 @@ def test_lines_that_workers_were_lost_with_are_left_for_later(make_job: Callable
     assert job.said == whole.said
 
 
-def test_the_first_interrupt_finishes_what_runs_and_the_second_does_not(make_job: Callable[..., Job]) -> None:
+def test_the_first_interrupt_finishes_what_runs_and_the_second_does_not(
+    make_job: Callable[..., Job],
+) -> None:
     whole = make_job("whole")
     whole.run(run_seed=7)
     for num_asks, served in ((1, range(5, 13)), (2, range(1, 13))):
@@ -96,7 +110,9 @@ def test_the_first_interrupt_finishes_what_runs_and_the_second_does_not(make_job
         stopping = Stopping(60)
         steps = iter(range(1000))
 
-        def ask(stopping: Stopping = stopping, num_asks: int = num_asks, steps: Any = steps) -> None:
+        def ask(
+            stopping: Stopping = stopping, num_asks: int = num_asks, steps: Any = steps
+        ) -> None:
             if next(steps) == 3:
                 for _ in range(num_asks):
                     stopping.ask()
@@ -128,7 +144,9 @@ def test_the_grace_ends_and_a_third_interrupt_leaves_at_once() -> None:
 def test_an_interrupt_that_comes_too_late_is_none(make_job: Callable[..., Job]) -> None:
     stopping = Stopping(60)
     job = make_job(lines=LINES[:2])
-    result = job.run(FakeLLM(before_step=lambda: stopping.ask() if not stopping.wanted else None), stopping)
+    result = job.run(
+        FakeLLM(before_step=lambda: stopping.ask() if not stopping.wanted else None), stopping
+    )
     assert not result.interrupted
     assert result.num_done == 2
 
@@ -157,7 +175,9 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
 
 
 def test_an_input_that_changes_under_the_run_is_told(make_job: Callable[..., Job]) -> None:
-    job = make_job(lines=[openai(f"id-{i}", user="x" * 4000) for i in range(NUM_LINES)])  # more than is read at once
+    job = make_job(
+        lines=[openai(f"id-{i}", user="x" * 4000) for i in range(NUM_LINES)]
+    )  # more than is read at once
 
     def change() -> None:
         job.input.write_text(job.input.read_text().replace("id-29", "id-77"))
@@ -166,15 +186,28 @@ def test_an_input_that_changes_under_the_run_is_told(make_job: Callable[..., Job
         job.run(FakeLLM(before_step=change))
 
 
-def test_bad_lines_keep_a_job_from_starting_unless_they_are_to_be_answered(make_job: Callable[..., Job]) -> None:
-    bad = ["{oops", "[1]", openai("id-1"), openai(7), openai("st", stream=True), '{"custom_id": "x"}']
+def test_bad_lines_keep_a_job_from_starting_unless_they_are_to_be_answered(
+    make_job: Callable[..., Job],
+) -> None:
+    bad = [
+        "{oops",
+        "[1]",
+        openai("id-1"),
+        openai(7),
+        openai("st", stream=True),
+        '{"custom_id": "x"}',
+    ]
     job = make_job(lines=[*LINES[:3], "", *bad, *LINES[3:6]])
     with pytest.raises(ConfigError) as caught:
         job.open()
     text = str(caught.value)
     assert caught.value.code == "invalid_input"
     assert "6 of the 12 lines" in text
-    for number, code in {5: "invalid_json_line", 7: "duplicate_custom_id", 8: "invalid_custom_id"}.items():
+    for number, code in {
+        5: "invalid_json_line",
+        7: "duplicate_custom_id",
+        8: "invalid_custom_id",
+    }.items():
         assert f"line {number}" in text
         assert code in text
     assert not job.output.exists()
@@ -186,15 +219,19 @@ def test_bad_lines_keep_a_job_from_starting_unless_they_are_to_be_answered(make_
             assert answer["error"] is None
             errors[int(answer["id"].rsplit("_")[-1])] = answer["response"]["body"]["error"]["code"]
     assert errors == {
-        5: "invalid_json_line", 6: "invalid_json_line", 7: "duplicate_custom_id", 8: "invalid_custom_id",
-        9: "unsupported_field", 10: "invalid_method",
+        5: "invalid_json_line", 6: "invalid_json_line", 7: "duplicate_custom_id",
+        8: "invalid_custom_id", 9: "unsupported_field", 10: "invalid_method",
     }  # fmt: skip
     assert job.run(begin="resume", skip_bad_lines=True).num_run == 0
 
 
 def test_one_bad_prompt_fails_its_line_once(make_job: Callable[..., Job]) -> None:
     def fail(request: PromptRequest) -> FastDecodeError | None:
-        return RequestError("too long", code="prompt_too_long") if list(request.prompt) == [9] else None
+        return (
+            RequestError("too long", code="prompt_too_long")
+            if list(request.prompt) == [9]
+            else None
+        )
 
     job = make_job(lines=[openai("a", prompt=[[1], [9], [2], [9]]), openai("b", prompt=[[1], [2]])])
     result = job.run(FakeLLM(fail=fail))
@@ -202,7 +239,9 @@ def test_one_bad_prompt_fails_its_line_once(make_job: Callable[..., Job]) -> Non
     assert job.said["a"] == "prompt_too_long"
 
 
-def test_simple_lines_are_answered_as_generate_does_with_their_line(make_job: Callable[..., Job]) -> None:
+def test_simple_lines_are_answered_as_generate_does_with_their_line(
+    make_job: Callable[..., Job],
+) -> None:
     lines = [json.dumps({"id": i, "prompt_token_ids": [i], "n": 1 + i}) for i in range(1, 4)]
     job = make_job(lines=[*lines, '{"id": 9, "prompt": 5}', "oops"])
     job.run(skip_bad_lines=True, sampling={"temperature": 0})
@@ -212,7 +251,12 @@ def test_simple_lines_are_answered_as_generate_does_with_their_line(make_job: Ca
     assert answers[4]["error"]["code"] == "invalid_prompt"
     assert answers[5] == {"id": None, "line": 5, "error": answers[5]["error"]}
     assert job.run(begin="resume", skip_bad_lines=True, sampling={"temperature": 0}).num_run == 0
-    assert job.run(begin="resume", retry_errors=True, skip_bad_lines=True, sampling={"temperature": 0}).num_run == 2
+    assert (
+        job.run(
+            begin="resume", retry_errors=True, skip_bad_lines=True, sampling={"temperature": 0}
+        ).num_run
+        == 2
+    )
 
 
 def test_memory_doesnt_grow_with_the_lines(make_job: Callable[..., Job]) -> None:
@@ -242,7 +286,13 @@ def test_an_empty_file_is_no_work(make_job: Callable[..., Job]) -> None:
 
 def test_answers_are_synced_by_number_and_by_time(tmp_path: Path) -> None:
     now = [0.0]
-    out = journal.Journal(tmp_path / "o", journal.hold(tmp_path / "o").fd, sync_lines=3, sync_s=5, clock=lambda: now[0])
+    out = journal.Journal(
+        tmp_path / "o",
+        journal.hold(tmp_path / "o").fd,
+        sync_lines=3,
+        sync_s=5,
+        clock=lambda: now[0],
+    )
     for _ in range(7):
         out.append(0, None, {})
     assert out.num_syncs == 2
@@ -259,7 +309,9 @@ def test_answers_are_synced_by_number_and_by_time(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "o").read_bytes().splitlines()[-1]) == {"text": "\ud800 é"}
 
 
-@pytest.mark.parametrize("bad", [{"sync_lines": 0}, {"sync_s": -1.0}, {"run_seed": -1}, {"run_seed": 1 << 63}])
+@pytest.mark.parametrize(
+    "bad", [{"sync_lines": 0}, {"sync_s": -1.0}, {"run_seed": -1}, {"run_seed": 1 << 63}]
+)
 def test_bad_options_are_named(make_job: Callable[..., Job], bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad)).replace("_", "-")):
         make_job().open(**bad)

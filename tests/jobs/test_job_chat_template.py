@@ -22,16 +22,19 @@ NOW = datetime(2026, 2, 3, 4, 5)
 
 TEMPLATES = {
     "chatml": "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + "
-    "'<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "'<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|im_start|>assistant\\n' }}{% endif %}",
     "llama2": "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
     "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
     "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if loop.index0 == 0 and system_message %}{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' "
+    "{% if loop.index0 == 0 and system_message %}{% set content = '<<SYS>>\\n' + system_message + "
+    "'\\n<</SYS>>\\n\\n' "
     "+ message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}"
     "{% if message['role'] == 'user' %}{{ '[INST] ' + content | trim + ' [/INST]' }}"
-    "{% elif message['role'] == 'assistant' %}{{ ' ' + content | trim + ' ' + eos_token }}{% endif %}{% endfor %}",
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + content | trim + ' ' + eos_token }}{% "
+    "endif %}{% endfor %}",
     "blocks": """
 {%- set ns = namespace(count=0) %}
 {%- macro head(role) -%}
@@ -62,7 +65,8 @@ CHATS: list[list[dict[str, str]]] = [
 
 
 def save_tokenizer(directory: Path, chat_template: str | None) -> Any:
-    """A model directory's tokenizer files as transformers writes them, and transformers' own tokenizer."""
+    """A model directory's tokenizer files as transformers writes them, and
+    transformers' own tokenizer."""
     import transformers
 
     alphabet = {token: place for place, token in enumerate(sorted(ByteLevel.alphabet()))}
@@ -70,9 +74,14 @@ def save_tokenizer(directory: Path, chat_template: str | None) -> Any:
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
     tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+    tokenizer.post_processor = TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", additional_special_tokens=["<|im_start|>"]
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<|im_start|>"],
     )
     theirs.chat_template = chat_template
     theirs.save_pretrained(directory)
@@ -104,9 +113,14 @@ def test_a_template_is_found_where_transformers_finds_it(tmp_path: Path) -> None
         assert template is not None
         return template.render(CHATS[0], NOW)
 
-    config.write_text(json.dumps({"bos_token": {"content": "<b>"}, "chat_template": "config {{ bos_token }}"}))
+    config.write_text(
+        json.dumps({"bos_token": {"content": "<b>"}, "chat_template": "config {{ bos_token }}"})
+    )
     assert rendered() == "config <b>"
-    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    several = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "default"},
+    ]
     config.write_text(json.dumps({"chat_template": several}))
     assert rendered() == "default"
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<e>"}')
@@ -120,7 +134,9 @@ def test_a_template_is_found_where_transformers_finds_it(tmp_path: Path) -> None
 
 
 def test_the_date_is_the_runs() -> None:
-    template = ChatTemplate("{% macro d() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ d() }}", "x", {})
+    template = ChatTemplate(
+        "{% macro d() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ d() }}", "x", {}
+    )
     assert template.render(CHATS[0], NOW) == "03 Feb 2026"
 
 

@@ -1,4 +1,5 @@
-"""The files of jobs: what is the same file, what can't be written, and who holds what when two start at once."""
+"""The files of jobs: what is the same file, what can't be written, and who
+holds what when two start at once."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from fastdecode.jobs.stopping import Stopping
 
 def ordered(tmp_path: Path, num_lines: int, output: Path | None = None) -> tuple[BatchJob, Path]:
     source, output = tmp_path / "in.jsonl", output or tmp_path / "out.jsonl"
-    lines = [json.dumps({"id": i, "prompt_token_ids": [i % 50], "seed": i}) for i in range(num_lines)]
+    lines = [
+        json.dumps({"id": i, "prompt_token_ids": [i % 50], "seed": i}) for i in range(num_lines)
+    ]
     source.write_text("".join(line + "\n" for line in lines))
     return open_ordered_job(
         JobOptions(source, output, skip_bad_lines=True), model_dir(tmp_path), lambda text: None
@@ -58,12 +61,18 @@ def test_an_interrupted_ordered_job_leaves_whole_lines_in_their_order(tmp_path: 
 
 def test_a_full_disk_is_said_and_leaves_whole_lines(tmp_path: Path) -> None:
     job, _ = ordered(tmp_path, 20, Path("/dev/full"))
-    with pytest.raises(FastDecodeError, match="No space left") as failed, job, (tmp_path / "err").open("w") as told:
+    with (
+        pytest.raises(FastDecodeError, match="No space left") as failed,
+        job,
+        (tmp_path / "err").open("w") as told,
+    ):
         job.run(FakeLLM(), Stopping(0), Progress(told))
     assert failed.value.code == "output_failed"
 
 
-def test_the_hard_link_of_an_input_is_the_input(tmp_path: Path, make_job: Callable[..., Job]) -> None:
+def test_the_hard_link_of_an_input_is_the_input(
+    tmp_path: Path, make_job: Callable[..., Job]
+) -> None:
     job = make_job()
     os.link(job.input, job.output)
     before = job.input.read_bytes()
@@ -108,7 +117,10 @@ def test_of_two_jobs_that_start_at_once_one_runs_and_the_manifest_is_its_own(
         together = threading.Barrier(4)
 
         def start(
-            seed: int, job: Job = job, opened: list[BatchJob] = opened, refused: list[Exception] = refused
+            seed: int,
+            job: Job = job,
+            opened: list[BatchJob] = opened,
+            refused: list[Exception] = refused,
         ) -> None:
             together.wait(60)  # noqa: B023
             try:
@@ -136,7 +148,9 @@ def test_an_answer_to_a_line_that_isnt_there_is_refused(make_job: Callable[..., 
     last = whole.splitlines(keepends=True)[-1]
     number = last.split(b'"')[3].rsplit(b"_", 1)[1]
     for other in (NUM_LINES + 1, 10**15):
-        job.output.write_bytes(whole[: -len(last)] + last.replace(b"_" + number + b'"', b'_%d"' % other, 1))
+        job.output.write_bytes(
+            whole[: -len(last)] + last.replace(b"_" + number + b'"', b'_%d"' % other, 1)
+        )
         with pytest.raises(ConfigError, match="is no answer of the run"):
             job.open("resume")
 
@@ -161,10 +175,31 @@ def test_a_job_whose_stderr_is_closed_runs_to_its_end(
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"id": 1, "prompt_token_ids": [5], "max_tokens": 2}\n')
     code = "import sys; from fastdecode.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    words = ["generate", "--model", str(tiny_checkpoint("llama")), "--kv-memory-gb", "0.01", "--r-threads", "1"]
+    words = [
+        "generate",
+        "--model",
+        str(tiny_checkpoint("llama")),
+        "--kv-memory-gb",
+        "0.01",
+        "--r-threads",
+        "1",
+    ]
     command = f'exec "$@" {closing}'
     done = subprocess.run(
-        ["bash", "-c", command, "bash", sys.executable, "-c", code, *words, "-i", str(source), "-o", str(output)],
+        [
+            "bash",
+            "-c",
+            command,
+            "bash",
+            sys.executable,
+            "-c",
+            code,
+            *words,
+            "-i",
+            str(source),
+            "-o",
+            str(output),
+        ],
         timeout=240,
     )
     assert done.returncode == 0

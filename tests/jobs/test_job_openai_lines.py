@@ -29,7 +29,9 @@ def lines(has_chat_template: bool = True, **given: Any) -> OpenAILines:
 
 
 def line(body: object, url: str = COMPLETIONS_URL, **rest: object) -> bytes:
-    return json.dumps({"custom_id": "x", "method": "POST", "url": url, "body": body, **rest}).encode()
+    return json.dumps(
+        {"custom_id": "x", "method": "POST", "url": url, "body": body, **rest}
+    ).encode()
 
 
 def completion(**body: object) -> LineRequest:
@@ -54,7 +56,9 @@ def test_the_four_kinds_of_prompt(prompt: object, prompts: tuple[object, ...]) -
     assert completion(prompt=prompt).prompts == prompts
 
 
-@pytest.mark.parametrize("prompt", [None, 5, [], [1, "a"], ["a", [1]], [True], {"a": 1}, [[1]] * 3000, [None]])
+@pytest.mark.parametrize(
+    "prompt", [None, 5, [], [1, "a"], ["a", [1]], [True], {"a": 1}, [[1]] * 3000, [None]]
+)
 def test_other_prompts_are_refused(prompt: object) -> None:
     with pytest.raises(LineError) as caught:
         completion(prompt=prompt)
@@ -71,15 +75,21 @@ def test_openais_defaults_and_the_commands() -> None:
         temperature=0, max_tokens=7, logprobs=2
     )
     assert given.parse(line({"messages": USER}, CHAT_URL), 1).params.max_tokens == 7
-    assert given.parse(line({"messages": USER, "logprobs": False}, CHAT_URL), 1).params.logprobs is None
+    assert (
+        given.parse(line({"messages": USER, "logprobs": False}, CHAT_URL), 1).params.logprobs
+        is None
+    )
 
 
 def test_fields_reach_the_sampling_params() -> None:
     said = {
-        "temperature": 0.5, "top_p": 0.9, "n": 3, "seed": 4, "presence_penalty": 0.1, "frequency_penalty": 0.2,
-        "max_tokens": 9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True,
+        "temperature": 0.5, "top_p": 0.9, "n": 3, "seed": 4, "presence_penalty": 0.1,
+        "frequency_penalty": 0.2, "max_tokens": 9, "top_k": 5, "min_p": 0.01,
+        "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True,
     }  # fmt: skip
-    params = completion(**said, stop=["a", "b"], stop_token_ids=[3], logit_bias={"5": -1.5}, logprobs=2).params
+    params = completion(
+        **said, stop=["a", "b"], stop_token_ids=[3], logit_bias={"5": -1.5}, logprobs=2
+    ).params
     assert params == SamplingParams(
         **said,
         stop=("a", "b"),
@@ -96,7 +106,9 @@ def test_fields_reach_the_sampling_params() -> None:
 
 @pytest.mark.parametrize("name", sorted(NOT_SUPPORTED))
 @pytest.mark.parametrize("url", [COMPLETIONS_URL, CHAT_URL])
-def test_what_isnt_supported_is_refused_by_name_unless_it_asks_for_nothing(name: str, url: str) -> None:
+def test_what_isnt_supported_is_refused_by_name_unless_it_asks_for_nothing(
+    name: str, url: str
+) -> None:
     ask = completion if url == COMPLETIONS_URL else chat
     for nothing in (None, *NOT_SUPPORTED[name]):
         ask(**{name: nothing})
@@ -128,7 +140,12 @@ def test_best_of_may_be_n() -> None:
         (chat, {"logprobs": 2}, "logprobs", "invalid_value"),
         (chat, {"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         (chat, {"logprobs": True, "top_logprobs": 1000}, "logprobs", "invalid_sampling_params"),
-        (chat, {"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens", "invalid_value"),
+        (
+            chat,
+            {"max_tokens": 4, "max_completion_tokens": 5},
+            "max_completion_tokens",
+            "invalid_value",
+        ),
         (chat, {"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_value"),
         (chat, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
         (chat, {"add_generation_prompt": 0}, "add_generation_prompt", "invalid_value"),
@@ -139,11 +156,25 @@ def test_best_of_may_be_n() -> None:
         (chat, {"messages": [{"role": "user"}]}, "messages[0].content", "invalid_messages"),
         (chat, {"messages": [{**USER[0], "name": 5}]}, "messages[0].name", "invalid_messages"),
         (chat, {"messages": [{**USER[0], "mood": "glad"}]}, "messages[0].mood", "unknown_field"),
-        (chat, {"messages": [{**USER[0], "tool_calls": [{}]}]}, "messages[0].tool_calls", "unsupported_field"),
-        (chat, {"messages": [*USER, {"role": "tool", "content": "4"}]}, "messages[1].role", "unsupported_field"),
         (
             chat,
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {"messages": [{**USER[0], "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+            "unsupported_field",
+        ),
+        (
+            chat,
+            {"messages": [*USER, {"role": "tool", "content": "4"}]},
+            "messages[1].role",
+            "unsupported_field",
+        ),
+        (
+            chat,
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
             "messages[0].content",
             "unsupported_field",
         ),
@@ -192,7 +223,11 @@ def test_messages_are_reduced_to_their_text() -> None:
         {"role": "system", "content": parts},
         {"role": "user", "content": "", "name": "Ann", "tool_calls": None, "refusal": None},
     ]
-    request = chat(messages=messages, chat_template_kwargs={"enable_thinking": False}, add_generation_prompt=False)
+    request = chat(
+        messages=messages,
+        chat_template_kwargs={"enable_thinking": False},
+        add_generation_prompt=False,
+    )
     assert request.prompts == (
         Chat(
             [{"role": "system", "content": "a\nb"}, {"role": "user", "content": "", "name": "Ann"}],
@@ -203,13 +238,19 @@ def test_messages_are_reduced_to_their_text() -> None:
 
 
 def test_the_models_name_is_echoed_and_labels_are_no_matter() -> None:
-    labels = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
+    labels = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+    }
     body = completion(model="dir/llama", **labels).body
     assert body is not None
     assert body.model == "dir/llama"
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
+# --- answers
+# ------------------------------------------------------------------------------
 
 LINES = lines()
 
@@ -226,7 +267,9 @@ def codec(tmp_path: Path) -> TextCodec:
     return TextCodec.load(tmp_path)
 
 
-def output(text: str, tokens: tuple[int, ...], *, index: int = 0, logprobs: bool = False) -> RequestOutput:
+def output(
+    text: str, tokens: tuple[int, ...], *, index: int = 0, logprobs: bool = False
+) -> RequestOutput:
     steps = tuple(TokenLogprob(t, -0.5, ((256, -0.25), (t, -0.5))) for t in tokens)
     done = Completion(index, text, tokens, "length", steps if logprobs else None)
     return RequestOutput("1.0", None, (1, 2, 3), (done,))
@@ -259,8 +302,14 @@ def test_a_completions_answer(codec: TextCodec) -> None:
 
 
 def test_a_chats_answer_with_logprobs(codec: TextCodec) -> None:
-    body = LINES.answer(7, chat(logprobs=True), [output("é", (128 + 0, 257), logprobs=True)], codec)["response"]["body"]
-    assert (body["id"], body["object"], body["model"]) == ("chatcmpl-r1-7", "chat.completion", "llama")
+    body = LINES.answer(
+        7, chat(logprobs=True), [output("é", (128 + 0, 257), logprobs=True)], codec
+    )["response"]["body"]
+    assert (body["id"], body["object"], body["model"]) == (
+        "chatcmpl-r1-7",
+        "chat.completion",
+        "llama",
+    )
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": "é", "refusal": None}
     assert set(choice) == {"index", "message", "logprobs", "finish_reason"}
@@ -286,7 +335,10 @@ def test_completions_logprobs_are_by_text(codec: TextCodec) -> None:
 
 def test_token_ids_are_given_when_asked_for_or_when_there_is_no_text(codec: TextCodec) -> None:
     done = output(" a", (256,), logprobs=True)
-    for request, answering in ((completion(return_token_ids=True), codec), (completion(), TextCodec(None))):
+    for request, answering in (
+        (completion(return_token_ids=True), codec),
+        (completion(), TextCodec(None)),
+    ):
         (choice,) = LINES.answer(1, request, [done], answering)["response"]["body"]["choices"]
         assert choice["token_ids"] == [256]
     assert choice["logprobs"]["tokens"] == ["token_id:256"]
@@ -301,7 +353,9 @@ def test_token_ids_are_given_when_asked_for_or_when_there_is_no_text(codec: Text
         (CapacityError("m"), 503, "server_error", None),
     ],
 )
-def test_an_error_is_a_response(error: RequestError, status: int, kind: str, param: str | None) -> None:
+def test_an_error_is_a_response(
+    error: RequestError, status: int, kind: str, param: str | None
+) -> None:
     answer = LINES.refusal(3, None, error)
     assert answer["custom_id"] is None
     assert answer["error"] is None
@@ -312,6 +366,12 @@ def test_an_error_is_a_response(error: RequestError, status: int, kind: str, par
 
 
 def test_answers_of_another_run_are_not_ours() -> None:
-    for foreign in ({"id": "batch_req_r2_7"}, {"id": "7"}, {}, {"id": "batch_req_r1_x"}, {"id": "batch_req_r1_7"}):
+    for foreign in (
+        {"id": "batch_req_r2_7"},
+        {"id": "7"},
+        {},
+        {"id": "batch_req_r1_x"},
+        {"id": "batch_req_r1_7"},
+    ):
         with pytest.raises((KeyError, ValueError, TypeError)):
             LINES.identify(foreign)

@@ -37,7 +37,8 @@ def test_a_run_torn_at_any_byte_is_resumed_to_the_same_texts(make_job: Callable[
 
 
 def _run_until_killed(job: Job, num_bytes: int) -> None:
-    """In a child process: run, and die by SIGKILL when so many bytes of the output are written, even within a line."""
+    """In a child process: run, and die by SIGKILL when so many bytes of the
+    output are written, even within a line."""
     written = 0
 
     def write_all(fd: int, data: bytes) -> None:
@@ -51,7 +52,9 @@ def _run_until_killed(job: Job, num_bytes: int) -> None:
     job.run(begin="resume", run_seed=7)
 
 
-def test_killed_fifty_times_at_random_bytes_nothing_is_lost_or_doubled(make_job: Callable[..., Job]) -> None:
+def test_killed_fifty_times_at_random_bytes_nothing_is_lost_or_doubled(
+    make_job: Callable[..., Job],
+) -> None:
     whole = make_job("whole")
     whole.run(run_seed=7)
     size = whole.output.stat().st_size
@@ -72,7 +75,9 @@ def test_killed_fifty_times_at_random_bytes_nothing_is_lost_or_doubled(make_job:
     assert num_kills >= 45
 
 
-def test_an_output_is_neither_overwritten_nor_gone_on_with_unasked(make_job: Callable[..., Job]) -> None:
+def test_an_output_is_neither_overwritten_nor_gone_on_with_unasked(
+    make_job: Callable[..., Job],
+) -> None:
     job = make_job()
     job.run()
     before = job.output.read_bytes()
@@ -190,7 +195,9 @@ def test_a_retry_that_is_killed_keeps_the_good_answers(
     make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job()
-    job.run(FakeLLM(fail=lambda request: RequestError("x") if request.request_id == "3.0" else None))
+    job.run(
+        FakeLLM(fail=lambda request: RequestError("x") if request.request_id == "3.0" else None)
+    )
     before = job.output.read_bytes()
 
     def crash(*args: object) -> None:

@@ -66,7 +66,12 @@ def test_lines_are_counted_as_an_editor_counts_them(monkeypatch: pytest.MonkeyPa
 
 
 def _openai_line(custom_id: str, **body: Any) -> str:
-    line = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": "p", **body}}
+    line = {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "p", **body},
+    }
     return json.dumps(line)
 
 
@@ -75,7 +80,12 @@ def test_a_survey_tells_all_that_is_bad_and_no_more_than_twenty_lines_of_it(tmp_
     good = [_openai_line(str(i)) for i in range(50)]
     path.write_text("\n".join([*good, *good[:30], _openai_line("3", stream=True), "{"]))
     found = survey(path, OpenAILines(RequestReader({}, ("m",), False), ""))
-    assert (found.num_lines, found.last_line, len(found.bad), len(found.duplicates)) == (82, 82, 32, 31)
+    assert (found.num_lines, found.last_line, len(found.bad), len(found.duplicates)) == (
+        82,
+        82,
+        32,
+        31,
+    )
     assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     text = str(found.refusal(path))
     assert text.count("duplicate_custom_id") == 20
@@ -94,7 +104,9 @@ def test_a_survey_tells_all_that_is_bad_and_no_more_than_twenty_lines_of_it(tmp_
         ('oops\n\n[1]\n{"id": 1}', False),
     ],
 )
-def test_the_format_is_that_of_the_first_readable_line(tmp_path: Path, first: str, expected: bool) -> None:
+def test_the_format_is_that_of_the_first_readable_line(
+    tmp_path: Path, first: str, expected: bool
+) -> None:
     (tmp_path / "in").write_text(first + "\n" + _openai_line("y"))
     assert is_openai(tmp_path / "in") is (expected or first == "")
 
@@ -106,7 +118,12 @@ def test_a_line_of_the_other_format_is_bad(tmp_path: Path) -> None:
 
 
 def test_a_models_identity_changes_with_each_of_its_files(tmp_path: Path) -> None:
-    files = {"config.json": b"{}", "tokenizer.json": b"{}", "a.safetensors": bytes(2_000_000), "README.md": b"hi"}
+    files = {
+        "config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "a.safetensors": bytes(2_000_000),
+        "README.md": b"hi",
+    }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     before = identify_model(tmp_path)

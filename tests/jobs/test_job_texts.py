@@ -1,4 +1,5 @@
-"""Texts in batch jobs: a model that can't read them says so before it is loaded, and one that attacks stops no job."""
+"""Texts in batch jobs: a model that can't read them says so before it is
+loaded, and one that attacks stops no job."""
 
 from __future__ import annotations
 
@@ -16,25 +17,43 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.jobs.opening import JobOptions, open_ordered_job
 from fastdecode.text.codec import TextCodec
 
-ATTACKS = "{% if messages[0].content == 'attack' %}{{ '%10000000000d' % 1 }}{% endif %}{{ messages[0].content }}"
+ATTACKS = (
+    "{% if messages[0].content == 'attack' %}{{ '%10000000000d' % 1 }}{% endif %}{{ "
+    "messages[0].content }}"
+)
 
 
 def chat(custom_id: str, content: str) -> str:
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 3, "return_token_ids": True}
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 3,
+        "return_token_ids": True,
+    }
     line = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
     return json.dumps(line)
 
 
-def test_one_line_that_attacks_is_answered_with_an_error_and_the_others_go_on(tmp_path: Path) -> None:
+def test_one_line_that_attacks_is_answered_with_an_error_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
     model = model_dir(tmp_path)
     tokenizer = byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex("(q+)+$"), "isolated"), pre_tokenizers.ByteLevel(use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex("(q+)+$"), "isolated"),
+            pre_tokenizers.ByteLevel(use_regex=False),
+        ]
     )
     tokenizer.save(str(model / "tokenizer.json"))
     (model / "chat_template.jinja").write_text(ATTACKS)
     job = Job(tmp_path, model)
-    contents = {"a": "hello", "template": "attack", "b": "hello", "tokenizer": "q" * 99 + "!", "c": "hello"}
+    contents = {
+        "a": "hello",
+        "template": "attack",
+        "b": "hello",
+        "tokenizer": "q" * 99 + "!",
+        "c": "hello",
+    }
     job.write([chat(custom_id, content) for custom_id, content in contents.items()])
     llm = FakeLLM()
     llm.codec = TextCodec.load(model)

@@ -13,7 +13,10 @@ def test_every_answer_comes_back_however_many_wait(tmp_path: Path) -> None:
     expected: dict[int, Answer] = {}
     with Spill(tmp_path, max_in_memory=5) as spill:
         for place in range(1900):
-            answer = (None if place % 3 else f"prompt {place}\n\u2028", {"id": place, "text": "é\n" * (place % 7)})
+            answer = (
+                None if place % 3 else f"prompt {place}\n\u2028",
+                {"id": place, "text": "é\n" * (place % 7)},
+            )
             spill.put(place, answer)
             expected[place] = answer
             while rng.random() < (0.2 if place % 500 < 400 else 0.9) and expected:
@@ -23,7 +26,9 @@ def test_every_answer_comes_back_however_many_wait(tmp_path: Path) -> None:
                 assert taken not in spill
         assert len(expected) > 5
         assert spill.places() == sorted(expected)
-        assert [spill.pop(place) for place in spill.places()] == [expected[p] for p in sorted(expected)]
+        assert [spill.pop(place) for place in spill.places()] == [
+            expected[p] for p in sorted(expected)
+        ]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,7 +27,8 @@ LAYERS = 3
 
 
 def read(raw: bytes) -> list[dict[str, Any]]:
-    """As viewers read it: the closing bracket, or what follows the last whole event, may be missing."""
+    """As viewers read it: the closing bracket, or what follows the last whole
+    event, may be missing."""
     if not raw.endswith(b"]\n"):
         raw = raw[: raw.rindex(b"\n")].rstrip(b",") + b"]"
     events: list[dict[str, Any]] = json.loads(raw)
@@ -69,7 +70,13 @@ def test_a_trace_is_json_and_stays_readable_when_it_is_torn() -> None:
             "args": {"step": 0, "lane": 0, "round_trip_us": 500000},
         },
     ]  # fmt: skip
-    assert {"ph": "C", "name": "cached tokens W", "pid": 1, "ts": 1700000, "args": {"W": 31}} in whole
+    assert {
+        "ph": "C",
+        "name": "cached tokens W",
+        "pid": 1,
+        "ts": 1700000,
+        "args": {"W": 31},
+    } in whole
     for size in range(40, len(torn)):
         events = read(torn[:size])
         assert events == whole[: len(events)]
@@ -77,13 +84,16 @@ def test_a_trace_is_json_and_stays_readable_when_it_is_torn() -> None:
 
 
 def test_an_r_workers_spans_never_overlap() -> None:
-    """Two answers that lay unread are told at the same time; the worker computed one after the other."""
+    """Two answers that lay unread are told at the same time; the worker
+    computed one after the other."""
     out = io.BytesIO()
     trace = ChromeTrace(out, start_s=0)
     trace.attended(0, 0, 1, 0, sent_s=1.0, arrived_s=5.0, compute_s=2.0)
     trace.attended(0, 1, 2, 0, sent_s=1.5, arrived_s=5.0, compute_s=1.0)
     trace.attended(0, 0, 1, 1, sent_s=6.0, arrived_s=7.0, compute_s=0.5)
-    assert list(spans_by_row(read(out.getvalue())).values()) == [[(1e6, 3e6), (3e6, 4e6), (6e6, 6.5e6)]]
+    assert list(spans_by_row(read(out.getvalue())).values()) == [
+        [(1e6, 3e6), (3e6, 4e6), (6e6, 6.5e6)]
+    ]
 
 
 def test_a_trace_ends_at_its_greatest_size_and_is_whole() -> None:
@@ -95,7 +105,9 @@ def test_a_trace_ends_at_its_greatest_size_and_is_whole() -> None:
     assert 4000 < len(out.getvalue()) < 5200
 
 
-def test_a_trace_that_cant_be_written_ends_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_cant_be_written_ends_and_the_run_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Full(io.BytesIO):
         def write(self, data: Any) -> int:
             if self.tell() > 500:
@@ -118,8 +130,17 @@ def test_a_run_tells_every_step_of_every_lane_and_worker(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, num_lanes: int
 ) -> None:
     model = str(tiny_checkpoint("llama"))
-    options = {"dtype": "float32", "r_workers": 2, "r_threads": 1, "kv_memory_gb": 0.01, "lanes": num_lanes}
-    prompts, params = [[5, 6, 7], [8, 9], [10], [11] * 6], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    options = {
+        "dtype": "float32",
+        "r_workers": 2,
+        "r_threads": 1,
+        "kv_memory_gb": 0.01,
+        "lanes": num_lanes,
+    }
+    prompts, params = (
+        [[5, 6, 7], [8, 9], [10], [11] * 6],
+        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
+    )
     with LLM(model, **options) as llm:
         untraced = llm.generate(prompts, params)
     with open_trace(tmp_path / "t.json") as trace, LLM(model, trace=trace, **options) as llm:
@@ -131,7 +152,9 @@ def test_a_run_tells_every_step_of_every_lane_and_worker(
         if event["ph"] == "X" and event["name"] != "wait":
             named[event["args"]["step"]].add(event["name"])
     assert len(named) == num_steps
-    expected = {"logits", "sample"} | {f"{part}{layer}" for part in ("S ", "L") for layer in range(LAYERS)}
+    expected = {"logits", "sample"} | {
+        f"{part}{layer}" for part in ("S ", "L") for layer in range(LAYERS)
+    }
     assert all(names == expected for names in named.values())
     rows = spans_by_row(events)
     assert {row for process, row in rows if process == 1} == {0, *range(1, num_lanes + 1)}
@@ -160,7 +183,9 @@ def test_load_and_latencies_are_counted(tiny_checkpoint: Callable[..., Path]) ->
     assert (len(stats.ttft), len(stats.tpot)) == (5, 1)  # a sequence of one token has no TPOT
 
 
-def test_step_times_are_learnt_though_a_prompt_runs_in_every_step(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_step_times_are_learnt_though_a_prompt_runs_in_every_step(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
     """With a large batch there is hardly a step without one."""
     num_pure = 0
 
@@ -171,17 +196,29 @@ def test_step_times_are_learnt_though_a_prompt_runs_in_every_step(tiny_checkpoin
             super().observe(num_decoding, num_prompt_tokens, *rest)
 
     times = Times()
-    options = {"dtype": "float32", "kv_memory_gb": 0.01, "max_num_sequences": 32, "r_workers": 2, "lanes": 2}
+    options = {
+        "dtype": "float32",
+        "kv_memory_gb": 0.01,
+        "max_num_sequences": 32,
+        "r_workers": 2,
+        "lanes": 2,
+    }
     with LLM(str(tiny_checkpoint("llama")), times=times, **options) as llm:
         prompts = [[5 + i % 7] * (2 + i % 5) for i in range(480)]
-        llm.generate(prompts, [SamplingParams(max_tokens=2 + i % 4, ignore_eos=True) for i in range(480)])
+        llm.generate(
+            prompts, [SamplingParams(max_tokens=2 + i % 4, ignore_eos=True) for i in range(480)]
+        )
     assert num_pure < 32  # too few to learn from
     assert times.s_part_s(4) > 0
     assert all(times.r_part_s(worker, 1000) > 0 for worker in range(2))
 
 
-@given(st.lists(st.floats(1e-6, 1e5), min_size=1, max_size=200), st.sampled_from([1, 50, 90, 99, 100]))
-def test_percentiles_are_within_one_percent_of_the_nearest_rank(durations: list[float], percent: int) -> None:
+@given(
+    st.lists(st.floats(1e-6, 1e5), min_size=1, max_size=200), st.sampled_from([1, 50, 90, 99, 100])
+)
+def test_percentiles_are_within_one_percent_of_the_nearest_rank(
+    durations: list[float], percent: int
+) -> None:
     histogram = LatencyHistogram()
     for duration in durations:
         histogram.add(duration)

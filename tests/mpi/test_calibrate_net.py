@@ -19,19 +19,37 @@ FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 
 def test_from_two_ranks_to_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "net.json"
-    calibrate = ["calibrate", "net", "--model", "Llama-3 8B", "--out", str(out), "--batches", "1,32", "--repeats", "2"]
+    calibrate = [
+        "calibrate",
+        "net",
+        "--model",
+        "Llama-3 8B",
+        "--out",
+        str(out),
+        "--batches",
+        "1,32",
+        "--repeats",
+        "2",
+    ]
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *calibrate, ":"]
-    outcome = run([*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.05"], timeout_s=120)
+    outcome = run(
+        [*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.05"], timeout_s=120
+    )
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     profile = read_profile(out)
     assert isinstance(profile, NetProfile) and "MPI" in profile.transport
     assert [point.size for point in profile.transfer] == [10240, 32 * 10240]
     question = ["--model", "Llama-3 8B", "--gpu", "A10", "--cpu", "EPYC 9354", "--seq-len", "1024"]
     assert main(["size", *question, "--nic", str(out), "--json"]) in (0, 1)
-    inputs = {row["name"]: row["provenance"] for row in json.loads(capsys.readouterr().out)["inputs"]}
+    inputs = {
+        row["name"]: row["provenance"] for row in json.loads(capsys.readouterr().out)["inputs"]
+    }
     assert inputs["network"] == inputs["round trip"] == inputs["message"] == "measured"
 
 
 def test_alone_it_asks_for_a_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "net", "--model", "Llama-3 8B", "--out", str(tmp_path / "net.json")]) == 2
+    assert (
+        main(["calibrate", "net", "--model", "Llama-3 8B", "--out", str(tmp_path / "net.json")])
+        == 2
+    )
     assert "mpirun" in capsys.readouterr().err

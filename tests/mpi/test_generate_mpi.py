@@ -1,4 +1,5 @@
-"""``fastdecode generate`` as an MPI job: the tokens that threads give, also when an R-worker is killed or stopped."""
+"""``fastdecode generate`` as an MPI job: the tokens that threads give, also
+when an R-worker is killed or stopped."""
 
 from __future__ import annotations
 
@@ -24,15 +25,23 @@ def write_requests(path: Path, max_tokens: int) -> None:
     """The first is done long before the others."""
     shared = {"temperature": 0, "ignore_eos": True}
     lines = [
-        {"id": i, "prompt_token_ids": [5 + i] * (1 + 5 * i), "max_tokens": max_tokens if i else 3, **shared}
+        {
+            "id": i,
+            "prompt_token_ids": [5 + i] * (1 + 5 * i),
+            "max_tokens": max_tokens if i else 3,
+            **shared,
+        }
         for i in range(8)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture
-def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[list[str], Path, str]]:
-    """``job(max_tokens, *options, **model)``: generate's options, its output file, and what is to be in it."""
+def job(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> Callable[..., tuple[list[str], Path, str]]:
+    """``job(max_tokens, *options, **model)``: generate's options, its output
+    file, and what is to be in it."""
 
     def make(max_tokens: int, *options: str, **overrides: Any) -> tuple[list[str], Path, str]:
         write_requests(tmp_path / "in.jsonl", max_tokens)
@@ -50,7 +59,9 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., t
 def test_ranks_with_a_command_each(job: Callable[..., tuple[list[str], Path, str]]) -> None:
     options, output, expected = job(12)
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":"]
-    outcome = run([*command, "-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120)
+    outcome = run(
+        [*command, "-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120
+    )
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert "rank 3" in outcome.output
     assert output.read_text() == expected
@@ -58,7 +69,16 @@ def test_ranks_with_a_command_each(job: Callable[..., tuple[list[str], Path, str
 
 def test_roles_by_rank(job: Callable[..., tuple[list[str], Path, str]]) -> None:
     options, output, expected = job(12)
-    command = [mpirun(), *open_mpi_options("self,tcp"), "-n", "2", *FASTDECODE, *options, "--kv-memory-gb", "0.01"]
+    command = [
+        mpirun(),
+        *open_mpi_options("self,tcp"),
+        "-n",
+        "2",
+        *FASTDECODE,
+        *options,
+        "--kv-memory-gb",
+        "0.01",
+    ]
     outcome = run(command, timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert output.read_text() == expected
@@ -70,13 +90,18 @@ NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 @pytest.mark.parametrize("device", [
     ["--device", "cpu"],
     pytest.param(["--device", "cuda"], marks=[pytest.mark.gpu, NEEDS_TWO_GPUS]),
-    pytest.param(["--device", "cuda", "--cuda-graphs", "on"], marks=[pytest.mark.gpu, NEEDS_TWO_GPUS]),
+    pytest.param(["--device", "cuda", "--cuda-graphs", "on"], marks=[pytest.mark.gpu,
+        NEEDS_TWO_GPUS]),
 ])  # fmt: skip
-def test_two_s_workers_act_as_one(device: list[str], job: Callable[..., tuple[list[str], Path, str]]) -> None:
+def test_two_s_workers_act_as_one(
+    device: list[str], job: Callable[..., tuple[list[str], Path, str]]
+) -> None:
     options, output, expected = job(12)
     options += device
     command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
-    outcome = run([*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120)
+    outcome = run(
+        [*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120
+    )
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert "rank 3" in outcome.output and "R-worker rank 1" not in outcome.output
     assert output.read_text() == expected
@@ -90,20 +115,28 @@ def test_every_s_worker_takes_the_longrope_factors_of_max_model_len(
     scaling["original_max_position_embeddings"] = 20
     options, output, expected = job(12, "--max-model-len", "64", rope_scaling=scaling)
     command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
-    outcome = run([*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120)
+    outcome = run(
+        [*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120
+    )
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert output.read_text() == expected
     assert all("error" not in json.loads(line) for line in expected.splitlines())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_lost_s_worker_ends_the_job(rank: int, job: Callable[..., tuple[list[str], Path, str]]) -> None:
+def test_a_lost_s_worker_ends_the_job(
+    rank: int, job: Callable[..., tuple[list[str], Path, str]]
+) -> None:
     """Soon, and with every process."""
     options, output, _ = job(400)
     command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
-    with running([*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]) as started:
+    with running(
+        [*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
+    ) as started:
         started.wait_for_text(output)
-        victim = next(p for p in started.processes() if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank))
+        victim = next(
+            p for p in started.processes() if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank)
+        )
         victim.kill()
         outcome = started.wait(timeout_s=60)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
@@ -112,14 +145,25 @@ def test_a_lost_s_worker_ends_the_job(rank: int, job: Callable[..., tuple[list[s
 def test_an_r_worker_in_an_s_workers_place(job: Callable[..., tuple[list[str], Path, str]]) -> None:
     options, _, _ = job(1)
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, "--tp", "2", ":"]
-    outcome = run([*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=60)
+    outcome = run(
+        [*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=60
+    )
     assert "or was started as an R-worker" in outcome.output and "Traceback" not in outcome.output
     assert outcome.exit_code not in (0, None) and outcome.orphans == []
 
 
 def test_ranks_with_nothing_to_do(job: Callable[..., tuple[list[str], Path, str]]) -> None:
     options, _, _ = job(1)
-    command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--kv-placement", "gpu"]
+    command = [
+        mpirun(),
+        *open_mpi_options(),
+        "-n",
+        "2",
+        *FASTDECODE,
+        *options,
+        "--kv-placement",
+        "gpu",
+    ]
     outcome = run(command, timeout_s=120)
     assert outcome.exit_code == 2, outcome.output
     assert "without a launcher" in outcome.output and "Traceback" not in outcome.output
@@ -132,13 +176,18 @@ def test_one_rank_is_too_few(job: Callable[..., tuple[list[str], Path, str]]) ->
     assert "1 MPI rank" in outcome.output and "Traceback" not in outcome.output
 
 
-WHOLE, HEADS, PARTS = ["--r-partition", "sequences"], ["--r-partition", "heads"], ["--split-tokens", "64"]
+WHOLE, HEADS, PARTS = (
+    ["--r-partition", "sequences"],
+    ["--r-partition", "heads"],
+    ["--split-tokens", "64"],
+)
 
 
 @pytest.mark.parametrize(
     ("trouble", "partition"),
     [
-        (signal.SIGKILL, WHOLE), (signal.SIGSTOP, WHOLE), (signal.SIGKILL, HEADS), (signal.SIGSTOP, HEADS),
+        (signal.SIGKILL, WHOLE), (signal.SIGSTOP, WHOLE), (signal.SIGKILL, HEADS), (signal.SIGSTOP,
+            HEADS),
         (signal.SIGKILL, PARTS),
     ],
 )  # fmt: skip
@@ -147,7 +196,17 @@ def test_a_lost_r_worker_changes_no_token(
 ) -> None:
     options, output, expected = job(300, num_key_value_heads=3)
     options += partition
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, "--worker-silence-s", "1", ":"]
+    command = [
+        mpirun(),
+        *open_mpi_options(),
+        "-n",
+        "1",
+        *FASTDECODE,
+        *options,
+        "--worker-silence-s",
+        "1",
+        ":",
+    ]
     command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     with running(command) as started:
         started.wait_for_text(output)
@@ -155,7 +214,8 @@ def test_a_lost_r_worker_changes_no_token(
         outcome = started.wait(timeout_s=120)
     assert output.read_text() == expected, outcome.output
     assert "is lost" in outcome.output
-    # Every request was answered; but only the launcher can end a rank that hangs, and it wants an exit code for that.
+    # Every request was answered; but only the launcher can end a rank that
+    # hangs, and it wants an exit code for that.
     assert outcome.exit_code == 4 if trouble == signal.SIGSTOP else outcome.exit_code is not None
     assert outcome.exit_code is not None and not outcome.orphans, outcome
 
@@ -167,9 +227,13 @@ def test_two_that_are_stopped_one_after_the_other_are_both_given_up(
     options, output, expected = job(300, num_key_value_heads=3)
     options += [*HEADS, "--worker-silence-s", "1"]
     command = [mpirun(), *open_mpi_options("self,tcp"), "-n", "1", *FASTDECODE, *options, ":"]
-    with running([*command, "-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]) as started:
+    with running(
+        [*command, "-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
+    ) as started:
         started.wait_for_text(output)
-        workers = [p for p in started.processes() if "r-worker" in p.cmdline() and "python" in p.name()]
+        workers = [
+            p for p in started.processes() if "r-worker" in p.cmdline() and "python" in p.name()
+        ]
         workers[0].suspend()
         started.wait_until(lambda: "is lost" in started.output())
         workers[1].suspend()

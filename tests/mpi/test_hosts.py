@@ -1,4 +1,5 @@
-"""Jobs over three hosts, which are network namespaces of this one: a bridge between them, and links of 2 Gb/s."""
+"""Jobs over three hosts, which are network namespaces of this one: a bridge
+between them, and links of 2 Gb/s."""
 
 from __future__ import annotations
 
@@ -57,7 +58,21 @@ class Net:
         for host in HOSTS:
             name = self.prefix + host
             sh("ip", "netns", "add", name)
-            sh("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", host, "netns", switch)
+            sh(
+                "ip",
+                "-n",
+                name,
+                "link",
+                "add",
+                "eth0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                host,
+                "netns",
+                switch,
+            )
             sh("ip", "-n", switch, "link", "set", host, "master", "bridge", "up")
             sh("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             for interface in ("lo", "eth0"):
@@ -67,7 +82,12 @@ class Net:
 
     def tear_down(self) -> None:
         for host in (*HOSTS, "sw"):
-            subprocess.run(["ip", "netns", "del", self.prefix + host], check=False, capture_output=True, timeout=20)
+            subprocess.run(
+                ["ip", "netns", "del", self.prefix + host],
+                check=False,
+                capture_output=True,
+                timeout=20,
+            )
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +105,29 @@ def net() -> Iterator[Net]:
 
 
 @pytest.fixture
-def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[int], tuple[list[str], Path, str]]:
-    """``asked(max_tokens)``: a command, its output file, and what is to be in it. The first line is done early."""
+def asked(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> Callable[[int], tuple[list[str], Path, str]]:
+    """``asked(max_tokens)``: a command, its output file, and what is to be in
+    it. The first line is done early."""
 
     def make(max_tokens: int) -> tuple[list[str], Path, str]:
         lines = [
-            {"id": i, "prompt_token_ids": [5 + i] * (1 + 5 * i), "max_tokens": max_tokens if i else 3,
-             "temperature": 0, "ignore_eos": True}
+            {"id": i, "prompt_token_ids": [5 + i] * (1 + 5 * i),
+             "max_tokens": max_tokens if i else 3, "temperature": 0, "ignore_eos": True}
             for i in range(8)
         ]  # fmt: skip
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        command = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "-i", str(source)]
+        command = [
+            "generate",
+            "--model",
+            str(tiny_checkpoint("llama")),
+            "--dtype",
+            "float32",
+            "-i",
+            str(source),
+        ]
         command += ["--prefill-chunk", "16", "-o", str(output)]
         assert main([*command, "--kv-memory-gb", "0.01"]) == 0
         expected = output.read_text()
@@ -107,13 +138,30 @@ def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[int
 
 
 @needs_mpi
-def test_mpi_over_three_hosts(net: Net, asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path) -> None:
+def test_mpi_over_three_hosts(
+    net: Net, asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
+) -> None:
     command, output, expected = asked(40)
     agent = tmp_path / "agent"
     agent.write_text(AGENT.format(prefix=net.prefix))
     agent.chmod(0o700)
-    launch = ["launch", "--hosts", "s0:0,r0:1,r1:1", "--interface", NETWORK, "--r-threads", "1", "--kv-memory-gb"]
-    launch += ["0.01", "--mpirun-arg=--prtemca", "--mpirun-arg=plm_ssh_agent", f"--mpirun-arg={agent}", "--"]
+    launch = [
+        "launch",
+        "--hosts",
+        "s0:0,r0:1,r1:1",
+        "--interface",
+        NETWORK,
+        "--r-threads",
+        "1",
+        "--kv-memory-gb",
+    ]
+    launch += [
+        "0.01",
+        "--mpirun-arg=--prtemca",
+        "--mpirun-arg=plm_ssh_agent",
+        f"--mpirun-arg={agent}",
+        "--",
+    ]
     outcome = run(net.at("s0", *FASTDECODE, *launch, "doctor"), **PATHS)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert "rank 1 on r0" in outcome.output and "rank 2 on r1" in outcome.output
@@ -129,9 +177,29 @@ def test_a_host_that_is_cut_off_changes_no_token(
     command, output, expected = asked(300)
     key = str(tmp_path / "key")
     assert main(["r-worker", "--new-key", key]) == 0
-    serve = ["r-worker", "--threads", "1", "--kv-memory-gb", "0.01", "--silence-s", "2", "--key", key, "--bind"]
+    serve = [
+        "r-worker",
+        "--threads",
+        "1",
+        "--kv-memory-gb",
+        "0.01",
+        "--silence-s",
+        "2",
+        "--key",
+        key,
+        "--bind",
+    ]
     addresses = {host: f"tcp://{net.address(host)}:5600" for host in ("r0", "r1")}
-    command += ["--r-worker", addresses["r0"], "--r-worker", addresses["r1"], "--key", key, "--worker-silence-s", "2"]
+    command += [
+        "--r-worker",
+        addresses["r0"],
+        "--r-worker",
+        addresses["r1"],
+        "--key",
+        key,
+        "--worker-silence-s",
+        "2",
+    ]
     with (
         running(net.at("r0", *FASTDECODE, *serve, addresses["r0"]), **PATHS) as r0,
         running(net.at("r1", *FASTDECODE, *serve, addresses["r1"]), **PATHS) as r1,

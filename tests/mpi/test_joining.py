@@ -14,7 +14,15 @@ pytestmark = needs_mpi
 
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
-REQUIRED = ["generate", "--model", "/nonexistent", "--input", "/nonexistent", "--output", "/nonexistent/out"]
+REQUIRED = [
+    "generate",
+    "--model",
+    "/nonexistent",
+    "--input",
+    "/nonexistent",
+    "--output",
+    "/nonexistent/out",
+]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,10 @@ def test_a_rank_that_has_ended_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     ("trouble", "told"),
-    [(signal.SIGKILL, "has ended before it joined"), (signal.SIGSTOP, "has been stopped before it joined")],
+    [
+        (signal.SIGKILL, "has ended before it joined"),
+        (signal.SIGSTOP, "has been stopped before it joined"),
+    ],
 )
 def test_a_rank_that_is_lost_before_it_joins_is_named(trouble: signal.Signals, told: str) -> None:
     with running(meet("waits"), **PATHS) as job:

@@ -1,4 +1,5 @@
-"""Starting and ending an MPI job: launchers that don't match, roles that don't fit, errors before anything runs."""
+"""Starting and ending an MPI job: launchers that don't match, roles that don't
+fit, errors before anything runs."""
 
 from __future__ import annotations
 
@@ -52,18 +53,42 @@ def test_singletons_are_told_from_a_job() -> None:
 
 @needs_mpi
 def test_another_mpis_launcher() -> None:
-    """What a process sees that the launcher of another MPI has started: its variables, and nobody else."""
+    """What a process sees that the launcher of another MPI has started: its
+    variables, and nobody else."""
     outcome = run([*FASTDECODE, "r-worker"], PMI_SIZE="4", PMI_RANK="1", **PATHS)
     assert outcome.exit_code == 2 and not outcome.orphans, outcome
-    assert "the launcher started 4 ranks, but Open MPI" in outcome.output and "sees 1" in outcome.output
+    assert (
+        "the launcher started 4 ranks, but Open MPI" in outcome.output
+        and "sees 1" in outcome.output
+    )
 
 
 @needs_mpi
 @pytest.mark.parametrize("fault_tolerant", [True, False])
 def test_an_error_of_the_s_worker_ends_the_job(fault_tolerant: bool) -> None:
     options = open_mpi_options()[0 if fault_tolerant else 2 :]
-    generate = ["generate", "--model", "/nonexistent", "--input", "/nonexistent", "--output", "/nonexistent/out"]
-    command = [mpirun(), *options, "-n", "1", *FASTDECODE, *generate, ":", "-n", "2", *FASTDECODE, "r-worker"]
+    generate = [
+        "generate",
+        "--model",
+        "/nonexistent",
+        "--input",
+        "/nonexistent",
+        "--output",
+        "/nonexistent/out",
+    ]
+    command = [
+        mpirun(),
+        *options,
+        "-n",
+        "1",
+        *FASTDECODE,
+        *generate,
+        ":",
+        "-n",
+        "2",
+        *FASTDECODE,
+        "r-worker",
+    ]
     outcome = run(command, timeout_s=60.0, **PATHS)
     assert outcome.exit_code == 2 and not outcome.orphans, outcome
     assert "Traceback" not in outcome.output
@@ -71,7 +96,9 @@ def test_an_error_of_the_s_worker_ends_the_job(fault_tolerant: bool) -> None:
 
 @needs_mpi
 def test_an_r_worker_may_not_be_the_first_rank() -> None:
-    outcome = run([mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, "r-worker"], timeout_s=60.0, **PATHS)
+    outcome = run(
+        [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, "r-worker"], timeout_s=60.0, **PATHS
+    )
     assert outcome.exit_code == 2 and not outcome.orphans, outcome
     assert "started as rank 0" in outcome.output
 

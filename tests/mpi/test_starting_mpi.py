@@ -22,18 +22,34 @@ R_WORKERS = ["-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01", "--lo
 
 
 @pytest.fixture
-def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[str, int], tuple[list[str], Path]]:
-    """``asked(command, max_tokens)``: a command's options, and its output file. One line is done long before the
-    others."""
+def asked(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> Callable[[str, int], tuple[list[str], Path]]:
+    """``asked(command, max_tokens)``: a command's options, and its output file.
+    One line is done long before the others."""
 
     def make(command: str, max_tokens: int) -> tuple[list[str], Path]:
         shared = {"temperature": 0, "ignore_eos": True}
         lines = [
-            {"id": i, "prompt_token_ids": [5 + i] * 9, "max_tokens": max_tokens if i else 3, **shared} for i in range(6)
+            {
+                "id": i,
+                "prompt_token_ids": [5 + i] * 9,
+                "max_tokens": max_tokens if i else 3,
+                **shared,
+            }
+            for i in range(6)
         ]
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        options = [command, "--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--input", str(source)]
+        options = [
+            command,
+            "--model",
+            str(tiny_checkpoint("llama")),
+            "--dtype",
+            "float32",
+            "--input",
+            str(source),
+        ]
         return [*options, "--output", str(output)], output
 
     return make
@@ -59,7 +75,9 @@ def test_who_is_lost_before_the_greeting_is_done_without(
     expected = output.read_text()
     output.unlink()
     options += ["--r-partition", partition, "--worker-silence-s", "1"]
-    with running([mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", *R_WORKERS], **PATHS) as job:
+    with running(
+        [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", *R_WORKERS], **PATHS
+    ) as job:
         job.wait_until(lambda: len(events(job, "serves")) == 2)
         found = ranks(job)
         found[0].suspend()
@@ -72,9 +90,13 @@ def test_who_is_lost_before_the_greeting_is_done_without(
     assert outcome.exit_code is not None and outcome.orphans == [], outcome
 
 
-def test_when_the_s_worker_is_killed_the_job_has_failed(asked: Callable[[str, int], tuple[list[str], Path]]) -> None:
+def test_when_the_s_worker_is_killed_the_job_has_failed(
+    asked: Callable[[str, int], tuple[list[str], Path]],
+) -> None:
     options, output = asked("generate", 400)
-    with running([mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", *R_WORKERS], **PATHS) as job:
+    with running(
+        [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", *R_WORKERS], **PATHS
+    ) as job:
         job.wait_for_text(output)
         ranks(job)[0].kill()
         outcome = job.wait(60)
@@ -87,7 +109,17 @@ def test_a_batch_that_is_launched_may_finish_what_runs(
     stop: signal.Signals, asked: Callable[[str, int], tuple[list[str], Path]]
 ) -> None:
     options, output = asked("run-batch", 300)
-    launch = [*FASTDECODE, "launch", "--hosts", "localhost:2", "--r-threads", "1", "--kv-memory-gb", "0.01", "--"]
+    launch = [
+        *FASTDECODE,
+        "launch",
+        "--hosts",
+        "localhost:2",
+        "--r-threads",
+        "1",
+        "--kv-memory-gb",
+        "0.01",
+        "--",
+    ]
     with running([*launch, *options, "--max-num-sequences", "3"], **PATHS) as job:
         job.wait_for_text(output)
         next(p for p in job.processes() if "launch" in p.cmdline()).send_signal(stop)

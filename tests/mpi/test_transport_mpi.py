@@ -1,4 +1,5 @@
-"""The MPI transport, in real jobs: the transport suite over shared memory and TCP, and ranks that die or hang."""
+"""The MPI transport, in real jobs: the transport suite over shared memory and
+TCP, and ranks that die or hang."""
 
 from __future__ import annotations
 
@@ -45,11 +46,16 @@ def test_a_call_of_mpi_that_does_not_return_is_noticed() -> None:
 
 
 def test_a_job_that_mpi_keeps_ends_and_says_whom_it_waited_for() -> None:
-    outcome = run_ranks("failures.py", 4, "self,sm", "-k", "kept_until_the_end", "-s", "-p", "no:logging")
+    outcome = run_ranks(
+        "failures.py", 4, "self,sm", "-k", "kept_until_the_end", "-s", "-p", "no:logging"
+    )
     assert outcome.exit_code == 4 and not outcome.orphans, outcome
     stopped = re.search(r"process (\d+) was stopped", outcome.output)
     assert stopped is not None, outcome.output
-    assert f"MPI hasn't returned for 0.2 s: rank 2 (process {stopped[1]}) has been stopped" in outcome.output
+    assert (
+        f"MPI hasn't returned for 0.2 s: rank 2 (process {stopped[1]}) has been stopped"
+        in outcome.output
+    )
     assert "the last act, before exit code 4" in outcome.output
 
 
@@ -78,8 +84,16 @@ def test_s_workers_that_wait_for_one_that_never_comes() -> None:
 
 
 def test_several_s_workers_share_an_r_worker() -> None:
-    """One leaves, another is refused, and the one that is left notices nothing; the R-worker ends with it."""
-    command = [mpirun(), *open_mpi_options(), "-n", "4", sys.executable, str(RANKS / "two_s_workers.py")]
+    """One leaves, another is refused, and the one that is left notices nothing;
+    the R-worker ends with it."""
+    command = [
+        mpirun(),
+        *open_mpi_options(),
+        "-n",
+        "4",
+        sys.executable,
+        str(RANKS / "two_s_workers.py"),
+    ]
     outcome = run(command, timeout_s=120.0)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     for line in (

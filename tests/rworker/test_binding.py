@@ -12,12 +12,19 @@ import pytest
 from fastdecode.core.errors import ConfigError
 from rworker.binding import numa_node_cpus, parse_cpu_list
 
-needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system doesn't bind processes")
+needs_affinity = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system doesn't bind processes"
+)
 
 
 @pytest.mark.parametrize(
     ("text", "cpus"),
-    [("0", {0}), ("3,1", {1, 3}), ("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), (" 4 , 5-6 ", {4, 5, 6})],
+    [
+        ("0", {0}),
+        ("3,1", {1, 3}),
+        ("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}),
+        (" 4 , 5-6 ", {4, 5, 6}),
+    ],
 )
 def test_lists_of_cpus(text: str, cpus: set[int]) -> None:
     assert parse_cpu_list(text) == cpus
@@ -43,8 +50,13 @@ def test_numa_nodes(tmp_path: Path) -> None:
 @needs_affinity
 def test_a_bound_process_keeps_to_its_cpus_and_knows_it() -> None:
     cpu = min(os.sched_getaffinity(0))
-    script = "from rworker.binding import *; print(is_bound()); bind(frozenset({%d})); print(usable_cpus(), is_bound())"
-    outcome = subprocess.run([sys.executable, "-c", script % cpu], capture_output=True, text=True, check=True)
+    script = (
+        "from rworker.binding import *; print(is_bound()); bind(frozenset({%d})); "
+        "print(usable_cpus(), is_bound())"
+    )
+    outcome = subprocess.run(
+        [sys.executable, "-c", script % cpu], capture_output=True, text=True, check=True
+    )
     bound = len(os.sched_getaffinity(0)) > 1
     assert outcome.stdout.split() == ["False", "1", str(bound)]
 
@@ -52,5 +64,7 @@ def test_a_bound_process_keeps_to_its_cpus_and_knows_it() -> None:
 @needs_affinity
 def test_cpus_that_are_not_there() -> None:
     script = "from rworker.binding import *; bind(frozenset({60000}))"
-    outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    outcome = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert "ConfigError" in outcome.stderr and "60000" in outcome.stderr

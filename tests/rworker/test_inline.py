@@ -1,4 +1,5 @@
-"""An R-worker without a thread: the same answers as one with a thread, and the manners of a connection."""
+"""An R-worker without a thread: the same answers as one with a thread, and the
+manners of a connection."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ from rworker.worker import Executor, start_worker_thread
 from sworker.kernels.threads import openmp_library
 
 SPEC = AttentionSpec(6, 2, 16, scale=0.25)
-HELLO = Hello(PROTOCOL_VERSION, "hash", KVSpec(2, 2, 16, DType.FLOAT32, 16), (SPEC, SPEC), DType.FLOAT32)
+HELLO = Hello(
+    PROTOCOL_VERSION, "hash", KVSpec(2, 2, 16, DType.FLOAT32, 16), (SPEC, SPEC), DType.FLOAT32
+)
 NUM_SEQUENCES, PROMPT_TOKENS = 3, 40
 
 
@@ -53,7 +56,9 @@ def job() -> list[ToRWorker]:
         past += num_new
         rows = NUM_SEQUENCES * num_new
         for layer in range(2):
-            q, k, v = (rng.standard_normal((rows, heads, 16)).astype(np.float32) for heads in (6, 2, 2))
+            q, k, v = (
+                rng.standard_normal((rows, heads, 16)).astype(np.float32) for heads in (6, 2, 2)
+            )
             messages.append(Attend(step, 0, layer, q, k, v))
     return [*messages, *(CloseSequence(i) for i in range(NUM_SEQUENCES)), Shutdown()]
 
@@ -64,7 +69,9 @@ def converse(connection: Connection[ToRWorker, FromRWorker]) -> list[FromRWorker
         connection.send(message)
         if not isinstance(message, (BeginStep, CloseSequence, Shutdown)):
             answer = connection.receive(120)
-            answers.append(replace(answer, o=answer.o.copy()) if isinstance(answer, AttendResult) else answer)
+            answers.append(
+                replace(answer, o=answer.o.copy()) if isinstance(answer, AttendResult) else answer
+            )
     return answers
 
 
@@ -77,7 +84,9 @@ def inline(executor: Executor | None = None) -> InlineConnection:
 @pytest.mark.parametrize("has_own_threads", [True, False])
 def test_answers_are_those_of_a_thread(has_own_threads: bool) -> None:
     library = None if has_own_threads else openmp_library()
-    found = converse(make_inline_worker("r0", kv_bytes=1 << 20, num_threads=2, openmp_library=library))
+    found = converse(
+        make_inline_worker("r0", kv_bytes=1 << 20, num_threads=2, openmp_library=library)
+    )
     worker = start_worker_thread("r0", kv_bytes=1 << 20, num_threads=2)
     expected = converse(worker.connection)
     worker.join(60)
@@ -96,7 +105,9 @@ def test_works_when_it_is_waited_for() -> None:
     connection.send(HELLO)
     connection.send(OpenSequence(0, 10))
     connection.send(CloseSequence(0))
-    connection.send(OpenSequence(0, 10))  # refused as a protocol error, were the one before not closed by then
+    connection.send(
+        OpenSequence(0, 10)
+    )  # refused as a protocol error, were the one before not closed by then
     hub = SoleHub(connection)
     assert isinstance(hub.receive_any()[1], Welcome)
     assert [hub.receive_any(), hub.receive_any()] == [(WORKER, Accepted(0))] * 2
@@ -159,7 +170,9 @@ class Broken:
 def attending(executor: Executor) -> InlineConnection:
     """An R-worker that has answered all up to the first Attend, which it has been sent."""
     connection = inline(executor)
-    for message in [message for message in job() if not isinstance(message, CloseSequence)][: 3 + NUM_SEQUENCES]:
+    for message in [message for message in job() if not isinstance(message, CloseSequence)][
+        : 3 + NUM_SEQUENCES
+    ]:
         connection.send(message)
     assert isinstance(message, Attend)
     for _ in range(1 + NUM_SEQUENCES):
@@ -198,7 +211,9 @@ def test_cache_goes_with_the_connection() -> None:
 
 def test_threads_of_another_runtime_are_not_needed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        connection = make_inline_worker("r0", kv_bytes=1 << 20, num_threads=2, openmp_library="/no/libgomp.so")
+        connection = make_inline_worker(
+            "r0", kv_bytes=1 << 20, num_threads=2, openmp_library="/no/libgomp.so"
+        )
     assert "has threads of its own" in caplog.text
     connection.send(HELLO)
     assert isinstance(connection.receive(), Welcome)

@@ -1,4 +1,5 @@
-"""The KV store against a naive model: a dict of token lists, and a memory that a slot really writes to."""
+"""The KV store against a naive model: a dict of token lists, and a memory that
+a slot really writes to."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Memory:
     def append(self, store: KVStore, new: dict[int, list[int]]) -> None:
         appended = store.append(ids(*new), counts(*map(len, new.values())))
         self.cells[appended.copy_targets] = self.cells[appended.copy_sources]
-        self.cells.reshape(-1)[appended.slots] = [token for tokens in new.values() for token in tokens]
+        self.cells.reshape(-1)[appended.slots] = [
+            token for tokens in new.values() for token in tokens
+        ]
 
     def read(self, store: KVStore, sequence_id: int) -> list[int]:
         table = store.block_tables(ids(sequence_id))[0]
@@ -52,7 +55,8 @@ def snapshot(store: KVStore) -> dict[str, object]:
         | {
             name: value.tolist() if isinstance(value, np.ndarray) else repr(value)
             for name, value in vars(store).items()
-            if name not in ("_returned", "_tables", "_lengths", "_reserved", "_widths", "_free_rows")
+            if name
+            not in ("_returned", "_tables", "_lengths", "_reserved", "_widths", "_free_rows")
         }
         | {
             f"row {key}": (
@@ -66,7 +70,9 @@ def snapshot(store: KVStore) -> dict[str, object]:
     )
 
 
-def refuses_unchanged(store: KVStore, error: type[Exception], act: Callable[[], object]) -> Exception:
+def refuses_unchanged(
+    store: KVStore, error: type[Exception], act: Callable[[], object]
+) -> Exception:
     before = snapshot(store)
     with pytest.raises(error) as caught:
         act()
@@ -75,7 +81,8 @@ def refuses_unchanged(store: KVStore, error: type[Exception], act: Callable[[], 
 
 
 class KVStoreMachine(RuleBasedStateMachine):
-    """Open, fork, append and close in any order. An append inside its reservation must never fail."""
+    """Open, fork, append and close in any order. An append inside its
+    reservation must never fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +114,9 @@ class KVStoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.tokens.values()))
     @rule(data=st.data(), more=st.integers(0, 9))
     def fork(self, data: st.DataObject, more: int) -> None:
-        parent = data.draw(st.sampled_from([s for s, tokens in self.tokens.items() if tokens]), "parent")
+        parent = data.draw(
+            st.sampled_from([s for s, tokens in self.tokens.items() if tokens]), "parent"
+        )
         shared = data.draw(st.integers(1, len(self.tokens[parent])), "shared")
         self._try(
             lambda new: self.store.fork(parent, new, shared, shared + more),
@@ -118,7 +127,9 @@ class KVStoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def append(self, data: st.DataObject) -> None:
-        some = data.draw(st.lists(st.sampled_from(list(self.tokens)), min_size=1, unique=True), "sequences")
+        some = data.draw(
+            st.lists(st.sampled_from(list(self.tokens)), min_size=1, unique=True), "sequences"
+        )
         new = {
             sequence: self._fresh(data.draw(st.integers(1, room), "num_new"))
             for sequence in some
@@ -136,17 +147,23 @@ class KVStoreMachine(RuleBasedStateMachine):
         try:
             self.store.extend(sequence, enlarged)
         except CapacityError:
-            refuses_unchanged(self.store, CapacityError, lambda: self.store.extend(sequence, enlarged))
+            refuses_unchanged(
+                self.store, CapacityError, lambda: self.store.extend(sequence, enlarged)
+            )
             return
         self.reserved[sequence] = enlarged
-        refuses_unchanged(self.store, ProtocolError, lambda: self.store.extend(sequence, enlarged - 1))
+        refuses_unchanged(
+            self.store, ProtocolError, lambda: self.store.extend(sequence, enlarged - 1)
+        )
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def outgrow(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(list(self.tokens)), "sequence")
         over = self.reserved[sequence] - len(self.tokens[sequence]) + 1
-        refuses_unchanged(self.store, CapacityError, lambda: self.store.append(ids(sequence), counts(over)))
+        refuses_unchanged(
+            self.store, CapacityError, lambda: self.store.append(ids(sequence), counts(over))
+        )
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -183,7 +200,9 @@ class KVStoreMachine(RuleBasedStateMachine):
         assert self.store.num_free_blocks == self.store.num_available_blocks == NUM_BLOCKS
 
 
-KVStoreMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+KVStoreMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+)
 TestKVStoreMachine = KVStoreMachine.TestCase
 
 
@@ -308,7 +327,8 @@ def test_rows_and_tables_grow_and_are_used_again() -> None:
 
 @pytest.mark.parametrize(("mean_tokens", "num_sequences"), [(96, 2000), (1024, 500), (16384, 40)])
 def test_kv_memory_overhead(mean_tokens: int, num_sequences: int) -> None:
-    """All that the cache takes, bookkeeping included, over the raw K and V bytes: at most 5% and a block a sequence."""
+    """All that the cache takes, bookkeeping included, over the raw K and V
+    bytes: at most 5% and a block a sequence."""
     kv = KVSpec(num_layers=8, num_kv_heads=4, head_dim=64, dtype=DType.FLOAT16, block_size=32)
     rng = np.random.default_rng(mean_tokens)
     lengths = rng.integers(1, 2 * mean_tokens, num_sequences)

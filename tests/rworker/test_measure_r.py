@@ -1,4 +1,5 @@
-"""Measuring the R-part: every size is measured once, through the real worker; what doesn't fit is left out or refused.
+"""Measuring the R-part: every size is measured once, through the real worker;
+what doesn't fit is left out or refused.
 
 Times themselves are not looked at: a fake clock ticks.
 """
@@ -13,7 +14,14 @@ import pytest
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from rworker.measure import Effort, Host, decode_sizes, measure_decode, measure_r_part, measure_read_bandwidth
+from rworker.measure import (
+    Effort,
+    Host,
+    decode_sizes,
+    measure_decode,
+    measure_r_part,
+    measure_read_bandwidth,
+)
 
 SPEC = AttentionSpec(4, 2, 16, 0.25)
 KV = KVSpec(2, 2, 16, DType.FLOAT16, 16)
@@ -34,8 +42,11 @@ def test_every_size_is_timed(num_workers: int, dtype: DType) -> None:
 
 
 def test_one_layer_of_the_slowest_worker_counts() -> None:
-    """A worker's clock ticks twice a layer, so a layer takes one tick, whatever the number of layers."""
-    (point,) = measure_decode(Host(1, 1), KV, (SPEC, SPEC), DType.FLOAT32, [(2, 5)], repeats=2, clock=ticking())
+    """A worker's clock ticks twice a layer, so a layer takes one tick, whatever
+    the number of layers."""
+    (point,) = measure_decode(
+        Host(1, 1), KV, (SPEC, SPEC), DType.FLOAT32, [(2, 5)], repeats=2, clock=ticking()
+    )
     assert point.timing.seconds == (1.0, 1.0)
 
 
@@ -46,10 +57,16 @@ def test_sizes_that_fit() -> None:
 
 
 def test_a_whole_profile() -> None:
-    effort = Effort(sequences=(1, 2), contexts=(8, 40), repeats=2, max_kv_bytes=1 << 20, read_bytes=1 << 16)
+    effort = Effort(
+        sequences=(1, 2), contexts=(8, 40), repeats=2, max_kv_bytes=1 << 20, read_bytes=1 << 16
+    )
     profile = measure_r_part(Host(1, 1), KV, (SPEC, SPEC), DType.BFLOAT16, 1 << 30, effort)
     assert (profile.num_q_heads, profile.num_kv_heads, profile.head_dim) == (4, 2, 16)
-    assert profile.kv_dtype == "float16" and profile.block_size == 16 and profile.memory_bytes == 1 << 30
+    assert (
+        profile.kv_dtype == "float16"
+        and profile.block_size == 16
+        and profile.memory_bytes == 1 << 30
+    )
     assert len(profile.decode) == 4 and len(profile.read_bytes_per_s) == 6
     assert profile.machine.cpu and profile.machine.software["python"]
 

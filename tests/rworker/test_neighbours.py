@@ -8,7 +8,15 @@ from dense_attention import to_bits
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Attend, AttendResult, BeginStep, Hello, OpenSequence
+from fastdecode.wire.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Attend,
+    AttendResult,
+    BeginStep,
+    Hello,
+    OpenSequence,
+)
 from rworker.worker import start_worker_thread
 
 HQ, HKV, D, PAST, PROMPT = 4, 2, 32, 40, 3
@@ -27,7 +35,9 @@ def decoded(kv_dtype: DType, activation_dtype: DType, *, beside_a_prompt: bool) 
     rng = np.random.default_rng(7)
 
     def rows(num_rows: int, num_heads: int) -> np.ndarray:
-        return to_bits(rng.standard_normal((num_rows, num_heads, D)).astype(np.float32), activation_dtype)
+        return to_bits(
+            rng.standard_normal((num_rows, num_heads, D)).astype(np.float32), activation_dtype
+        )
 
     worker = start_worker_thread("r0", kv_bytes=1 << 22)
     try:
@@ -38,7 +48,9 @@ def decoded(kv_dtype: DType, activation_dtype: DType, *, beside_a_prompt: bool) 
             worker.connection.send(OpenSequence(sequence, 2 * PAST))
             assert worker.connection.receive(WAIT_S) == Accepted(sequence)
         worker.connection.send(begin(0, [0, 0], [PAST, PAST], attended=False))
-        worker.connection.send(Attend(0, 0, 0, rows(0, HQ), rows(2 * PAST, HKV), rows(2 * PAST, HKV)))
+        worker.connection.send(
+            Attend(0, 0, 0, rows(0, HQ), rows(2 * PAST, HKV), rows(2 * PAST, HKV))
+        )
         worker.connection.receive(WAIT_S)
         q, k, v = rows(1 + PROMPT, HQ), rows(1 + PROMPT, HKV), rows(1 + PROMPT, HKV)
         new = [1, PROMPT] if beside_a_prompt else [1]
@@ -54,7 +66,11 @@ def decoded(kv_dtype: DType, activation_dtype: DType, *, beside_a_prompt: bool) 
 
 @pytest.mark.parametrize("activation_dtype", [DType.FLOAT32, DType.BFLOAT16])
 @pytest.mark.parametrize("kv_dtype", [DType.BFLOAT16, DType.INT8])
-def test_a_prompt_beside_it_changes_no_bit_of_what_decodes(kv_dtype: DType, activation_dtype: DType) -> None:
-    alone, beside = (decoded(kv_dtype, activation_dtype, beside_a_prompt=prompt) for prompt in (False, True))
+def test_a_prompt_beside_it_changes_no_bit_of_what_decodes(
+    kv_dtype: DType, activation_dtype: DType
+) -> None:
+    alone, beside = (
+        decoded(kv_dtype, activation_dtype, beside_a_prompt=prompt) for prompt in (False, True)
+    )
     assert alone.any()
     np.testing.assert_array_equal(alone, beside)

@@ -1,4 +1,5 @@
-"""Several peers of one R-worker: who may say what, whose caches are whose, and that a stranger changes nothing."""
+"""Several peers of one R-worker: who may say what, whose caches are whose, and
+that a stranger changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ from fastdecode.wire.messages import (
     Shutdown,
     Welcome,
 )
-from rworker.instructions import Compute, Drop, HangUp, Instruction, Prepare, Send, Stop, TellAboutHost
+from rworker.instructions import (
+    Compute,
+    Drop,
+    HangUp,
+    Instruction,
+    Prepare,
+    Send,
+    Stop,
+    TellAboutHost,
+)
 from rworker.state import RWorkerState
 
 FEW = replace(HELLO, max_blocks=8)
@@ -100,7 +110,9 @@ def test_a_second_s_worker_for_a_holder_that_is_served_is_refused() -> None:
 def test_nor_is_there_memory_for_a_second_where_the_first_has_it_all() -> None:
     worker = Worker()
     worker.greet(ONE, HELLO)
-    worker.refuses(OTHER, replace(HELLO, holder=1), "another S-worker, which has its memory", code="busy")
+    worker.refuses(
+        OTHER, replace(HELLO, holder=1), "another S-worker, which has its memory", code="busy"
+    )
 
 
 def test_memory_is_free_again_when_its_owner_has_gone() -> None:
@@ -112,7 +124,12 @@ def test_memory_is_free_again_when_its_owner_has_gone() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [OpenSequence(1, 8, 0), CloseSequence(1, 0), step_of((1, 0, 1), holder=0), attend(step_of((1, 0, 1)), 0, holder=0)],
+    [
+        OpenSequence(1, 8, 0),
+        CloseSequence(1, 0),
+        step_of((1, 0, 1), holder=0),
+        attend(step_of((1, 0, 1)), 0, holder=0),
+    ],
 )
 def test_nobody_touches_what_is_anothers(message: Any) -> None:
     worker = Worker()
@@ -140,7 +157,8 @@ def test_a_reader_looks_and_changes_nothing() -> None:
 
 
 def test_whoever_only_looks_does_not_end_the_worker() -> None:
-    """The doctor measures the way to an R-worker with a cache of its own, and goes; the job comes after."""
+    """The doctor measures the way to an R-worker with a cache of its own, and
+    goes; the job comes after."""
     worker = Worker(model_hash="another")
     worker.tell(ONE, Inspect())
     worker.greet(ONE, HELLO)
@@ -174,9 +192,13 @@ def test_a_reader_cannot_greet_as_one() -> None:
         replace(HELLO, role=Role.READER)
 
 
-@pytest.mark.parametrize(("field", "value"), [("holder", -1), ("holder", 1 << 16), ("max_blocks", -1)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("holder", -1), ("holder", 1 << 16), ("max_blocks", -1)]
+)
 def test_holders_and_wishes_are_checked(field: str, value: int) -> None:
-    Worker().refuses(ONE, replace(HELLO, **{field: value}), f"{field}={value} is not a whole number")
+    Worker().refuses(
+        ONE, replace(HELLO, **{field: value}), f"{field}={value} is not a whole number"
+    )
 
 
 def test_blocks_of_one_cache_are_not_anothers() -> None:

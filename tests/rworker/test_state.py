@@ -1,4 +1,5 @@
-"""The R-worker's state machine, synchronously: messages in, instructions out, the books checked after every message."""
+"""The R-worker's state machine, synchronously: messages in, instructions out,
+the books checked after every message."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def test_hello_again_starts_afresh(worker: Worker) -> None:
     """Whatever was open or under way is forgotten."""
     assert worker.answer(OpenSequence(1, 8)) == Accepted(1)
     assert worker.tell(step_of((1, 0, 1))) == ()
-    other = replace(HELLO, kv=replace(KV, block_size=8, dtype=DType.BFLOAT16), activation_dtype=DType.FLOAT16)
+    other = replace(
+        HELLO, kv=replace(KV, block_size=8, dtype=DType.BFLOAT16), activation_dtype=DType.FLOAT16
+    )
     prepare, send = worker.tell(other)
     assert isinstance(prepare, Prepare)
     assert (prepare.layout.dtype, prepare.layout.block_size) == ("bfloat16", 8)
@@ -57,8 +60,16 @@ def test_hello_again_starts_afresh(worker: Worker) -> None:
     [
         (replace(HELLO, protocol_version=PROTOCOL_VERSION + 1), "same version", "protocol_version"),
         (replace(HELLO, attention=(SPEC,)), "1 attention specs for 3 layers", "protocol_error"),
-        (replace(HELLO, attention=(SPEC, SPEC, replace(SPEC, head_dim=8))), "layer 2", "protocol_error"),
-        (replace(HELLO, attention=(replace(SPEC, num_kv_heads=4),) * 3), "layer 0", "protocol_error"),
+        (
+            replace(HELLO, attention=(SPEC, SPEC, replace(SPEC, head_dim=8))),
+            "layer 2",
+            "protocol_error",
+        ),
+        (
+            replace(HELLO, attention=(replace(SPEC, num_kv_heads=4),) * 3),
+            "layer 0",
+            "protocol_error",
+        ),
         (replace(HELLO, kv=replace(KV, block_size=256)), "more memory", "out_of_capacity"),
     ],
 )
@@ -76,7 +87,13 @@ def test_options_are_checked(option: str) -> None:
 
 def test_nothing_goes_before_hello_but_shutdown() -> None:
     worker, begin = Worker(), step_of((1, 0, 1))
-    for message in (CloseSequence(1), OpenSequence(1, 1), ForkSequence(1, 2, 1, 1), begin, attend(begin, 0)):
+    for message in (
+        CloseSequence(1),
+        OpenSequence(1, 1),
+        ForkSequence(1, 2, 1, 1),
+        begin,
+        attend(begin, 0),
+    ):
         worker.fails(message, "first message must be Hello")
     assert worker.tell(Shutdown()) == (Stop(),)
 
@@ -140,7 +157,11 @@ MESSAGES = st.one_of(
     st.builds(CloseSequence, INTEGERS),
     st.builds(
         lambda rows, lane: step_of(*rows, lane=lane),
-        st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3),
+        st.lists(
+            st.tuples(st.integers(0, 6), st.integers(0, 9), st.integers(0, 9)),
+            min_size=1,
+            max_size=3,
+        ),
         st.integers(0, 1),
     ),
     st.builds(

@@ -1,4 +1,5 @@
-"""The R-worker's state machine in a step: what it plans for a layer, and which messages it refuses."""
+"""The R-worker's state machine in a step: what it plans for a layer, and which
+messages it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def test_a_step_is_planned_once_for_all_layers(worker: Worker) -> None:
     for sequence in (5, 6, 7):
         worker.tell(OpenSequence(sequence, 12))
     worker.run_step(step_of((5, 0, 6), (7, 0, 1)))
-    begin = step_of((7, 1, 1), (6, 0, 5), (5, 6, 3), queries=[1, 0, 2], want_lse=True, step=1, lane=2)
+    begin = step_of(
+        (7, 1, 1), (6, 0, 5), (5, 6, 3), queries=[1, 0, 2], want_lse=True, step=1, lane=2
+    )
     computes = worker.run_step(begin)
     plan = computes[0].plan
     assert all(compute.plan is plan for compute in computes)
@@ -33,7 +36,9 @@ def test_a_step_is_planned_once_for_all_layers(worker: Worker) -> None:
     assert (plan.step, plan.lane, plan.want_lse) == (1, 2, True)
     # Blocks 0, 1 are sequence 5's, 2 is sequence 7's; 3, 4 go to sequence 6 and 5 to sequence 5.
     assert plan.slots.tolist() == [9, 12, 13, 14, 15, 16, 6, 7, 20]
-    assert [table[: -(-n // 4)].tolist() for table, n in zip(plan.block_tables, [2, 9], strict=True)] == [
+    assert [
+        table[: -(-n // 4)].tolist() for table, n in zip(plan.block_tables, [2, 9], strict=True)
+    ] == [
         [2],
         [0, 1, 5],
     ]
@@ -67,7 +72,9 @@ def test_a_closed_part_is_attended_without_growing(worker: Worker) -> None:
         worker.tell(OpenSequence(sequence, 8))
     worker.run_step(step_of((1, 0, 6)))
     worker.tell(ForkSequence(1, 2, 6, 8))
-    begin = step_of((3, 0, 1), (1, 6, 0), (2, 6, 0), queries=[1, 1, 2], num_beyond=np.array([0, 4, 2], np.int32))
+    begin = step_of(
+        (3, 0, 1), (1, 6, 0), (2, 6, 0), queries=[1, 1, 2], num_beyond=np.array([0, 4, 2], np.int32)
+    )
     plan = worker.run_step(begin)[0].plan
     assert plan.slots.size == 1
     assert plan.query_positions.tolist() == [0, 9, 6]
@@ -109,8 +116,14 @@ def test_blocks_are_copied_when_a_step_begins(worker: Worker) -> None:
         (step_of((1, 5, 0), queries=[1]), "num_queries"),
         (step_of((1, 5, 0), queries=[2], num_beyond=np.array([1], np.int32)), "num_queries"),
         (step_of((1, 5, 1), num_beyond=np.array([-1], np.int32)), "num_beyond must be at least 0"),
-        (step_of((1, 5, 0), queries=[1], num_beyond=np.array([1 << 30], np.int32)), "no sequence is longer"),
-        (step_of((1, 5, 1), num_beyond=np.array([(1 << 23) - 5], np.int32)), "no sequence is longer than 8388608"),
+        (
+            step_of((1, 5, 0), queries=[1], num_beyond=np.array([1 << 30], np.int32)),
+            "no sequence is longer",
+        ),
+        (
+            step_of((1, 5, 1), num_beyond=np.array([(1 << 23) - 5], np.int32)),
+            "no sequence is longer than 8388608",
+        ),
         (step_of((1, 5, 1), num_beyond=np.array([1])), "num_beyond must be an array of int32"),
         (step_of((1, 5, 1), queries=[2]), "num_queries"),
         (step_of((1, 5, 1), queries=[-1]), "num_queries"),
@@ -121,14 +134,20 @@ def test_blocks_are_copied_when_a_step_begins(worker: Worker) -> None:
         (step_of((1, 5, 1), lane=-1), "lane=-1"),
         (step_of((1, 5, 1), lane=MAX_LANES), "lane="),
         (step_of((1, 5, 1), step=-1), "step=-1"),
-        (step_of((1, 5, 1), sequence_ids=np.array([1], np.int32)), "sequence_ids must be an array of int64"),
+        (
+            step_of((1, 5, 1), sequence_ids=np.array([1], np.int32)),
+            "sequence_ids must be an array of int64",
+        ),
         (step_of((1, 5, 1), sequence_ids=np.array([[1]])), "sequence_ids must have one dimension"),
         (step_of((1, 5, 1), sequence_ids=np.zeros(0, np.int64)), "an entry at least"),
         (step_of((1, 5, 1), sequence_ids=[1]), "not list"),
         (step_of((1, 5, 1), num_past=np.array([5])), "num_past must be an array of int32"),
         (step_of((1, 5, 1), num_new=np.ones(2, np.int32)), "num_new has shape [2]"),
         (step_of((1, 5, 1), num_queries=np.ones((1, 1), np.int32)), "num_queries has shape"),
-        (step_of((1, 5, 1), (2, 0, 1), num_visible=np.array([6, 0, 1], np.int32)[::2]), "C-contiguous"),
+        (
+            step_of((1, 5, 1), (2, 0, 1), num_visible=np.array([6, 0, 1], np.int32)[::2]),
+            "C-contiguous",
+        ),
     ],
 )
 def test_bad_steps_fail_and_change_nothing(worker: Worker, begin: BeginStep, reason: str) -> None:
@@ -182,7 +201,9 @@ def wrong_attends() -> list[tuple[dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize(("changes", "reason"), wrong_attends())
-def test_bad_attends_fail_and_the_step_goes_on(worker: Worker, changes: dict[str, Any], reason: str) -> None:
+def test_bad_attends_fail_and_the_step_goes_on(
+    worker: Worker, changes: dict[str, Any], reason: str
+) -> None:
     worker.tell(OpenSequence(1, 8))
     begin = step_of((1, 0, 3))
     worker.tell(begin)

@@ -1,4 +1,5 @@
-"""R-workers as threads: random ragged steps against plain dense attention, crashes, and how they end."""
+"""R-workers as threads: random ragged steps against plain dense attention,
+crashes, and how they end."""
 
 from __future__ import annotations
 
@@ -83,7 +84,11 @@ def test_random_ragged_steps_equal_dense_attention(
 def test_one_hub_serves_several_workers(start: Callable[..., WorkerThread]) -> None:
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     workers = [start(f"r{i}", hub=hub) for i in range(3)]
-    assert [connection.peer for connection in hub.connections] == ["R-worker r0", "R-worker r1", "R-worker r2"]
+    assert [connection.peer for connection in hub.connections] == [
+        "R-worker r0",
+        "R-worker r1",
+        "R-worker r2",
+    ]
     for worker in workers:
         worker.connection.send(hello(DType.FLOAT32))
     answers = dict(hub.receive_any(WAIT_S) for _ in workers)
@@ -136,14 +141,18 @@ def test_no_step_compiles_after_hello(start: Callable[..., WorkerThread]) -> Non
     def spy(name: str) -> Callable[..., None]:
         def call(*args: Any, **options: Any) -> None:
             arrays = [x for x in (*args, *options.values()) if isinstance(x, np.ndarray)]
-            kinds = tuple((x.dtype, x.ndim, x.flags.c_contiguous, x.flags.writeable) for x in arrays)
+            kinds = tuple(
+                (x.dtype, x.ndim, x.flags.c_contiguous, x.flags.writeable) for x in arrays
+            )
             is_ragged = name == "attend" and len(args[2]) > len(args[6])  # rows of q; sequences
             seen.append((name, (is_ragged, *kinds)))
             getattr(reference, name)(*args, **options)
 
         return call
 
-    module: Any = SimpleNamespace(**{name: spy(name) for name in ("append", "attend", "copy_blocks")})
+    module: Any = SimpleNamespace(
+        **{name: spy(name) for name in ("append", "attend", "copy_blocks")}
+    )
     worker = start(executor=AttentionExecutor(kernels=module))
     greeted(worker, hello(DType.BFLOAT16))
     warmed = set(seen)
@@ -235,7 +244,9 @@ def test_breaking_the_protocol_ends_the_service(start: Callable[..., WorkerThrea
 def test_a_cache_that_cannot_be_had_is_a_typed_failure(
     start: Callable[..., WorkerThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def allocate_pool(layout: cpu_kernels.BlockLayout, num_layers: int, num_blocks: int) -> np.ndarray:
+    def allocate_pool(
+        layout: cpu_kernels.BlockLayout, num_layers: int, num_blocks: int
+    ) -> np.ndarray:
         if num_layers > 1:
             raise OSError(12, "Cannot allocate memory")
         return cpu_kernels.allocate_pool(layout, num_layers, num_blocks)
@@ -247,13 +258,17 @@ def test_a_cache_that_cannot_be_had_is_a_typed_failure(
     expect_failed_then_closed(worker, "out_of_capacity", "less KV memory")
 
 
-def test_a_cache_larger_than_what_is_free_is_refused_not_promised(start: Callable[..., WorkerThread]) -> None:
+def test_a_cache_larger_than_what_is_free_is_refused_not_promised(
+    start: Callable[..., WorkerThread],
+) -> None:
     worker = start(executor=AttentionExecutor(free_bytes=lambda: 300_000))
     worker.connection.send(hello(DType.FLOAT32))
     expect_failed_then_closed(worker, "out_of_capacity", "but 300000 are free", "--kv-memory-gb")
 
 
-def test_shutdown_ends_the_thread_after_the_work_before_it(start: Callable[..., WorkerThread]) -> None:
+def test_shutdown_ends_the_thread_after_the_work_before_it(
+    start: Callable[..., WorkerThread],
+) -> None:
     worker = start()
     worker.connection.send(hello(DType.FLOAT32))
     worker.stop()

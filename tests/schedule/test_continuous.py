@@ -1,5 +1,6 @@
-"""The scheduler under every policy, over random traffic: lanes that finish in any order, early ends, forks, cancelled
-requests and lost R-workers. Plans are carried out on the R-workers' real KV stores."""
+"""The scheduler under every policy, over random traffic: lanes that finish in
+any order, early ends, forks, cancelled requests and lost R-workers. Plans are
+carried out on the R-workers' real KV stores."""
 
 from __future__ import annotations
 
@@ -46,7 +47,13 @@ def test_every_policy_serves_everyone_within_its_blocks(
 
 
 @relaxed
-@given(st.data(), traffic(forks=True), st.integers(1, 2), st.sampled_from(COLD_STARTS), st.integers(150, 320))
+@given(
+    st.data(),
+    traffic(forks=True),
+    st.integers(1, 2),
+    st.sampled_from(COLD_STARTS),
+    st.integers(150, 320),
+)
 def test_the_load_never_exceeds_its_limit_when_lengths_are_bounds(
     data: st.DataObject,
     requests: Requests,
@@ -54,7 +61,9 @@ def test_the_load_never_exceeds_its_limit_when_lengths_are_bounds(
     cold_start: str,
     load_limit: int,
 ) -> None:
-    chosen = options("stabilized", num_lanes, load_limit=load_limit, cold_start=cold_start, learn_lengths=False)
+    chosen = options(
+        "stabilized", num_lanes, load_limit=load_limit, cold_start=cold_start, learn_lengths=False
+    )
     scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE)
     limits = [control.limit for control in scheduler.lanes[0].admission._controls]  # type: ignore[attr-defined]
     assert sum(limits) * num_lanes <= load_limit
@@ -71,7 +80,9 @@ def test_wrong_forecasts_cost_recomputation_and_nothing_else(
     num_lanes: int,
     lose: bool,
 ) -> None:
-    scheduler = make_scheduler(options(mode, num_lanes, length_quantile=0.1), WORKER_BLOCKS, BLOCK_SIZE)
+    scheduler = make_scheduler(
+        options(mode, num_lanes, length_quantile=0.1), WORKER_BLOCKS, BLOCK_SIZE
+    )
     scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
     harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], num_lanes)
     harness.arrive(1, (1,), 1)
@@ -83,7 +94,10 @@ def test_the_latest_arrivals_are_suspended_and_resume_where_they_were() -> None:
     scheduler = make_scheduler(options("greedy", 1, length_quantile=0.1), (6,), BLOCK_SIZE)
     scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
     harness = Harness(scheduler, [Store(6)], 1)
-    for length in (1, 9):  # what is expected of the others: 1 token, and 9 of those that get further
+    for length in (
+        1,
+        9,
+    ):  # what is expected of the others: 1 token, and 9 of those that get further
         harness.arrive(1, (length,), length)
     harness.run_out()
     for _ in range(3):
@@ -96,20 +110,28 @@ def test_the_latest_arrivals_are_suspended_and_resume_where_they_were() -> None:
             residence, before = sequence.residence, places.get(sequence_id)
             if before is not None and (residence is None or residence.parts[0].part_id != before):
                 suspended.append(sequence_id)
-            if residence is not None and residence.parts[0].part_id != before and not sequence.num_cached:
+            if (
+                residence is not None
+                and residence.parts[0].part_id != before
+                and not sequence.num_cached
+            ):
                 resumed = sequence_id in suspended
                 assert residence.num_tokens == (sequence.max_cached_tokens if resumed else 4)
             places[sequence_id] = None if residence is None else residence.parts[0].part_id
         harness.complete(0)
     assert suspended[0] == 4 and 2 not in suspended
-    assert [harness.finished[i] for i in (2, 3, 4)] == [[1000 * i + k for k in range(12)] for i in (2, 3, 4)]
+    assert [harness.finished[i] for i in (2, 3, 4)] == [
+        [1000 * i + k for k in range(12)] for i in (2, 3, 4)
+    ]
     assert list(harness.finished) == [0, 1, 2, 3, 4]
 
 
 def test_a_sequence_above_a_given_limit_is_refused_by_name() -> None:
     scheduler = make_scheduler(options("stabilized", 1, load_limit=30), WORKER_BLOCKS, BLOCK_SIZE)
     harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], 1)
-    with pytest.raises(CapacityError, match=r"grow to 31 cached.*load limit of 30 leaves.*--load-limit") as caught:
+    with pytest.raises(
+        CapacityError, match=r"grow to 31 cached.*load limit of 30 leaves.*--load-limit"
+    ) as caught:
         scheduler.add([Sequence.of(0, Request("r", (1,) * 20, SamplingParams(), 12, seed=0), 0)])
     assert caught.value.code == "exceeds_load_limit"
     assert scheduler.num_waiting == 0
@@ -119,7 +141,8 @@ def test_a_sequence_above_a_given_limit_is_refused_by_name() -> None:
 def test_a_limit_that_lanes_share_is_told_with_both_numbers() -> None:
     scheduler = make_scheduler(options("stabilized", 2, load_limit=50), (20,), BLOCK_SIZE)
     with pytest.raises(
-        CapacityError, match="load limit of 50, shared out to 2 lanes, leaves it no more than 25 on any"
+        CapacityError,
+        match="load limit of 50, shared out to 2 lanes, leaves it no more than 25 on any",
     ):
         scheduler.add([Sequence.of(0, Request("r", (1,) * 20, SamplingParams(), 12, seed=0), 0)])
 
@@ -143,7 +166,9 @@ def test_a_sequence_above_a_measured_limit_runs_alone() -> None:
 
 
 def test_what_ends_early_makes_room_at_once() -> None:
-    scheduler = make_scheduler(options("stabilized", 1, load_limit=20, cold_start="none"), (20,), BLOCK_SIZE)
+    scheduler = make_scheduler(
+        options("stabilized", 1, load_limit=20, cold_start="none"), (20,), BLOCK_SIZE
+    )
     harness = Harness(scheduler, [Store(20)], 1, [20])
     harness.arrive(1, (3,), 20)
     harness.arrive(1, (20,), 20)
@@ -180,19 +205,29 @@ def test_prompts_never_hold_up_decoding() -> None:
     for _ in range(5):
         run = harness.begin(0)
         assert run is not None
-        assert any(chunk.sequence.sequence_id == 0 and chunk.num_tokens == 1 for chunk in run.chunks)
+        assert any(
+            chunk.sequence.sequence_id == 0 and chunk.num_tokens == 1 for chunk in run.chunks
+        )
         prompts = [chunk.num_tokens for chunk in run.chunks if chunk.num_tokens > 1]
         assert sum(prompts) <= MAX_STEP_TOKENS - MAX_SEQUENCES
         harness.complete(0)
 
 
 @relaxed
-@given(st.data(), traffic(forks=True), st.sampled_from(MODES), st.integers(1, 3), st.booleans(), st.booleans())
+@given(
+    st.data(),
+    traffic(forks=True),
+    st.sampled_from(MODES),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+)
 def test_answers_may_come_after_the_step_they_were_asked_for(
     data: st.DataObject, requests: Requests, mode: str, num_lanes: int, forecast: bool, lose: bool
 ) -> None:
-    """Lanes step with whoever has room; nobody gets on twice or never, and what befalls a sequence while its room is
-    being opened is carried out once that is known."""
+    """Lanes step with whoever has room; nobody gets on twice or never, and what
+    befalls a sequence while its room is being opened is carried out once that
+    is known."""
     chosen = options(mode, num_lanes, length_quantile=0.1 if forecast else None)
     scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE, opening_steps=1)
     scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
@@ -211,7 +246,9 @@ def test_answers_may_come_after_the_step_they_were_asked_for(
 def test_a_lane_steps_while_others_are_opened() -> None:
     scheduler = make_scheduler(options("greedy", 1), WORKER_BLOCKS, BLOCK_SIZE, opening_steps=1)
     late = [False, True]
-    harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], 1, is_late=lambda: late.pop(0))
+    harness = Harness(
+        scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], 1, is_late=lambda: late.pop(0)
+    )
     harness.arrive(3, (4,), 4)
     harness.turn(0)
     harness.turn(0)
@@ -223,7 +260,9 @@ def test_a_lane_steps_while_others_are_opened() -> None:
     harness.complete(0)
     harness.answer()
     run = harness.begin(0)
-    assert run is not None and [chunk.num_tokens for chunk in run.chunks] == [1, 3], "as it was booked"
+    assert run is not None and [chunk.num_tokens for chunk in run.chunks] == [1, 3], (
+        "as it was booked"
+    )
     harness.complete(0)
     harness.run_out()
     assert harness.lifecycle.lives.story(second.sequence_id) == [

@@ -1,4 +1,5 @@
-"""Room for those that start later: its shape, and that it keeps a stabilised load stable where load control drifts."""
+"""Room for those that start later: its shape, and that it keeps a stabilised
+load stable where load control drifts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def test_equal_lengths_may_use_what_an_even_stagger_uses() -> None:
     length, limit = 1000, 1_000_000
     limit_at = learnt([(1, length)] * 40).limit_for(MicroBatch(1, length, 500), limit)
     for horizon in range(0, length, 50):
-        assert limit_at(500 + horizon) == pytest.approx(limit * (1 - (horizon / length) ** 2), abs=0.003 * limit)
+        assert limit_at(500 + horizon) == pytest.approx(
+            limit * (1 - (horizon / length) ** 2), abs=0.003 * limit
+        )
     assert limit_at(500) == limit
     assert limit_at(500 + 10 * length) >= length, "one more always fits"
 
@@ -46,7 +49,8 @@ def test_where_sequences_end_early_nothing_is_left_on_purpose() -> None:
 
 
 def mean_load(limit: int, lengths: list[int], headroom: Headroom | None) -> float:
-    """Of a crowd that starts as soon as it may, relative to the limit, once the first have ended."""
+    """Of a crowd that starts as soon as it may, relative to the limit, once the
+    first have ended."""
     control = LoadControl(limit)
     waiting = list(reversed(lengths))
     loads = []

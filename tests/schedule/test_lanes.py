@@ -1,4 +1,5 @@
-"""The number of lanes follows what steps turn out to take; a machine with known times tells what it should be."""
+"""The number of lanes follows what steps turn out to take; a machine with known
+times tells what it should be."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from fastdecode.schedule.times import MeasuredTimes, RPartTime
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of a lane's step: T_S = fixed_s + num_tokens · token_s, T_R = load · load_s, and L."""
+    """Seconds of a lane's step: T_S = fixed_s + num_tokens · token_s, T_R =
+    load · load_s, and L."""
 
     fixed_s: float
     token_s: float
@@ -40,7 +42,9 @@ class Machine:
         return max(lanes * s, lanes * r, s + r + self.round_trip_s)
 
 
-def run(machine: Machine, *, batch: int = 60, load: int = 60_000, start: int = 2, num_steps: int = 800) -> list[int]:
+def run(
+    machine: Machine, *, batch: int = 60, load: int = 60_000, start: int = 2, num_steps: int = 800
+) -> list[int]:
     """The number of lanes at every step."""
     times = MeasuredTimes(min_observed=8)
     control = LaneControl(times, start, every=16)
@@ -69,7 +73,9 @@ def run(machine: Machine, *, batch: int = 60, load: int = 60_000, start: int = 2
         Machine(0.0, 1e-3, 1e-6, 0.0),  # in balance, an instant network: two
         Machine(0.0, 1e-3, 1e-6, 20e-3),  # a slow network: three or more
         Machine(0.0, 1e-3, 1e-6, 60e-3),
-        Machine(30e-3, 1e-4, 0.2e-6, 0.0),  # little R-part, and each lane reads the weights anew: one
+        Machine(
+            30e-3, 1e-4, 0.2e-6, 0.0
+        ),  # little R-part, and each lane reads the weights anew: one
         Machine(5e-3, 1e-3, 1e-6, 10e-3),
     ],
 )
@@ -116,8 +122,11 @@ def run_a_step(lifecycle: Lifecycle, lane: int) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["greedy", "stabilized", "synchronized"])
 def test_regrouped_sequences_go_on_and_end(mode: str) -> None:
-    """Every sequence runs every token once, whatever the lanes; lanes are as even as whole sequences allow."""
-    options = ScheduleOptions(mode=mode, max_num_sequences=12, prefill_chunk=16, max_step_tokens=40, num_lanes=2)
+    """Every sequence runs every token once, whatever the lanes; lanes are as
+    even as whole sequences allow."""
+    options = ScheduleOptions(
+        mode=mode, max_num_sequences=12, prefill_chunk=16, max_step_tokens=40, num_lanes=2
+    )
     scheduler = make_scheduler(options, (64, 64), 16)
     lifecycle = Lifecycle(scheduler)
     for request in requests([1, 50, 3, 33, 7, 90, 2, 20, 41, 5, 18, 9, 70, 4]):

@@ -15,7 +15,9 @@ def sequence(num_generated: int, max_tokens: int, params: SamplingParams | None 
 
 
 def test_without_a_forecast_every_sequence_may_run_to_its_max_tokens() -> None:
-    assert LongestLengths().expected(sequence(5, 70)) == LongestLengths().safe(sequence(5, 70)) == 70
+    assert (
+        LongestLengths().expected(sequence(5, 70)) == LongestLengths().safe(sequence(5, 70)) == 70
+    )
 
 
 def test_learns_mean_and_quantile_of_those_that_got_as_far() -> None:

@@ -35,7 +35,9 @@ from fastdecode.schedule.modes import make_scheduler
 
 
 def lifecycle(blocks: tuple[int, ...] = (40,), **more: object) -> Lifecycle:
-    return Lifecycle(make_scheduler(options("greedy", 2, **more), blocks, BLOCK_SIZE, opening_steps=1))
+    return Lifecycle(
+        make_scheduler(options("greedy", 2, **more), blocks, BLOCK_SIZE, opening_steps=1)
+    )
 
 
 def tell(life: Lifecycle, event: Event) -> list[Instruction]:
@@ -44,7 +46,9 @@ def tell(life: Lifecycle, event: Event) -> list[Instruction]:
     return instructions
 
 
-def submit(life: Lifecycle, name: str, num_prompt_tokens: int = 3, max_tokens: int = 4, n: int = 1) -> None:
+def submit(
+    life: Lifecycle, name: str, num_prompt_tokens: int = 3, max_tokens: int = 4, n: int = 1
+) -> None:
     params = SamplingParams(n=n)
     tell(life, Submitted(Request(name, (5,) * num_prompt_tokens, params, max_tokens, seed=0)))
 
@@ -64,7 +68,9 @@ def step(life: Lifecycle, lane: int) -> list[Instruction]:
 
 def end(life: Lifecycle, run: Instruction) -> list[Instruction]:
     assert isinstance(run, Run)
-    drawing = [chunk.sequence for chunk in run.chunks if chunk.num_tokens == chunk.sequence.num_uncached]
+    drawing = [
+        chunk.sequence for chunk in run.chunks if chunk.num_tokens == chunk.sequence.num_uncached
+    ]
     return tell(life, StepDone(run.lane, tuple(Drawn(sequence, 7) for sequence in drawing)))
 
 
@@ -81,7 +87,11 @@ def test_a_life_from_submission_to_its_end() -> None:
     assert life.lives.status(0) is Status.RUNNING  # type: ignore[arg-type]
     assert step(life, 0) == [] == tell(life, LaneIdle(0))
     finish, close = step(life, 0)
-    assert isinstance(finish, Finish) and finish.reason == "length" and finish.sequence.token_ids == [5, 5, 5, 7, 7]
+    assert (
+        isinstance(finish, Finish)
+        and finish.reason == "length"
+        and finish.sequence.token_ids == [5, 5, 5, 7, 7]
+    )
     assert close == Close(asked.part)
     story = ["submitted, 3 tokens", "opening on 0", "running", "finished: length"]
     assert life.lives.story(0) == story  # type: ignore[arg-type]
@@ -100,10 +110,14 @@ def test_a_refusal_beside_others_waits_even_if_they_have_ended_by_now() -> None:
     assert tell(life, Refused(second.part.part_id, **FULL)) == []
     assert life.lives.status(1) is Status.INTERRUPTED  # type: ignore[arg-type]
     third = opening(life, 1)
-    assert third.part.part_id not in (first.part.part_id, second.part.part_id), "a late answer is nobody else's"
+    assert third.part.part_id not in (first.part.part_id, second.part.part_id), (
+        "a late answer is nobody else's"
+    )
     assert not life.grants.awaits(second.part.holder, second.part.part_id)
     (fail,) = tell(life, Refused(third.part.part_id, **FULL))
-    assert isinstance(fail, Fail) and str(fail.error) == "r0 refused request b: full", "nothing took its room"
+    assert isinstance(fail, Fail) and str(fail.error) == "r0 refused request b: full", (
+        "nothing took its room"
+    )
 
 
 def test_who_is_refused_asks_again_when_something_was_freed() -> None:
@@ -127,7 +141,10 @@ def test_what_befalls_a_sequence_in_flight_is_carried_out_at_the_end_of_its_step
     submit(life, "long", num_prompt_tokens=6, max_tokens=8)
     opened = tell(life, LaneIdle(0))
     assert [x.part.holder for x in opened if isinstance(x, Open)] == [0, 1]
-    assert [(x.part.first_token, x.part.num_tokens) for x in opened if isinstance(x, Open)] == [(0, 8), (8, 5)]
+    assert [(x.part.first_token, x.part.num_tokens) for x in opened if isinstance(x, Open)] == [
+        (0, 8),
+        (8, 5),
+    ]
     for x in opened:
         assert isinstance(x, Open)
         tell(life, Opened(x.part.part_id))
@@ -175,7 +192,9 @@ def test_siblings_fork_whoever_holds_the_prompt() -> None:
     tell(life, LaneReady(1))
     step(life, 0)
     forks = tell(life, LaneIdle(1))
-    assert [(x.parent, x.num_shared_tokens) for x in forks if isinstance(x, Fork)] == [(parent.part, 4)] * 2
+    assert [(x.parent, x.num_shared_tokens) for x in forks if isinstance(x, Fork)] == [
+        (parent.part, 4)
+    ] * 2
     assert life.lives.num_cached_tokens == 5 + 4 + 4
 
 

@@ -1,4 +1,5 @@
-"""Load control against brute force over every step, the worked examples, and the paper's closed form."""
+"""Load control against brute force over every step, the worked examples, and
+the paper's closed form."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.schedule.load_control import FixedInterval, LoadControl, MicroBatch
 
 CASES = {
-    case["id"]: case for case in json.loads(Path(__file__).with_name("load_control_cases.json").read_text())["cases"]
+    case["id"]: case
+    for case in json.loads(Path(__file__).with_name("load_control_cases.json").read_text())["cases"]
 }
 
 
@@ -61,7 +63,9 @@ class BruteForce:
             self.load[step] -= batch.load_at(step)
 
 
-def wishes(*, same_length: bool = False, with_prompts: bool = False) -> st.SearchStrategy[list[Wish]]:
+def wishes(
+    *, same_length: bool = False, with_prompts: bool = False
+) -> st.SearchStrategy[list[Wish]]:
     lengths = st.just(12) if same_length else st.integers(1, 24)
     wish = st.builds(
         lambda m, length, prompt, arrival: Wish(m, length, min(length, prompt), arrival),
@@ -126,7 +130,9 @@ def test_equal_lengths_follow_the_papers_formula(wanted: list[Wish], slack: int)
             for s, n in ((b.start, b.num_sequences) for b in control._live)
             if s + length - 1 >= start + length - 1
         )
-        loads = [w + m * (e - start + 1) if e >= start else w for e, w in zip(ends, loads, strict=True)]
+        loads = [
+            w + m * (e - start + 1) if e >= start else w for e, w in zip(ends, loads, strict=True)
+        ]
         ends.append(start + length - 1)
         loads.append(new_load)
         control.add(wish.at(start))
@@ -136,7 +142,9 @@ def test_equal_lengths_follow_the_papers_formula(wanted: list[Wish], slack: int)
 
 @settings(max_examples=1000, deadline=None)
 @given(st.data(), wishes(with_prompts=True), st.integers(0, 100))
-def test_what_ends_early_gives_its_load_back(data: st.DataObject, wanted: list[Wish], slack: int) -> None:
+def test_what_ends_early_gives_its_load_back(
+    data: st.DataObject, wanted: list[Wish], slack: int
+) -> None:
     limit = max(w.num_sequences * w.target_length for w in wanted) + slack
     control, brute = LoadControl(limit), BruteForce(limit)
     running: list[MicroBatch] = []
@@ -154,7 +162,9 @@ def test_what_ends_early_gives_its_load_back(data: st.DataObject, wanted: list[W
             brute.end(ended, at)
             if num_ended < whole.num_sequences:
                 left = whole.num_sequences - num_ended
-                running.append(MicroBatch(left, whole.target_length, whole.start, whole.first_length))
+                running.append(
+                    MicroBatch(left, whole.target_length, whole.start, whole.first_length)
+                )
         start = ask(control, wish, now)
         assert start == brute.earliest_start(wish, now)
         control.add(wish.at(start))
@@ -165,12 +175,16 @@ def test_what_ends_early_gives_its_load_back(data: st.DataObject, wanted: list[W
     control.forget_before(now)
     later = range(now, max(brute.load) + 2)
     assert [control.load_at(step) for step in later] == [brute.load[step] for step in later]
-    assert control.peak() == max(control.load_at(step) for step in (*later, *(b.end for b in running)))
+    assert control.peak() == max(
+        control.load_at(step) for step in (*later, *(b.end for b in running))
+    )
 
 
 @settings(max_examples=500, deadline=None)
 @given(wishes(with_prompts=True), st.integers(0, 150), st.integers(1, 100))
-def test_a_lowered_limit_holds_for_what_starts_from_then_on(wanted: list[Wish], slack: int, percent: int) -> None:
+def test_a_lowered_limit_holds_for_what_starts_from_then_on(
+    wanted: list[Wish], slack: int, percent: int
+) -> None:
     *before, last = wanted
     high = max(w.num_sequences * w.target_length for w in wanted) + slack
     control, brute = LoadControl(high), BruteForce(high)
@@ -178,7 +192,9 @@ def test_a_lowered_limit_holds_for_what_starts_from_then_on(wanted: list[Wish], 
         start = ask(control, wish, wish.arrival)
         control.add(wish.at(start))
         brute.add(wish.at(start))
-    control.limit = brute.limit = max(high * percent // 100, last.num_sequences * last.target_length)
+    control.limit = brute.limit = max(
+        high * percent // 100, last.num_sequences * last.target_length
+    )
     assert ask(control, last, last.arrival) == brute.earliest_start(last, last.arrival)
 
 
@@ -194,7 +210,11 @@ def test_worked_starts(case_id: str) -> None:
     assert starts == expected["start_steps"]
     assert control.peak() == expected["max_load"]
     if "last_end_step" in expected:
-        assert control.load_at(expected["last_end_step"]) > 0 == control.load_at(expected["last_end_step"] + 1)
+        assert (
+            control.load_at(expected["last_end_step"])
+            > 0
+            == control.load_at(expected["last_end_step"] + 1)
+        )
 
 
 def test_a_micro_batch_above_the_limit_is_refused_by_name() -> None:
@@ -229,7 +249,9 @@ def test_worked_interval_that_does_not_divide() -> None:
 def played(interval: FixedInterval, num_micro_batches: int) -> LoadControl:
     control = LoadControl(1)
     for k in range(num_micro_batches):
-        control.add(MicroBatch(interval.num_sequences, interval.target_length, k * interval.interval))
+        control.add(
+            MicroBatch(interval.num_sequences, interval.target_length, k * interval.interval)
+        )
     return control
 
 
@@ -277,7 +299,11 @@ def test_an_interval_beyond_the_length_is_refused(interval: int) -> None:
 
 
 @settings(max_examples=500, deadline=None)
-@given(wishes(with_prompts=True), st.integers(0, 150), st.lists(st.integers(0, 12), min_size=80, max_size=80))
+@given(
+    wishes(with_prompts=True),
+    st.integers(0, 150),
+    st.lists(st.integers(0, 12), min_size=80, max_size=80),
+)
 def test_what_fits_under_a_falling_limit(wanted: list[Wish], slack: int, falls: list[int]) -> None:
     *before, last = wanted
     limit = max(w.num_sequences * w.target_length for w in wanted) + slack
@@ -299,8 +325,14 @@ def test_what_fits_under_a_falling_limit(wanted: list[Wish], slack: int, falls: 
 
 
 @settings(max_examples=1000, deadline=None)
-@given(wishes(with_prompts=True), st.lists(st.integers(0, 2), min_size=14, max_size=14), st.integers(0, 60))
-def test_parts_of_split_sequences_never_exceed_the_limit(wanted: list[Wish], parts: list[int], slack: int) -> None:
+@given(
+    wishes(with_prompts=True),
+    st.lists(st.integers(0, 2), min_size=14, max_size=14),
+    st.integers(0, 60),
+)
+def test_parts_of_split_sequences_never_exceed_the_limit(
+    wanted: list[Wish], parts: list[int], slack: int
+) -> None:
     """Part 0 of a wish is all of it."""
     batches = [
         wish.at(wish.arrival) if part == 0 else wish.at(wish.arrival).part(8 * part - 8, 8)

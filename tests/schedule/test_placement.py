@@ -26,7 +26,9 @@ def whole(holder: int, num_tokens: int) -> Residence:
 
 
 def in_parts(holders: tuple[int, ...], sizes: tuple[int, ...]) -> Residence:
-    return new_residence([HolderId(holder) for holder in holders], sizes, map(PartId, itertools.count()))
+    return new_residence(
+        [HolderId(holder) for holder in holders], sizes, map(PartId, itertools.count())
+    )
 
 
 def first(placed: list[int], fitting: list[int]) -> int | None:
@@ -36,7 +38,8 @@ def first(placed: list[int], fitting: list[int]) -> int | None:
 def place(
     ledger: BlockLedger, sizes: tuple[int, ...], choose: Choose, fixed: tuple[int, ...] = ()
 ) -> tuple[int, ...] | None:
-    """A holder for each part, as ``choose`` says, which takes those of the parts before, and the candidates."""
+    """A holder for each part, as ``choose`` says, which takes those of the
+    parts before, and the candidates."""
     placed: list[HolderId] = []
     while len(placed) < len(sizes):
         tiers = ledger.candidates(placed, sizes, sizes)
@@ -91,20 +94,32 @@ def test_part_sizes() -> None:
 BLOCKS = st.lists(st.integers(0, 7), min_size=1, max_size=4)
 
 
-@given(BLOCKS, st.integers(1, 3), st.integers(1, 60), st.sets(st.integers(0, 3), max_size=2), st.integers(1, 4))
+@given(
+    BLOCKS,
+    st.integers(1, 3),
+    st.integers(1, 60),
+    st.sets(st.integers(0, 3), max_size=2),
+    st.integers(1, 4),
+)
 def test_parts_are_placed_if_and_only_if_some_way_fits(
     blocks: list[int], part_blocks: int, num_tokens: int, lost: set[int], most_closed: int
 ) -> None:
-    ledger = BlockLedger(tuple(blocks), block_size=4, part_tokens=4 * part_blocks, max_closed_parts=most_closed)
+    ledger = BlockLedger(
+        tuple(blocks), block_size=4, part_tokens=4 * part_blocks, max_closed_parts=most_closed
+    )
     for worker in lost & set(range(len(blocks))):
         ledger.lose(worker)
     sizes = ledger.part_sizes(num_tokens)
     assert sum(sizes) == num_tokens and all(size == sizes[0] for size in sizes[:-1])
     needed = [ledger.blocks_for(size) for size in sizes]
-    # Full parts are all alike: what counts is how many of them go where, and where the last one goes.
+    # Full parts are all alike: what counts is how many of them go where, and
+    # where the last one goes.
     free = [0 if worker in lost else x for worker, x in enumerate(blocks)]
     is_possible = any(
-        sum(min((x - (needed[-1] if w == last else 0)) // part_blocks, most_closed) for w, x in enumerate(free))
+        sum(
+            min((x - (needed[-1] if w == last else 0)) // part_blocks, most_closed)
+            for w, x in enumerate(free)
+        )
         >= len(sizes) - 1
         for last, room in enumerate(free)
         if room >= needed[-1]
@@ -130,7 +145,9 @@ def test_closed_parts_of_all_sequences_count() -> None:
 
 
 @given(BLOCKS, st.integers(2, 40), st.integers(0, 3))
-def test_parts_are_spread_as_far_as_there_is_room(blocks: list[int], num_tokens: int, num_fixed: int) -> None:
+def test_parts_are_spread_as_far_as_there_is_room(
+    blocks: list[int], num_tokens: int, num_fixed: int
+) -> None:
     ledger = BlockLedger(tuple(blocks), block_size=1, part_tokens=2)
     sizes = ledger.part_sizes(num_tokens)
     fixed = (0,) * min(num_fixed, len(sizes))
@@ -141,7 +158,9 @@ def test_parts_are_spread_as_far_as_there_is_room(blocks: list[int], num_tokens:
     for part, worker in itertools.islice(enumerate(placed), len(fixed), None):
         for other, room in enumerate(blocks):
             if placed[:part].count(other) < placed[:part].count(worker):
-                taken = sum(size for w, size in zip(placed[:part], sizes, strict=False) if w == other)
+                taken = sum(
+                    size for w, size in zip(placed[:part], sizes, strict=False) if w == other
+                )
                 assert room - taken < sizes[part], "somebody with fewer of its parts had room"
 
 
@@ -159,9 +178,13 @@ def test_where_a_policy_says_no_the_next_best_is_asked() -> None:
 
 
 def test_what_never_fits_is_told_what_would() -> None:
-    with pytest.raises(CapacityError, match=r"the largest R-worker has 6 blocks \(24 tokens\).*--split-tokens"):
+    with pytest.raises(
+        CapacityError, match=r"the largest R-worker has 6 blocks \(24 tokens\).*--split-tokens"
+    ):
         BlockLedger((6, 6), block_size=4).check_possible(25)
     in_parts = BlockLedger((6, 6), block_size=4, part_tokens=32)
-    with pytest.raises(CapacityError, match=r"in parts of 32 tokens.* 6 blocks \(24 tokens\).*take smaller parts"):
+    with pytest.raises(
+        CapacityError, match=r"in parts of 32 tokens.* 6 blocks \(24 tokens\).*take smaller parts"
+    ):
         in_parts.check_possible(25)
     BlockLedger((6, 6), block_size=4, part_tokens=8).check_possible(48)

@@ -33,7 +33,8 @@ def test_prompts_keep_to_the_budget_and_get_on_in_every_step(
         if chunks:
             assert sum(chunks) == num_tokens
             assert all(1 <= chunk <= max_chunk for chunk in chunks)
-            # What load control counts on: never more cached than if the prompt had grown by one token a step.
+            # What load control counts on: never more cached than if the prompt
+            # had grown by one token a step.
             cached = 0
             for step, chunk in enumerate(chunks):
                 cached += chunk
@@ -57,7 +58,9 @@ def test_a_prompt_fills_what_the_others_leave() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 120), st.integers(0, 60), st.integers(1, 25))
-def test_chunks_of_split_sequences_end_where_parts_do(chunk: int, num_tokens: int, first: int, part: int) -> None:
+def test_chunks_of_split_sequences_end_where_parts_do(
+    chunk: int, num_tokens: int, first: int, part: int
+) -> None:
     chunks = PrefillBudget(30, chunk, part_tokens=part).chunks(num_tokens, first, parts=())
     assert sum(chunks) == num_tokens
     for tokens in chunks:
@@ -72,8 +75,11 @@ def test_chunks_of_split_sequences_end_where_parts_do(chunk: int, num_tokens: in
     st.lists(st.tuples(st.integers(1, 120), st.integers(0, 60)), min_size=1, max_size=8),
     st.integers(1, 3),
 )
-def test_chunks_shrink_as_parts_get_more(part: int, prompts: list[tuple[int, int]], num_workers: int) -> None:
-    """In no step do prompts send an R-worker more queries for closed parts than there is room for in a message."""
+def test_chunks_shrink_as_parts_get_more(
+    part: int, prompts: list[tuple[int, int]], num_workers: int
+) -> None:
+    """In no step do prompts send an R-worker more queries for closed parts than
+    there is room for in a message."""
     most_closed = max(num_tokens + first for num_tokens, first in prompts) // part
     most = -(-most_closed // num_workers) + 5
     budget = PrefillBudget(40, 20, most, part)
@@ -92,5 +98,8 @@ def test_chunks_shrink_as_parts_get_more(part: int, prompts: list[tuple[int, int
 
 
 def test_parts_on_several_r_workers_leave_longer_chunks() -> None:
-    chunks = [PrefillBudget(40, 20, 6, 4).chunks(12, 12, parts=parts) for parts in ((0,) * 6, (0, 1, 2) * 2)]
+    chunks = [
+        PrefillBudget(40, 20, 6, 4).chunks(12, 12, parts=parts)
+        for parts in ((0,) * 6, (0, 1, 2) * 2)
+    ]
     assert chunks == [(2, 2, 1, 1, 1, 1, 1, 1, 1, 1), (4, 3, 1, 3, 1)]

@@ -19,11 +19,27 @@ SPLITS = st.sampled_from((4, 8, 12, 16))
 
 
 @relaxed
-@given(st.data(), traffic(forks=True), st.sampled_from(MODES), st.integers(1, 3), st.booleans(), SPLITS, st.booleans())
+@given(
+    st.data(),
+    traffic(forks=True),
+    st.sampled_from(MODES),
+    st.integers(1, 3),
+    st.booleans(),
+    SPLITS,
+    st.booleans(),
+)
 def test_split_sequences_are_served_beyond_the_room_of_any_r_worker(
-    data: st.DataObject, requests: Requests, mode: str, num_lanes: int, lose: bool, split_tokens: int, forecast: bool
+    data: st.DataObject,
+    requests: Requests,
+    mode: str,
+    num_lanes: int,
+    lose: bool,
+    split_tokens: int,
+    forecast: bool,
 ) -> None:
-    chosen = options(mode, num_lanes, split_tokens=split_tokens, length_quantile=0.1 if forecast else None)
+    chosen = options(
+        mode, num_lanes, split_tokens=split_tokens, length_quantile=0.1 if forecast else None
+    )
     scheduler = make_scheduler(chosen, SPLIT_BLOCKS, BLOCK_SIZE)
     scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
     harness = Harness(scheduler, [Store(blocks) for blocks in SPLIT_BLOCKS], num_lanes)
@@ -39,7 +55,13 @@ def test_split_sequences_are_served_beyond_the_room_of_any_r_worker(
 def test_each_part_counts_as_load_where_it_is(
     data: st.DataObject, requests: Requests, num_lanes: int, load_limit: int, split_tokens: int
 ) -> None:
-    chosen = options("stabilized", num_lanes, load_limit=load_limit, learn_lengths=False, split_tokens=split_tokens)
+    chosen = options(
+        "stabilized",
+        num_lanes,
+        load_limit=load_limit,
+        learn_lengths=False,
+        split_tokens=split_tokens,
+    )
     scheduler = make_scheduler(chosen, SPLIT_BLOCKS, BLOCK_SIZE)
     limits = [control.limit for control in scheduler.lanes[0].admission._controls]  # type: ignore[attr-defined]
     harness = Harness(scheduler, [Store(blocks) for blocks in SPLIT_BLOCKS], num_lanes, limits)
@@ -47,7 +69,9 @@ def test_each_part_counts_as_load_where_it_is(
 
 
 def test_parts_on_one_r_worker_are_weighed_together() -> None:
-    chosen = options("stabilized", 1, load_limit=30, cold_start="none", learn_lengths=False, split_tokens=8)
+    chosen = options(
+        "stabilized", 1, load_limit=30, cold_start="none", learn_lengths=False, split_tokens=8
+    )
     scheduler = make_scheduler(chosen, (20,), BLOCK_SIZE)
     harness = Harness(scheduler, [Store(20)], 1, [30])
     assert not harness.arrive(20, (12,), 12), "31 tokens, in parts of 8, are above the limit of 30"
@@ -63,7 +87,9 @@ def test_parts_on_one_r_worker_are_weighed_together() -> None:
 def test_what_load_limits_leave_no_room_for_is_refused_by_name() -> None:
     chosen = options("stabilized", 1, load_limit=100, split_tokens=64)
     scheduler = make_scheduler(chosen, (100,), BLOCK_SIZE)
-    with pytest.raises(CapacityError, match=r"grow to 249 cached.*no more than 100 on all.*in parts of 64") as caught:
+    with pytest.raises(
+        CapacityError, match=r"grow to 249 cached.*no more than 100 on all.*in parts of 64"
+    ) as caught:
         scheduler.add([Sequence.of(0, Request("r", (1,) * 200, SamplingParams(), 50, seed=0), 0)])
     assert caught.value.code == "exceeds_load_limit"
 
@@ -98,16 +124,30 @@ def test_a_split_sequence_ends_once() -> None:
 
 
 def test_queries_of_all_parts_fit_into_a_message() -> None:
-    """24 tokens in parts of 4: with 3 queries for closed parts on each of two R-workers, one such sequence runs."""
-    scheduler = make_scheduler(options("greedy", 1, split_tokens=4, max_closed_rows=3), (20, 20), BLOCK_SIZE)
+    """24 tokens in parts of 4: with 3 queries for closed parts on each of two
+    R-workers, one such sequence runs."""
+    scheduler = make_scheduler(
+        options("greedy", 1, split_tokens=4, max_closed_rows=3), (20, 20), BLOCK_SIZE
+    )
     harness = Harness(scheduler, [Store(20), Store(20)], 1)
     assert harness.arrive(20, (5,), 5) and harness.arrive(20, (5,), 5)
     while harness.live:
         assert scheduler.num_running <= 1
         chunks = harness.begin(0).chunks
         for worker in (0, 1):
-            places = [chunk.sequence.residence.holders[: chunk.sequence.num_cached // 4] for chunk in chunks]
-            assert sum(chunk.num_tokens * at.count(worker) for chunk, at in zip(chunks, places, strict=True)) <= 3
+            places = [
+                chunk.sequence.residence.holders[: chunk.sequence.num_cached // 4]
+                for chunk in chunks
+            ]
+            assert (
+                sum(
+                    chunk.num_tokens * at.count(worker)
+                    for chunk, at in zip(chunks, places, strict=True)
+                )
+                <= 3
+            )
         harness.complete(0)
-    with pytest.raises(CapacityError, match=r"29 cached tokens, 8 parts of 4.*can go to 7 parts.*--split-tokens"):
+    with pytest.raises(
+        CapacityError, match=r"29 cached tokens, 8 parts of 4.*can go to 7 parts.*--split-tokens"
+    ):
         scheduler.add([Sequence.of(9, Request("r", (1,) * 20, SamplingParams(), 10, seed=0), 0)])

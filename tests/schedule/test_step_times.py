@@ -36,7 +36,9 @@ def test_a_limit_is_never_below_one_token() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.floats(0, 1), st.floats(1e-6, 1e-2), st.integers(1, 10_000))
-def test_limits_are_the_largest_loads_in_time(base_s: float, r_token_s: float, capacity: int) -> None:
+def test_limits_are_the_largest_loads_in_time(
+    base_s: float, r_token_s: float, capacity: int
+) -> None:
     times = Linear(base_s, 0.0, (r_token_s,))
     limits = balanced_loads(times, 1, (capacity,))
     assert limits is not None
@@ -45,7 +47,9 @@ def test_limits_are_the_largest_loads_in_time(base_s: float, r_token_s: float, c
     assert limit == capacity or times.r_part_s(0, limit + 1) > base_s
 
 
-def measured(truth: Linear, loads: list[int], batches: list[int], times: MeasuredTimes) -> MeasuredTimes:
+def measured(
+    truth: Linear, loads: list[int], batches: list[int], times: MeasuredTimes
+) -> MeasuredTimes:
     for load, batch in zip(loads, batches, strict=True):
         workers = range(len(truth.r_token_s))
         r_parts = {worker: RPartTime(load, 0, truth.r_part_s(worker, load)) for worker in workers}
@@ -60,7 +64,9 @@ def test_measurements_reveal_the_lines_behind_them() -> None:
     times = measured(truth, loads, batches, MeasuredTimes())
     assert times.s_part_s(256) == pytest.approx(truth.s_part_s(256), rel=1e-6)
     for worker in (0, 1):
-        assert times.r_part_s(worker, 20_000) == pytest.approx(truth.r_part_s(worker, 20_000), rel=1e-6)
+        assert times.r_part_s(worker, 20_000) == pytest.approx(
+            truth.r_part_s(worker, 20_000), rel=1e-6
+        )
 
 
 def test_a_constant_batch_and_load_don_t_make_up_a_slope() -> None:
@@ -72,8 +78,8 @@ def test_a_constant_batch_and_load_don_t_make_up_a_slope() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 30, 60])
 def test_prompts_count_at_their_average(chunk: int) -> None:
-    """In every step another part of a prompt runs, the longer the smaller the batch is, as in an engine whose steps
-    have a fixed budget."""
+    """In every step another part of a prompt runs, the longer the smaller the
+    batch is, as in an engine whose steps have a fixed budget."""
     rng = random.Random(2)
     truth, prompt_s, store_s = Linear(0.010, 0.0001, (1e-6,)), 0.0003, 2e-6
     times, prompts = MeasuredTimes(half_life=1e9), []
@@ -82,12 +88,19 @@ def test_prompts_count_at_their_average(chunk: int) -> None:
         prompts.append(rng.randrange(chunk) + 100 - batch)
         part = RPartTime(load, prompts[-1], truth.r_part_s(0, load) + store_s * prompts[-1])
         times.observe(batch, prompts[-1], truth.s_part_s(batch) + prompt_s * prompts[-1], {0: part})
-        times.observe(0, 5000, 99.0, {0: RPartTime(0, 5000, 99.0)})  # nothing decodes: what it took is no matter
+        times.observe(
+            0, 5000, 99.0, {0: RPartTime(0, 5000, 99.0)}
+        )  # nothing decodes: what it took is no matter
     mean = sum(prompts) / len(prompts)
-    assert times.r_part_s(0, 20_000) == pytest.approx(truth.r_part_s(0, 20_000) + store_s * mean, rel=1e-6)
+    assert times.r_part_s(0, 20_000) == pytest.approx(
+        truth.r_part_s(0, 20_000) + store_s * mean, rel=1e-6
+    )
     if chunk == 1:
-        # How large the batch is and how long the prompts are can't be told apart: what steps took on average speaks.
-        assert times.s_part_s(90) == pytest.approx(truth.s_part_s(100) + (prompt_s - 0.0001) * mean, rel=1e-6)
+        # How large the batch is and how long the prompts are can't be told
+        # apart: what steps took on average speaks.
+        assert times.s_part_s(90) == pytest.approx(
+            truth.s_part_s(100) + (prompt_s - 0.0001) * mean, rel=1e-6
+        )
     else:
         assert times.s_part_s(90) == pytest.approx(truth.s_part_s(90) + prompt_s * mean, rel=0.01)
 

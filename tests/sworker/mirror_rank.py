@@ -1,4 +1,5 @@
-"""Run by tests as another process: the second of two S-workers, which mirrors the first, once for each checkpoint.
+"""Run by tests as another process: the second of two S-workers, which mirrors
+the first, once for each checkpoint.
 
 Usage: mirror_rank.py DIRECTORY CHECKPOINT ...
 
@@ -27,5 +28,6 @@ if __name__ == "__main__":
         graphs = StepGraphs(model, ranks.device, capture=False) if index % 2 else None
         mirror(spec, model, ranks, graphs)
         ranks.close()
-    # As ranks of a job end too: at an ordinary exit, threads that torch leaves behind abort the process now and then.
+    # As ranks of a job end too: at an ordinary exit, threads that torch leaves
+    # behind abort the process now and then.
     os._exit(0)

@@ -1,4 +1,5 @@
-"""A lane's staging on a CPU, where every copy is over at once; the ring and its events are tests/gpu's."""
+"""A lane's staging on a CPU, where every copy is over at once; the ring and its
+events are tests/gpu's."""
 
 from __future__ import annotations
 

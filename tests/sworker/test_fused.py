@@ -1,5 +1,5 @@
-"""Fused kernels for parts of a layer against torch: Numba's, and Triton's in the interpreter, or on the GPU where there
-is one."""
+"""Fused kernels for parts of a layer against torch: Numba's, and Triton's in
+the interpreter, or on the GPU where there is one."""
 
 from __future__ import annotations
 
@@ -46,10 +46,12 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cas
     return Case(fused_triton, GPU, getattr(torch, dtype))
 
 
-# A whole rotary head, a part of one, and none; gates of SiLU and GELU, and none; norms after a sum and without one, of
-# heads, with an offset, and of another kind.
+# A whole rotary head, a part of one, and none; gates of SiLU and GELU, and
+# none; norms after a sum and without one, of heads, with an offset, and of
+# another kind.
 @pytest.mark.parametrize(("family", "rotates", "gates", "norms", "adds"), [
-    ("llama", True, True, True, True), ("qwen3", True, True, True, True), ("gemma2", True, True, True, False),
+    ("llama", True, True, True, True), ("qwen3", True, True, True, True), ("gemma2", True, True,
+        True, False),
     ("gpt_neox", True, False, False, False), ("gpt2", False, False, False, False),
 ])  # fmt: skip
 @torch.inference_mode()
@@ -70,7 +72,11 @@ def test_fused_layers_say_the_same(
             last = model.layers[-1]
             assert isinstance(last.rope, FusedRotary) == rotates
             assert (last.mlp.gate_kernel is not None) == gates
-            assert isinstance(last.attn_norm, FusedRMSNorm) == isinstance(model.final_norm, FusedRMSNorm) == norms
+            assert (
+                isinstance(last.attn_norm, FusedRMSNorm)
+                == isinstance(model.final_norm, FusedRMSNorm)
+                == norms
+            )
             assert (last.add_norm_kernel is not None) == adds
             assert isinstance(last.q_norm, FusedRMSNorm) == (family == "qwen3")
         step = SWorker(spec, model, case.device).begin(np.arange(5, 12), np.arange(40, 47))
@@ -84,7 +90,9 @@ def test_fused_layers_say_the_same(
         torch.testing.assert_close(other.float(), plain.float(), atol=tolerance, rtol=tolerance)
 
 
-def test_kernels_that_fail_are_not_used(tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_kernels_that_fail_are_not_used(
+    tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
     _, model = load_model(tiny_checkpoint("llama"), device="cpu", dtype=torch.float32)
     before = dict(model.named_modules())
     with mock.patch.object(fused, "_kernels_of", return_value=fused_numba):
@@ -127,14 +135,22 @@ def test_sums_and_norms(num_rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_gates_of_all_sizes(dtype: torch.dtype) -> None:
-    gate = torch.cat((torch.logspace(-44, 38, 999), torch.linspace(0, 100, 999), torch.tensor([0.0, float("nan")])))
+    gate = torch.cat(
+        (
+            torch.logspace(-44, 38, 999),
+            torch.linspace(0, 100, 999),
+            torch.tensor([0.0, float("nan")]),
+        )
+    )
     gate = torch.cat((gate, -gate)).to(dtype)
     wide = gate.double()
     for is_silu in (True, False):
         # (1 + tanh(u)) / 2 is the sigmoid of 2u, which isn't a difference of nearly equal numbers.
         angle = wide if is_silu else math.sqrt(8 / math.pi) * (wide + 0.044715 * wide**3)
         expected = wide * angle.sigmoid() / 2
-        found = fused_numba.gate(torch.cat((gate, torch.full_like(gate, 0.5)))[None], is_silu=is_silu)[0]
+        found = fused_numba.gate(
+            torch.cat((gate, torch.full_like(gate, 0.5)))[None], is_silu=is_silu
+        )[0]
         # A large angle's last digit is many of its exponential's.
         steps = torch.finfo(dtype).eps * (1 if dtype == torch.bfloat16 else 8 if is_silu else 88)
         torch.testing.assert_close(found.double(), expected, rtol=steps, atol=1e-35, equal_nan=True)

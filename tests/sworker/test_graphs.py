@@ -1,4 +1,5 @@
-"""Steps in a lane's fixed memory, padded to a bucket: as steps that run as they are. Units run without capture here."""
+"""Steps in a lane's fixed memory, padded to a bucket: as steps that run as they
+are. Units run without capture here."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def test_buckets(parts: int, count: int) -> None:
     assert all(n <= size < max(2 * n, n + 8) for n, size in enumerate(sizes, 1))
     assert all(size <= n * (1 + 1 / parts) for n, size in enumerate(sizes, 1) if n > 64)
     assert sizes == sorted(sizes) and [buckets.of(size) for size in sizes] == sizes
-    assert buckets.sizes == sorted(set(sizes)) and len(buckets.sizes) == count and max(sizes) == MAX_GRAPH_ROWS
+    assert (
+        buckets.sizes == sorted(set(sizes))
+        and len(buckets.sizes) == count
+        and max(sizes) == MAX_GRAPH_ROWS
+    )
 
 
 def test_more_lanes_have_fewer_buckets() -> None:
@@ -37,10 +42,14 @@ def test_more_lanes_have_fewer_buckets() -> None:
     assert Buckets.choose(8, 127, 1000).parts == 1
 
 
-def test_regrouped_lanes_leave_no_graph_that_nobody_can_use(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_regrouped_lanes_leave_no_graph_that_nobody_can_use(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
     """As many as are allowed, and no more; the rest run as they are."""
     _, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
-    graphs = StepGraphs(model, CPU, capture=False, num_lanes=1, max_graphs=23 * 2 * (len(model.layers) + 1))
+    graphs = StepGraphs(
+        model, CPU, capture=False, num_lanes=1, max_graphs=23 * 2 * (len(model.layers) + 1)
+    )
     graphs._capture = True  # what is captured is for show here
     with mock.patch.object(graphs, "_captured", return_value=mock.Mock()):
         for lane in (0, 1):
@@ -49,7 +58,9 @@ def test_regrouped_lanes_leave_no_graph_that_nobody_can_use(tiny_checkpoint: Cal
                     graphs.run(lane, 1, bucket)
         assert graphs.num_graphs == 8
         graphs.regroup(2)
-        assert graphs.buckets.parts == 4 and graphs.num_graphs == 6  # there is no bucket of 144 any more
+        assert (
+            graphs.buckets.parts == 4 and graphs.num_graphs == 6
+        )  # there is no bucket of 144 any more
         graphs.regroup(1)
         assert graphs.buckets.parts == 8 and graphs.num_graphs == 3
         graphs._max_graphs = 4
@@ -61,7 +72,8 @@ def test_regrouped_lanes_leave_no_graph_that_nobody_can_use(tiny_checkpoint: Cal
 
 @torch.inference_mode()
 def test_two_lanes_of_other_sizes_at_every_step(tiny_checkpoint: Callable[..., Path]) -> None:
-    """Lanes keep out of each other's memory, and what a larger step left behind is not seen by a smaller one."""
+    """Lanes keep out of each other's memory, and what a larger step left behind
+    is not seen by a smaller one."""
     spec, model = load_model(tiny_checkpoint("gemma2"), device=CPU, dtype=torch.float32)
     plain = SWorker(spec, model, CPU)
     padded = SWorker(spec, model, CPU, StepGraphs(model, CPU, capture=False, max_rows=40))
@@ -76,31 +88,47 @@ def test_two_lanes_of_other_sizes_at_every_step(tiny_checkpoint: Callable[..., P
         while goes_on:
             for expected, found in steps:
                 for name in ("q", "k", "v"):
-                    torch.testing.assert_close(getattr(found, name), getattr(expected, name), atol=1e-5, rtol=1e-4)
+                    torch.testing.assert_close(
+                        getattr(found, name), getattr(expected, name), atol=1e-5, rtol=1e-4
+                    )
             outputs = [torch.randn_like(expected.q) for expected, _ in steps]
             for (expected, found), o in zip(steps, outputs, strict=True):
                 goes_on = expected.advance(o)
                 assert found.advance(o) == goes_on
         for (expected, found), size in zip(steps, sizes, strict=True):
             rows = np.arange(0, size, 2)
-            torch.testing.assert_close(found.logits(rows), expected.logits(rows), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                found.logits(rows), expected.logits(rows), atol=1e-4, rtol=1e-4
+            )
 
 
 @pytest.mark.parametrize(("lanes", "kv_placement"), [(1, "r"), (3, "r"), (2, "gpu")])
 def test_equal_tokens(lanes: int, kv_placement: str, tiny_checkpoint: Callable[..., Path]) -> None:
-    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "prefill_chunk": 9, "lanes": lanes}
+    options = {
+        "dtype": "float32",
+        "r_threads": 1,
+        "kv_memory_gb": 0.01,
+        "prefill_chunk": 9,
+        "lanes": lanes,
+    }
     asked = prompts([3, 30, 11, 1, 19, 8, 5, 40], seed=2)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
     def run() -> list[tuple[int, ...]]:
         path = str(tiny_checkpoint("llama"))
-        with LLM(path, r_workers=2 if kv_placement == "r" else 1, kv_placement=kv_placement, **options) as llm:
+        with LLM(
+            path, r_workers=2 if kv_placement == "r" else 1, kv_placement=kv_placement, **options
+        ) as llm:
             return [output.completions[0].token_ids for output in llm.generate(asked, params)]
 
     expected = run()
     with (
         mock.patch.object(resolve, "_uses_graphs", return_value=True),
-        mock.patch.object(s_worker, "StepGraphs", lambda model, device, **_: StepGraphs(model, device, capture=False)),
+        mock.patch.object(
+            s_worker,
+            "StepGraphs",
+            lambda model, device, **_: StepGraphs(model, device, capture=False),
+        ),
     ):
         assert run() == expected
 
@@ -110,7 +138,11 @@ def test_several_s_workers_pad_alike_whatever_their_gpus_have_room_for() -> None
     resolved.schedule.num_lanes = 4
     with mock.patch.object(s_worker, "StepGraphs") as made:
         s_worker.step_graphs(mock.Mock(), resolved)
-        s_worker.step_graphs(mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [min(n, 2) for n in numbers]))
-        no_room = s_worker.step_graphs(mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [2, 0]))
+        s_worker.step_graphs(
+            mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [min(n, 2) for n in numbers])
+        )
+        no_room = s_worker.step_graphs(
+            mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [2, 0])
+        )
     chosen = [(call.kwargs["num_lanes"], call.kwargs["max_graphs"]) for call in made.call_args_list]
     assert chosen == [(4, 4096), (2, 2)] and no_room is None

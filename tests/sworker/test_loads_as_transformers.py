@@ -1,4 +1,5 @@
-"""Directories whose files disagree, or say less than they should, mean to us what they mean to transformers."""
+"""Directories whose files disagree, or say less than they should, mean to us
+what they mean to transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from sworker.model.skeleton import forward
 Make = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
 
-HEADS = {family: "embed_out.weight" if family == "gpt_neox" else "lm_head.weight" for family in FAMILIES}
+HEADS = {
+    family: "embed_out.weight" if family == "gpt_neox" else "lm_head.weight" for family in FAMILIES
+}
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
@@ -38,29 +41,43 @@ def assert_same_logits(path: Path, **options: Any) -> None:
     torch.testing.assert_close(logits, oracle(path).logits(text), atol=1e-4, rtol=0)
 
 
-def with_head(source: Path, target: Path, family: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+def with_head(
+    source: Path, target: Path, family: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Path:
     """A copy that has an output projection beside its tied embedding, made of it by ``change``."""
     shutil.copytree(source, target)
     tensors = load_file(target / "model.safetensors")
     embedding = next(tensor for name, tensor in tensors.items() if name.endswith(EMBEDDINGS))
-    save_file({**tensors, HEADS[family]: change(embedding)}, target / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**tensors, HEADS[family]: change(embedding)},
+        target / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return target
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_head_that_differs_from_its_tied_embedding_counts(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_head_that_differs_from_its_tied_embedding_counts(
+    family: str, tiny_checkpoint: Make, tmp_path: Path
+) -> None:
     source = tiny_checkpoint(family, tie_word_embeddings=True)
-    path = with_head(source, tmp_path / "x", family, lambda embedding: embedding.flip(0).contiguous())
+    path = with_head(
+        source, tmp_path / "x", family, lambda embedding: embedding.flip(0).contiguous()
+    )
     assert open_checkpoint(source).spec().tied_embeddings
     assert not open_checkpoint(path).spec().tied_embeddings
     assert_same_logits(path)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
-def test_a_copy_of_the_tied_embedding_takes_no_memory(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_copy_of_the_tied_embedding_takes_no_memory(
+    family: str, tiny_checkpoint: Make, tmp_path: Path
+) -> None:
     source = tiny_checkpoint(family, tie_word_embeddings=True)
     path = with_head(source, tmp_path / "x", family, torch.clone)
-    assert open_checkpoint(path).spec().num_parameters == open_checkpoint(source).spec().num_parameters
+    assert (
+        open_checkpoint(path).spec().num_parameters == open_checkpoint(source).spec().num_parameters
+    )
     assert_same_logits(path)
 
 
@@ -73,8 +90,16 @@ def test_heads_are_compared_to_their_last_byte(tiny_checkpoint: Make, tmp_path: 
         changed[-1, -1] += 1
         return changed
 
-    assert open_checkpoint(with_head(source, tmp_path / "same", "llama", torch.clone)).spec().tied_embeddings
-    assert not open_checkpoint(with_head(source, tmp_path / "other", "llama", nudge)).spec().tied_embeddings
+    assert (
+        open_checkpoint(with_head(source, tmp_path / "same", "llama", torch.clone))
+        .spec()
+        .tied_embeddings
+    )
+    assert (
+        not open_checkpoint(with_head(source, tmp_path / "other", "llama", nudge))
+        .spec()
+        .tied_embeddings
+    )
 
 
 def edit_config(source: Path, target: Path, **changes: Any) -> Path:
@@ -92,7 +117,11 @@ LINEAR = {"rope_type": "linear", "factor": 3.0}
     "fields",
     [
         {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-        {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 70.0},
+        {
+            "rope_scaling": LINEAR,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "rope_theta": 70.0,
+        },
         {"rope_scaling": {**LINEAR, "rope_theta": 90.0}, "rope_parameters": {"rope_theta": 500.0}},
         {"rope_scaling": {}, "rope_parameters": {**LINEAR, "rope_theta": 500.0}},
         {"rope_scaling": None, "rope_parameters": {**LINEAR, "rope_theta": 500.0}},
@@ -112,22 +141,31 @@ def test_base_models_are_language_models_by_their_tied_embedding(
     whole = oracle(tiny_checkpoint(family, tie_word_embeddings=True)).model
     whole.base_model.save_pretrained(tmp_path)
     architecture = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
-    assert architecture.endswith("Model") and open_checkpoint(tmp_path).spec().architecture == architecture
+    assert (
+        architecture.endswith("Model")
+        and open_checkpoint(tmp_path).spec().architecture == architecture
+    )
     assert_same_logits(tmp_path)
 
 
-def test_a_base_model_without_an_output_projection_is_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_base_model_without_an_output_projection_is_refused(
+    tiny_checkpoint: Make, tmp_path: Path
+) -> None:
     """transformers would draw one at random."""
     oracle(tiny_checkpoint("llama")).model.base_model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"lacks the tensor 'lm_head\.weight'"):
         load_model(tmp_path, device="cpu", dtype=torch.float32)
 
 
-def test_a_float64_checkpoint_runs_in_the_dtype_asked_for(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_float64_checkpoint_runs_in_the_dtype_asked_for(
+    tiny_checkpoint: Make, tmp_path: Path
+) -> None:
     source = tiny_checkpoint("llama")
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float64"
     assert_same_logits(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"config\.json: the dtype 'float64'.*dtype float32, bfloat16"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"config\.json: the dtype 'float64'.*dtype float32, bfloat16"
+    ):
         load_model(tmp_path, device="cpu")

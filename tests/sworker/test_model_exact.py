@@ -1,6 +1,8 @@
-"""Every family says what transformers says: logits within 1e-4, and the same greedy text.
+"""Every family says what transformers says: logits within 1e-4, and the same
+greedy text.
 
-Batches are ragged; transformers sees each sequence alone, so a token that leaked between sequences would show.
+Batches are ragged; transformers sees each sequence alone, so a token that
+leaked between sequences would show.
 """
 
 from __future__ import annotations
@@ -32,11 +34,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-mha-tied-biases": (
         "llama",
-        {"seed": 4, "num_key_value_heads": 6, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+        {
+            "seed": 4,
+            "num_key_value_heads": 6,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
     ),
     "llama-mqa-linear": (
         "llama",
-        {"seed": 0, "num_key_value_heads": 1, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+        {
+            "seed": 0,
+            "num_key_value_heads": 1,
+            "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+        },
     ),
     "llama-llama3": ("llama", {"seed": 6, "rope_scaling": _LLAMA3}),
     "llama-yarn": ("llama", {"seed": 1, "rope_scaling": _YARN}),
@@ -44,13 +56,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {
             "seed": 10,
-            "rope_scaling": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False, "beta_fast": 8.0},
+            "rope_scaling": {
+                **_YARN,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.4,
+                "truncate": False,
+                "beta_fast": 8.0,
+            },
         },
     ),
     # Decoding runs beyond the original 60 tokens, where the base grows with every token.
     "llama-dynamic": (
         "llama",
-        {"seed": 0, "max_position_embeddings": 60, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+        {
+            "seed": 0,
+            "max_position_embeddings": 60,
+            "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+        },
     ),
     "mistral": ("mistral", {}),
     "mistral-no-window": ("mistral", {"seed": 0, "sliding_window": None, "num_key_value_heads": 3}),
@@ -88,18 +110,36 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "gemma2-mqa-no-caps": (
         "gemma2",
-        {"seed": 52, "num_key_value_heads": 1, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        {
+            "seed": 52,
+            "num_key_value_heads": 1,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
     ),
     "opt": ("opt", {}),
-    "opt-post-norm": ("opt", {"seed": 12, "do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt-post-norm": (
+        "opt",
+        {"seed": 12, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
+    ),
     "opt-bare": (
         "opt",
-        {"seed": 2, "enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
+        {
+            "seed": 2,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "activation_function": "gelu",
+        },
     ),
     "gpt2": ("gpt2", {}),
     "gpt2-untied-scaled": (
         "gpt2",
-        {"seed": 0, "tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True, "n_inner": 100},
+        {
+            "seed": 0,
+            "tie_word_embeddings": False,
+            "scale_attn_by_inverse_layer_idx": True,
+            "n_inner": 100,
+        },
     ),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox-serial-odd": (
@@ -117,7 +157,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Seeds were chosen so that the greedy text wanders and no two tokens are nearly tied; the tests check that they did.
+# Seeds were chosen so that the greedy text wanders and no two tokens are nearly
+# tied; the tests check that they did.
 
 
 @pytest.fixture(params=VARIANTS)
@@ -156,7 +197,9 @@ def test_greedy_text_of_a_ragged_batch(checkpoint: Path) -> None:
     for text, output in zip(texts, outputs, strict=True):
         expected, lead = oracle(checkpoint).greedy(text, NUM_TOKENS)
         assert lead > 1e-3, "two tokens are nearly tied: this checkpoint can't judge; draw another"
-        assert len(set(expected)) > 8, "the text is nearly constant: this checkpoint can't judge; draw another"
+        assert len(set(expected)) > 8, (
+            "the text is nearly constant: this checkpoint can't judge; draw another"
+        )
         assert output == expected
 
 

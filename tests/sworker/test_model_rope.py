@@ -1,4 +1,5 @@
-"""Rotary frequencies equal transformers', and dynamic scaling keeps the promise that RopeSpec makes."""
+"""Rotary frequencies equal transformers', and dynamic scaling keeps the promise
+that RopeSpec makes."""
 
 from __future__ import annotations
 
@@ -13,21 +14,24 @@ from fastdecode.core.model.spec import ModelSpec
 from sworker.model.rope import RotaryTable, frequencies
 
 _SIZES = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 4096, "num_attention_heads": 32,
-    "num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 4096,
+    "num_attention_heads": 32, "num_hidden_layers": 1, "intermediate_size": 64,
+    "max_position_embeddings": 8192, "rope_theta": 500000.0,
 }  # fmt: skip
 _SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 2048},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 2048},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
-    "yarn-options": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024, "beta_fast": 16.0,
-                     "beta_slow": 2.0, "truncate": False, "mscale": 0.8, "mscale_all_dim": 0.5},
-    "yarn-attention-factor": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048,
-                              "attention_factor": 0.7},
+    "yarn-options": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024,
+                     "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.8,
+                     "mscale_all_dim": 0.5},
+    "yarn-attention-factor": {"rope_type": "yarn", "factor": 4.0,
+                              "original_max_position_embeddings": 2048, "attention_factor": 0.7},
     "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 1024,
-                 "short_factor": [1 + i / 64 for i in range(64)], "long_factor": [2 + i / 8 for i in range(64)]},
+                 "short_factor": [1 + i / 64 for i in range(64)],
+                 "long_factor": [2 + i / 8 for i in range(64)]},
 }  # fmt: skip
 
 
@@ -73,5 +77,7 @@ def test_table_turns_in_float32_and_rounds_once() -> None:
     positions = torch.tensor([0, 5, 63], dtype=torch.int32)
     exact = table(x.bfloat16().float(), positions)
     assert torch.equal(table(x.bfloat16(), positions), exact.bfloat16())
-    torch.testing.assert_close(exact.norm(dim=-1), x.bfloat16().float().norm(dim=-1))  # it only turns
+    torch.testing.assert_close(
+        exact.norm(dim=-1), x.bfloat16().float().norm(dim=-1)
+    )  # it only turns
     assert torch.equal(exact[0], x.bfloat16().float()[0]), "position 0 doesn't turn"

@@ -22,7 +22,8 @@ Make = Callable[..., Path]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shapes_without_data(family: str, tiny_checkpoint: Make) -> None:
-    """Runs on tensors that have no data: so no layer waits for the device or branches on what it computed."""
+    """Runs on tensors that have no data: so no layer waits for the device or
+    branches on what it computed."""
     spec = open_checkpoint(tiny_checkpoint(family)).spec()
     with torch.device("meta"):
         model = Model(spec)
@@ -44,7 +45,8 @@ def test_shapes_without_data(family: str, tiny_checkpoint: Make) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.inference_mode()
 def test_16_bit_floats(family: str, dtype: torch.dtype, tiny_checkpoint: Make) -> None:
-    """Activations stay in the model's dtype, and differ from float32 by no more than its rounding explains."""
+    """Activations stay in the model's dtype, and differ from float32 by no more
+    than its rounding explains."""
     path = tiny_checkpoint(family)
     spec, wide = load_model(path, device="cpu", dtype=torch.float32)
     _, narrow = load_model(path, device="cpu", dtype=dtype)

@@ -30,8 +30,12 @@ def test_same_products(dtype: torch.dtype, bias: bool) -> None:
     plain = linear(dtype, bias=bias)
     packed = PackedLinear(plain)
     x = torch.randn(37, 200).to(dtype)
-    exact = x.double() @ plain.weight.double().T + (0 if plain.bias is None else plain.bias.double())
-    torch.testing.assert_close(packed(x).double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    exact = x.double() @ plain.weight.double().T + (
+        0 if plain.bias is None else plain.bias.double()
+    )
+    torch.testing.assert_close(
+        packed(x).double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-5
+    )
     assert packed(x).dtype == dtype
     assert packed(x[:0]).shape == (0, 136)
     assert torch.equal(packed(x.repeat(1, 2)[:, 200:]), packed(x)), "rows that aren't side by side"
@@ -49,9 +53,17 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_weight_is_kept_twice(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
     _, model = load_model(tiny_checkpoint(family), device="cpu", dtype=torch.float32)
-    names = {name.removesuffix(".weight") for name, _ in model.named_parameters() if name.endswith(".weight")}
+    names = {
+        name.removesuffix(".weight")
+        for name, _ in model.named_parameters()
+        if name.endswith(".weight")
+    }
     linears = {name for name, module in model.named_modules() if isinstance(module, Linear)}
     pack(model)
-    kept = {name.removesuffix(".weight") for name, _ in model.named_parameters() if name.endswith(".weight")}
+    kept = {
+        name.removesuffix(".weight")
+        for name, _ in model.named_parameters()
+        if name.endswith(".weight")
+    }
     assert linears and kept == names - linears
     assert not any(isinstance(module, Linear) for module in model.modules())

@@ -1,4 +1,5 @@
-"""Attention over a paged KV cache against a dense reference: decoded tokens, later and first chunks, in one step."""
+"""Attention over a paged KV cache against a dense reference: decoded tokens,
+later and first chunks, in one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two S-workers that act as one, in two processes: the logits of one alone, for every way to lay out weights."""
+"""Two S-workers that act as one, in two processes: the logits of one alone, for
+every way to lay out weights."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from sworker.ranks.peers import PeerWatch
 from sworker.ranks.sharding import Shard, parallelize
 from sworker.worker import SWorker
 
-# Fused by kind, by head, transposed; gated or not; tied; biases that may be added once only; a vocabulary of 211.
+# Fused by kind, by head, transposed; gated or not; tied; biases that may be
+# added once only; a vocabulary of 211.
 FAMILIES = ("llama", "phi3", "gemma2", "gpt2", "gpt_neox", "bloom", "opt")
 LENGTHS = (5, 1, 12)
 CPU = torch.device("cpu")
@@ -49,7 +51,9 @@ def run_passes(worker: SWorker, passes: int = 2) -> list[torch.Tensor]:
             for i, (forward, attend) in enumerate(lanes):
                 goes_on[i] = forward.advance(attend(forward.layer, forward.q, forward.k, forward.v))
         rows = np.cumsum([len(one) for one in new]) - 1
-        found += [forward.logits(rows if i == 0 else rows[:0]) for i, (forward, _) in enumerate(lanes)]
+        found += [
+            forward.logits(rows if i == 0 else rows[:0]) for i, (forward, _) in enumerate(lanes)
+        ]
     return found
 
 
@@ -61,7 +65,12 @@ def paths(tiny_checkpoint: Callable[..., Path]) -> list[Path]:
 @contextlib.contextmanager
 def mirroring(directory: Path, paths: list[Path]) -> Iterator[subprocess.Popen[bytes]]:
     """The second S-worker, in a process of its own: it waits for the first in the directory."""
-    command = [sys.executable, str(Path(__file__).with_name("mirror_rank.py")), str(directory), *map(str, paths)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("mirror_rank.py")),
+        str(directory),
+        *map(str, paths),
+    ]
     log = (directory / "log").open("wb")
     with log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
         try:
@@ -100,7 +109,9 @@ def test_two_ranks_say_what_one_says(index: int, paths: list[Path], place: Path)
 
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stopped"])
-def test_a_rank_that_is_lost_in_the_middle_of_a_step(is_killed: bool, paths: list[Path], tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_in_the_middle_of_a_step(
+    is_killed: bool, paths: list[Path], tmp_path: Path
+) -> None:
     """Rank 0 waits for its share of q, k and v, and is told who doesn't give it."""
     patience_s = 60.0 if is_killed else 2.0
     with mirroring(tmp_path, paths[:1]) as process:
@@ -131,8 +142,11 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_step(is_killed: bool, paths: lis
                 dist.destroy_process_group()
 
 
-def test_an_error_of_its_own_is_not_blamed_on_another_rank(paths: list[Path], tmp_path: Path) -> None:
-    """It is told as it is; leaving doesn't wait for the other rank, which waits for this one's part of the step."""
+def test_an_error_of_its_own_is_not_blamed_on_another_rank(
+    paths: list[Path], tmp_path: Path
+) -> None:
+    """It is told as it is; leaving doesn't wait for the other rank, which waits
+    for this one's part of the step."""
     with mirroring(tmp_path, paths[:1]) as process:
         ranks = Ranks.meet(tmp_path / "0", Shard(0, 2), CPU)
         try:
@@ -144,7 +158,8 @@ def test_an_error_of_its_own_is_not_blamed_on_another_rank(paths: list[Path], tm
                 pytest.raises(RuntimeError, match=r"^shapes differ$"),
             ):
                 run_passes(worker, passes=1)
-            # The other rank waits for the rest of that step: another one isn't begun, and nothing makes up for it.
+            # The other rank waits for the rest of that step: another one isn't
+            # begun, and nothing makes up for it.
             for _ in range(2):
                 with pytest.raises(WorkerError, match="S-worker 0 of 2 broke off a step before"):
                     worker.begin(np.arange(3), np.arange(3))

@@ -1,4 +1,5 @@
-"""A chunk's own attention against a dense float64 reference, and merging it with the attention to a past."""
+"""A chunk's own attention against a dense float64 reference, and merging it
+with the attention to a past."""
 
 from __future__ import annotations
 
@@ -20,9 +21,16 @@ from sworker.prefill import local_causal_attention, merge_attention, tile_shape
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, past: int = 0, keys: slice = slice(None)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    past: int = 0,
+    keys: slice = slice(None),
 ) -> tuple[Tensor, Tensor]:
-    """AttentionSpec's docstring, all scores at once. The first query stands at ``past``; only ``keys`` count."""
+    """AttentionSpec's docstring, all scores at once. The first query stands at
+    ``past``; only ``keys`` count."""
     num_queries, num_keys = q.shape[0], k.shape[0]
     k, v = (x.double().repeat_interleave(spec.group_size, dim=1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q.double(), k) * spec.scale
@@ -43,7 +51,9 @@ def dense(
     return torch.einsum("hij,jhd->ihd", weights, v), lse.T
 
 
-def tensors(spec: AttentionSpec, num_tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def tensors(
+    spec: AttentionSpec, num_tokens: int, seed: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
     return [torch.randn(num_tokens, h, spec.head_dim, generator=generator).to(dtype) for h in heads]
@@ -75,7 +85,11 @@ FEATURES = {
     "wide window": {"sliding_window": 10_000},
     "alibi": {"alibi_slopes": (0.5, 0.25, 0.125, 0.06, 0.03, 1.0)},
     "softcap": {"logit_softcap": 1.5},
-    "all": {"sliding_window": 33, "alibi_slopes": (0.5, 0.25, 0.125, 0.06, 0.03, 1.0), "logit_softcap": 4.0},
+    "all": {
+        "sliding_window": 33,
+        "alibi_slopes": (0.5, 0.25, 0.125, 0.06, 0.03, 1.0),
+        "logit_softcap": 4.0,
+    },
 }
 
 
@@ -84,10 +98,19 @@ def spec_with(name: str) -> AttentionSpec:
 
 
 @settings(max_examples=120, deadline=None)
-@given(specs(), st.lists(st.integers(1, 70), min_size=1, max_size=5), st.booleans(), st.integers(0, 1 << 30))
-def test_ragged_sequences_of_any_kind(spec: AttentionSpec, lengths: list[int], want_lse: bool, seed: int) -> None:
+@given(
+    specs(),
+    st.lists(st.integers(1, 70), min_size=1, max_size=5),
+    st.booleans(),
+    st.integers(0, 1 << 30),
+)
+def test_ragged_sequences_of_any_kind(
+    spec: AttentionSpec, lengths: list[int], want_lse: bool, seed: int
+) -> None:
     q, k, v = tensors(spec, sum(lengths), seed)
-    with mock.patch.multiple(prefill, MAX_CPU_TILE_BYTES=spec.num_q_heads * 4 * 300, MAX_CPU_TILE_QUERIES=13):
+    with mock.patch.multiple(
+        prefill, MAX_CPU_TILE_BYTES=spec.num_q_heads * 4 * 300, MAX_CPU_TILE_QUERIES=13
+    ):
         o, lse = local_causal_attention(q, k, v, starts_of(lengths), spec, want_lse=want_lse)
     assert o.shape == q.shape
     assert (lse is not None) == want_lse
@@ -113,7 +136,9 @@ def test_long_sequences_with_tiles_of_the_real_size(name: str, want_lse: bool) -
 
 @pytest.mark.parametrize("window", [49, 50, 51])
 def test_windows_as_long_as_the_chunk(window: int) -> None:
-    spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8, scale=0.4, sliding_window=window)
+    spec = AttentionSpec(
+        num_q_heads=2, num_kv_heads=1, head_dim=8, scale=0.4, sliding_window=window
+    )
     q, k, v = tensors(spec, 50, seed=11)
     o, _ = local_causal_attention(q, k, v, [0], spec, want_lse=False)
     torch.testing.assert_close(o.double(), dense(q, k, v, spec)[0], atol=3e-6, rtol=1e-5)
@@ -125,10 +150,14 @@ def test_neighbours_change_no_bit(name: str, want_lse: bool) -> None:
     spec = spec_with(name)
     lengths = [3, 128, 1, 40, 200]
     q, k, v = tensors(spec, sum(lengths), seed=2)
-    o, lse = local_causal_attention(q, k, v, [*starts_of(lengths), sum(lengths)], spec, want_lse=want_lse)
+    o, lse = local_causal_attention(
+        q, k, v, [*starts_of(lengths), sum(lengths)], spec, want_lse=want_lse
+    )
     for start, length in zip(starts_of(lengths), lengths, strict=True):
         rows = slice(start, start + length)
-        alone, alone_lse = local_causal_attention(q[rows], k[rows], v[rows], [0], spec, want_lse=want_lse)
+        alone, alone_lse = local_causal_attention(
+            q[rows], k[rows], v[rows], [0], spec, want_lse=want_lse
+        )
         assert torch.equal(alone, o[rows])
         if lse is not None and alone_lse is not None:
             assert torch.equal(alone_lse, lse[rows])
@@ -136,7 +165,9 @@ def test_neighbours_change_no_bit(name: str, want_lse: bool) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1.5e-3)])
-def test_16_bit_inputs_lose_no_more_than_the_outputs_rounding(name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_16_bit_inputs_lose_no_more_than_the_outputs_rounding(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
     spec = spec_with(name)
     q, k, v = tensors(spec, 300, seed=3, dtype=dtype)
     o, lse = local_causal_attention(q, k, v, [0], spec, want_lse=True)
@@ -194,8 +225,8 @@ def test_all_sequences_in_one_call_where_there_is_a_kernel(
     calls = []
 
     def ragged(
-        q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, most_q: int, most_k: int,
-        dropout: float, causal: bool, debug: bool, *, scale: float,
+        q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, most_q: int,
+        most_k: int, dropout: float, causal: bool, debug: bool, *, scale: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         calls.append(q_starts.tolist())
         assert q_starts.dtype == k_starts.dtype == torch.int32 and (most_q, most_k) == (43, 43)
@@ -220,9 +251,24 @@ def test_later_chunks_in_one_call_where_there_is_a_kernel(monkeypatch: pytest.Mo
     queries, (_, keys, values) = tensors(spec, 24, seed=13)[0], tensors(spec, 58, seed=14)
     assert not prefill.can_take_together(queries, num_keys, spec)  # not on a CPU
 
-    def ragged(q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, *_: object, scale: float) -> Any:
-        ends = zip(itertools.pairwise(q_starts.tolist()), itertools.pairwise(k_starts.tolist()), strict=True)
-        parts = [dense(q[a:b], k[c:d], v[c:d], spec, past=(d - c) - (b - a))[0] for (a, b), (c, d) in ends]
+    def ragged(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_starts: Tensor,
+        k_starts: Tensor,
+        *_: object,
+        scale: float,
+    ) -> Any:
+        ends = zip(
+            itertools.pairwise(q_starts.tolist()),
+            itertools.pairwise(k_starts.tolist()),
+            strict=True,
+        )
+        parts = [
+            dense(q[a:b], k[c:d], v[c:d], spec, past=(d - c) - (b - a))[0]
+            for (a, b), (c, d) in ends
+        ]
         return torch.cat(parts).float(), torch.zeros(6, 24)
 
     monkeypatch.setattr(prefill, "_has_ragged_kernel", lambda _: True)
@@ -240,7 +286,9 @@ def test_later_chunks_in_one_call_where_there_is_a_kernel(monkeypatch: pytest.Mo
 
 @settings(max_examples=60, deadline=None)
 @given(specs(), st.lists(st.integers(1, 40), min_size=2, max_size=4), st.integers(0, 1 << 30))
-def test_chunks_merged_with_their_past_are_the_whole(spec: AttentionSpec, chunks: list[int], seed: int) -> None:
+def test_chunks_merged_with_their_past_are_the_whole(
+    spec: AttentionSpec, chunks: list[int], seed: int
+) -> None:
     total = sum(chunks)
     q, k, v = tensors(spec, total, seed)
     whole, whole_lse = dense(q, k, v, spec)
@@ -277,7 +325,9 @@ def test_merging_is_symmetric_and_survives_extreme_scores() -> None:
     )
     o, lse = merge_attention(o_a, lse_a, o_b, lse_b)
     torch.testing.assert_close(o[:, 0, 0], torch.tensor([1.0, 2.0, 1.0, 2.5]))
-    torch.testing.assert_close(lse[:, 0], torch.tensor([500.0, -500.0 + math.log(2), 1e30, math.log(4)]))
+    torch.testing.assert_close(
+        lse[:, 0], torch.tensor([500.0, -500.0 + math.log(2), 1e30, math.log(4)])
+    )
     swapped, swapped_lse = merge_attention(o_b, lse_b, o_a, lse_a)
     assert torch.equal(o, swapped) and torch.equal(lse, swapped_lse)
 
@@ -289,7 +339,8 @@ def test_merging_keeps_the_first_sides_dtype() -> None:
     assert merged.dtype == torch.bfloat16 and merged_lse.dtype == torch.float32
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory
+# ------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 1024), st.integers(1, 1 << 24), st.booleans())
@@ -318,14 +369,20 @@ def test_no_scores_beyond_a_tile_are_made(monkeypatch: pytest.MonkeyPatch) -> No
     causal = sum(sizes)
     assert causal < 4 * 4 * 600 * 600 * 0.65
     sizes.clear()
-    windowed = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, sliding_window=50)
+    windowed = AttentionSpec(
+        num_q_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, sliding_window=50
+    )
     local_causal_attention(q, k, v, [0], windowed, want_lse=True)
     assert sum(sizes) < 0.4 * causal
 
 
 @settings(max_examples=40, deadline=None)
-@given(specs(), st.integers(1, 100), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-def test_the_fused_way_never_falls_back_on_all_scores(spec: AttentionSpec, num_tokens: int, dtype: torch.dtype) -> None:
+@given(
+    specs(), st.integers(1, 100), st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+)
+def test_the_fused_way_never_falls_back_on_all_scores(
+    spec: AttentionSpec, num_tokens: int, dtype: torch.dtype
+) -> None:
     chosen = []
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -348,9 +405,15 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     for name, want_lse in itertools.product(FEATURES, (False, True)):
         spec = spec_with(name)
         q, k, v = tensors(spec, 500, seed=10, dtype=dtype)
-        o, lse = local_causal_attention(q.cuda(), k.cuda(), v.cuda(), [0, 123], spec, want_lse=want_lse)
+        o, lse = local_causal_attention(
+            q.cuda(), k.cuda(), v.cuda(), [0, 123], spec, want_lse=want_lse
+        )
         for rows in (slice(0, 123), slice(123, 500)):
             expected, expected_lse = dense(q[rows], k[rows], v[rows], spec)
-            torch.testing.assert_close(o[rows].double().cpu(), expected, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(
+                o[rows].double().cpu(), expected, atol=tolerance, rtol=tolerance
+            )
             if lse is not None:
-                torch.testing.assert_close(lse[rows].double().cpu(), expected_lse, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(
+                    lse[rows].double().cpu(), expected_lse, atol=1e-4, rtol=1e-4
+                )

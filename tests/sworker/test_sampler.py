@@ -22,7 +22,11 @@ EOS = (3, 60)
 
 
 def make_state(
-    params: SamplingParams, seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), vocab: int = V
+    params: SamplingParams,
+    seed: int = 0,
+    prompt: tuple[int, ...] = (),
+    output: tuple[int, ...] = (),
+    vocab: int = V,
 ) -> SamplingState:
     return SamplingState(params, seed, prompt, EOS, vocab, 0, output)
 
@@ -35,7 +39,9 @@ def naive_logits(
     for token, bias in p.logit_bias.items():
         x[token] += bias
     for token in set(prompt) | set(output):
-        x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+        x[token] = (
+            x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+        )
     for token, count in Counter(output).items():
         x[token] -= p.frequency_penalty * count + p.presence_penalty
     if len(output) < p.min_tokens:
@@ -65,14 +71,19 @@ def naive_probabilities(x: NDArray[np.float64], p: SamplingParams) -> NDArray[np
 
 @pytest.fixture
 def sweep(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Draw one row many times with evenly spread uniforms: frequencies are probabilities, to within 1/count.
+    """Draw one row many times with evenly spread uniforms: frequencies are
+    probabilities, to within 1/count.
 
     With ``draws`` it gives the drawn tokens themselves, by ascending uniforms.
     """
 
-    def run(row: NDArray[np.float32], params: SamplingParams, draws: bool = False, **kwargs: Any) -> NDArray[Any]:
+    def run(
+        row: NDArray[np.float32], params: SamplingParams, draws: bool = False, **kwargs: Any
+    ) -> NDArray[Any]:
         count = 4000
-        monkeypatch.setattr(sampler, "uniforms", lambda states: (np.arange(len(states)) + 0.5) / len(states))
+        monkeypatch.setattr(
+            sampler, "uniforms", lambda states: (np.arange(len(states)) + 0.5) / len(states)
+        )
         states = [make_state(params, vocab=len(row), **kwargs)] * count
         tokens = [s.token_id for s in sample(torch.from_numpy(np.tile(row, (count, 1))), states)]
         monkeypatch.undo()
@@ -149,7 +160,9 @@ def test_the_two_zeros_are_a_tie(sweep: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}])
-def test_a_uniform_of_zero_draws_no_impossible_token(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_uniform_of_zero_draws_no_impossible_token(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sampler, "uniforms", lambda states: np.zeros(len(states)))
     row = torch.full((1, V), -torch.inf)
     row[0, 30:] = 1.0
@@ -167,12 +180,18 @@ def test_top_p_is_of_the_mass_that_its_own_rows_top_k_leaves(sweep: Any) -> None
 
 
 @pytest.mark.parametrize("vocab", [V, 1100])  # all tokens are looked at, or a short list of them
-@pytest.mark.parametrize("options", [{"top_k": 6}, {"top_p": 0.9}, {"top_k": 8, "top_p": 0.9}], ids=str)
-def test_near_ties_that_swap_change_no_draw(options: dict[str, Any], vocab: int, sweep: Any) -> None:
+@pytest.mark.parametrize(
+    "options", [{"top_k": 6}, {"top_p": 0.9}, {"top_k": 8, "top_p": 0.9}], ids=str
+)
+def test_near_ties_that_swap_change_no_draw(
+    options: dict[str, Any], vocab: int, sweep: Any
+) -> None:
     """Rows that differ in last bits draw the same tokens from the same numbers."""
     row = np.full(vocab, -50, np.float32)
     row[[50, 11, 30, 7, 22, 41]] = 1.0
-    row[[5, 19]] = -3.0  # far from what is likely, and from each other's edge: neither is kept by top_p
+    row[
+        [5, 19]
+    ] = -3.0  # far from what is likely, and from each other's edge: neither is kept by top_p
     rng = np.random.default_rng(0)
     params = SamplingParams(**options)
     expected = sweep(row, params, draws=True)
@@ -201,11 +220,15 @@ def test_draws_pass_a_chi_square_test() -> None:
     for states in (by_seed, by_position, by_sample):
         drawn = np.array([s.token_id for s in sample(logits.clone(), states)])
         observed = np.bincount(drawn, minlength=8)
-        assert ((observed - count * probs) ** 2 / (count * probs)).sum() < 24.3  # 7 degrees of freedom, p = 0.001
+        assert (
+            (observed - count * probs) ** 2 / (count * probs)
+        ).sum() < 24.3  # 7 degrees of freedom, p = 0.001
         # Neighbouring counters are independent: so are pairs of successive draws.
         pairs = np.bincount(drawn[:-1:2] * 8 + drawn[1::2], minlength=64)
         expected = np.outer(probs, probs).ravel() * (count // 2)
-        assert ((pairs - expected) ** 2 / expected).sum() < 103.4  # 63 degrees of freedom, p = 0.001
+        assert (
+            (pairs - expected) ** 2 / expected
+        ).sum() < 103.4  # 63 degrees of freedom, p = 0.001
 
 
 def test_uniforms_are_splitmix64() -> None:
@@ -215,19 +238,24 @@ def test_uniforms_are_splitmix64() -> None:
         state.stream, state.num_generated = 1234567, position
         states.append(state)
     published = [
-        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
+        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431,
+        16408922859458223821,
     ]  # fmt: skip
     assert uniforms(states).tolist() == [(x >> 11) * 2.0**-53 for x in published]
 
 
 def test_seeds_of_every_kind_give_distinct_streams() -> None:
     seeds = [0, 1, 2, -1, -(1 << 63), (1 << 64) - 2, 1 << 63, 1 << 32]
-    streams = {SamplingState(SamplingParams(), s, (), EOS, V, i).stream for s in seeds for i in range(64)}
+    streams = {
+        SamplingState(SamplingParams(), s, (), EOS, V, i).stream for s in seeds for i in range(64)
+    }
     assert len(streams) == 64 * len(seeds) - 64  # -(2^63) and 2^63 are the same 64 bits
 
 
 def test_a_resumed_sequence_draws_what_it_would_have_drawn() -> None:
-    params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2, min_tokens=4, max_tokens=20, top_p=0.9)
+    params = SamplingParams(
+        repetition_penalty=1.3, frequency_penalty=0.2, min_tokens=4, max_tokens=20, top_p=0.9
+    )
     logits = torch.from_numpy(np.random.default_rng(5).normal(0, 3, (20, V)).astype(np.float32))
     whole, tokens = make_state(params, seed=9, prompt=(1, 2)), []
     for row in logits:
@@ -246,20 +274,30 @@ def test_prompt_of_many_tokens_and_long_outputs_are_all_counted() -> None:
     row = np.random.default_rng(0).normal(0, 1, 1000).astype(np.float32)
     adjusted = torch.from_numpy(row)[None].clone()
     sample(adjusted, [state])
-    expected = naive_logits(row, params, tuple(range(0, 500, 2)), (999, *range(600, 700), *range(600, 650)))
+    expected = naive_logits(
+        row, params, tuple(range(0, 500, 2)), (999, *range(600, 700), *range(600, 650))
+    )
     np.testing.assert_allclose(adjusted[0].numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
-# --- logprobs --------------------------------------------------------------------------------------------------------
+# --- logprobs
+# ------------------------------------------------------------------------------
 
 
 def test_logprobs_are_of_the_adjusted_untruncated_distribution() -> None:
     params = SamplingParams(
-        temperature=0.3, top_k=2, logprobs=6, repetition_penalty=1.4, presence_penalty=0.5, logit_bias={4: 2.5}
+        temperature=0.3,
+        top_k=2,
+        logprobs=6,
+        repetition_penalty=1.4,
+        presence_penalty=0.5,
+        logit_bias={4: 2.5},
     )
     prompt, output = (1, 2, 3), (4, 4, 9)
     rows = np.random.default_rng(1).normal(0, 3, (40, V)).astype(np.float32)
-    results = sample(torch.from_numpy(rows.copy()), [make_state(params, i, prompt, output) for i in range(40)])
+    results = sample(
+        torch.from_numpy(rows.copy()), [make_state(params, i, prompt, output) for i in range(40)]
+    )
     for row, result in zip(rows, results, strict=True):
         x = naive_logits(row, params, prompt, output)
         expected = x - x.max() - np.log(np.exp(x - x.max()).sum())
@@ -267,7 +305,9 @@ def test_logprobs_are_of_the_adjusted_untruncated_distribution() -> None:
         assert result.logprob.logprob == pytest.approx(expected[result.token_id], abs=2e-6)
         order = np.argsort(-x, kind="stable")[:6]
         assert [token for token, _ in result.logprob.top] == order.tolist()
-        np.testing.assert_allclose([value for _, value in result.logprob.top], expected[order], atol=2e-6)
+        np.testing.assert_allclose(
+            [value for _, value in result.logprob.top], expected[order], atol=2e-6
+        )
 
 
 def test_logprobs_of_mixed_requests() -> None:
@@ -286,7 +326,8 @@ def test_masked_tokens_are_not_among_the_likeliest() -> None:
     assert result.logprob.logprob == pytest.approx(-math.log(V - 3), abs=1e-9)
 
 
-# --- rows that can't be sampled -------------------------------------------------------------------------------------
+# --- rows that can't be sampled
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -294,11 +335,17 @@ def test_masked_tokens_are_not_among_the_likeliest() -> None:
 def test_a_bad_row_fails_alone(bad: float, whole_row: bool) -> None:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0}, {}, {"min_p": 0.1}, {"top_k": 5}, {"top_p": 0.5}, {"logprobs": 3},
-        {"min_tokens": 5, "repetition_penalty": 1.2, "frequency_penalty": 1.0, "logit_bias": {3: 4.0}},
+        {"min_tokens": 5, "repetition_penalty": 1.2, "frequency_penalty": 1.0,
+         "logit_bias": {3: 4.0}},
     ]  # fmt: skip
     params = [SamplingParams(**kind) for kind in kinds]
-    states = [make_state(p, seed=i, prompt=(3, 4), output=(3,)) for i, p in enumerate(p for p in params for _ in "xy")]
-    logits = torch.from_numpy(np.random.default_rng(3).normal(0, 2, (len(states), V)).astype(np.float32))
+    states = [
+        make_state(p, seed=i, prompt=(3, 4), output=(3,))
+        for i, p in enumerate(p for p in params for _ in "xy")
+    ]
+    logits = torch.from_numpy(
+        np.random.default_rng(3).normal(0, 2, (len(states), V)).astype(np.float32)
+    )
     clean = sample(logits.clone(), states)
     poisoned = logits.clone()
     if whole_row:
@@ -342,7 +389,11 @@ def test_extreme_temperatures_and_logits_stay_finite(temperature: float) -> None
 
 
 def test_the_vocabulary_of_one_token() -> None:
-    for params in (SamplingParams(), SamplingParams(top_p=0.5, logprobs=4), SamplingParams(temperature=0)):
+    for params in (
+        SamplingParams(),
+        SamplingParams(top_p=0.5, logprobs=4),
+        SamplingParams(temperature=0),
+    ):
         (result,) = sample(torch.zeros(1, 1), [make_state(params, vocab=1)])
         assert result.token_id == 0
 
@@ -356,7 +407,8 @@ def test_eos_beyond_the_vocabulary_is_harmless() -> None:
     assert sample(torch.zeros(1, V), [state])[0].token_id != 2
 
 
-# --- validation ------------------------------------------------------------------------------------------------------
+# --- validation
+# ------------------------------------------------------------------------------
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
@@ -375,9 +427,12 @@ def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
 def test_the_device_changes_nothing_but_rounding() -> None:
     kinds = [SamplingParams(**{"max_tokens": 100, **case}) for case in CASES.values()]
     states = [
-        make_state(p, seed=i, prompt=(1, 2), output=(5, 6)) for i, p in enumerate(p for p in kinds for _ in range(8))
+        make_state(p, seed=i, prompt=(1, 2), output=(5, 6))
+        for i, p in enumerate(p for p in kinds for _ in range(8))
     ]
-    logits = torch.from_numpy(np.random.default_rng(4).normal(0, 2, (len(states), V)).astype(np.float32))
+    logits = torch.from_numpy(
+        np.random.default_rng(4).normal(0, 2, (len(states), V)).astype(np.float32)
+    )
     on_cpu = sample(logits.clone(), states)
     on_gpu = sample(logits.cuda(), states)
     assert [s.token_id for s in on_cpu] == [s.token_id for s in on_gpu]

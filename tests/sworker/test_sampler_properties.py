@@ -47,7 +47,9 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[Any]]:
     vocab = draw(st.sampled_from([5, 37, 130, 1031]))
     count = draw(st.integers(1, 9))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    logits = rng.normal(0, draw(st.sampled_from([0.1, 2.0, 8.0])), (count, vocab)).astype(np.float32)
+    logits = rng.normal(0, draw(st.sampled_from([0.1, 2.0, 8.0])), (count, vocab)).astype(
+        np.float32
+    )
     if draw(st.booleans()):
         logits = logits.round()
     makers = []
@@ -68,7 +70,9 @@ def run(logits: torch.Tensor, makers: list[Any]) -> list[SampledToken]:
 
 @settings(max_examples=80, deadline=None)
 @given(batches(), st.randoms(use_true_random=False))
-def test_a_row_alone_gives_what_it_gives_in_any_batch(batch: tuple[torch.Tensor, list[Any]], random: Any) -> None:
+def test_a_row_alone_gives_what_it_gives_in_any_batch(
+    batch: tuple[torch.Tensor, list[Any]], random: Any
+) -> None:
     logits, makers = batch
     together = run(logits, makers)
     for row, maker in enumerate(makers):
@@ -102,21 +106,32 @@ def test_only_tokens_that_may_be_drawn_are_drawn(batch: tuple[torch.Tensor, list
         if state.num_generated < params.min_tokens:
             assert result.token_id not in params.stop_token_ids
             assert params.ignore_eos or result.token_id not in EOS
-        if params == SamplingParams(max_tokens=64, top_k=params.top_k, temperature=params.temperature) and params.top_k:
+        if (
+            params
+            == SamplingParams(max_tokens=64, top_k=params.top_k, temperature=params.temperature)
+            and params.top_k
+        ):
             assert (row > row[result.token_id]).sum() < params.top_k
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(1, 7), st.integers(1, 300))
-def test_fixed_point_weights_do_not_depend_on_where_a_row_lies(seed: int, num_rows: int, vocab: int) -> None:
+def test_fixed_point_weights_do_not_depend_on_where_a_row_lies(
+    seed: int, num_rows: int, vocab: int
+) -> None:
     # Vectorised exp may treat the end of an array apart; every row must see the same function.
-    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 4, (num_rows, vocab)).astype(np.float32))
+    logits = torch.from_numpy(
+        np.random.default_rng(seed).normal(0, 4, (num_rows, vocab)).astype(np.float32)
+    )
     greatest = logits.amax(dim=-1, keepdim=True)
     temperature = torch.full((num_rows, 1), 0.7)
     together = sampler._weights(logits, greatest, temperature, vocab)
     for row in range(num_rows):
         alone = slice(row, row + 1)
-        assert torch.equal(sampler._weights(logits[alone], greatest[alone], temperature[alone], vocab), together[alone])
+        assert torch.equal(
+            sampler._weights(logits[alone], greatest[alone], temperature[alone], vocab),
+            together[alone],
+        )
 
 
 def test_the_whole_mass_of_the_largest_vocabulary_stays_exact() -> None:

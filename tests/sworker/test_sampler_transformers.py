@@ -59,7 +59,9 @@ def test_drawn_frequencies_are_the_processed_probabilities(
 ) -> None:
     params = SamplingParams(**options)
     rng = np.random.default_rng(17)
-    monkeypatch.setattr(sampler, "uniforms", lambda states: (np.arange(len(states)) + 0.5) / len(states))
+    monkeypatch.setattr(
+        sampler, "uniforms", lambda states: (np.arange(len(states)) + 0.5) / len(states)
+    )
     for _ in range(3):
         row = torch.from_numpy(rng.normal(0, 2, V).astype(np.float32))
         prompt, output = rng.integers(0, V, 6).tolist(), rng.integers(0, V, 3).tolist()

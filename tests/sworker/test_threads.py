@@ -13,8 +13,16 @@ OWN = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
 
 def maps(directory: Path, *paths: str | Path) -> Path:
     file = directory / "maps"
-    lines = [f"7f0000000000-7f0000001000 r-xp 00000000 fe:00 12345      {path}" for path in paths for _ in range(2)]
-    file.write_text("\n".join(["7f00-7f01 rw-p 00000000 00:00 0", "7f02-7f03 rw-p 00000000 00:00 0   [heap]", *lines]))
+    lines = [
+        f"7f0000000000-7f0000001000 r-xp 00000000 fe:00 12345      {path}"
+        for path in paths
+        for _ in range(2)
+    ]
+    file.write_text(
+        "\n".join(
+            ["7f00-7f01 rw-p 00000000 00:00 0", "7f02-7f03 rw-p 00000000 00:00 0   [heap]", *lines]
+        )
+    )
     return file
 
 
@@ -24,11 +32,15 @@ def test_the_one_that_is_loaded() -> None:
 
 
 def test_torchs_own_among_several(tmp_path: Path) -> None:
-    assert openmp_library(maps(tmp_path, "/usr/lib/libgomp.so.1", OWN, "/usr/lib/libm.so.6")) == str(OWN)
+    assert openmp_library(
+        maps(tmp_path, "/usr/lib/libgomp.so.1", OWN, "/usr/lib/libm.so.6")
+    ) == str(OWN)
 
 
 def test_the_only_one(tmp_path: Path) -> None:
-    assert openmp_library(maps(tmp_path, "/opt/conda/lib/libiomp5.so")) == "/opt/conda/lib/libiomp5.so"
+    assert (
+        openmp_library(maps(tmp_path, "/opt/conda/lib/libiomp5.so")) == "/opt/conda/lib/libiomp5.so"
+    )
 
 
 def test_not_known_which(tmp_path: Path) -> None:

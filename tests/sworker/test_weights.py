@@ -1,4 +1,5 @@
-"""Loading: every way in which a checkpoint can be laid out, and every way in which it can be broken."""
+"""Loading: every way in which a checkpoint can be laid out, and every way in
+which it can be broken."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, UnsupportedModelError
+from fastdecode.core.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    UnsupportedModelError,
+)
 from fastdecode.core.model.checkpoint import open_checkpoint
 from sworker.load.weights import load_model
 
@@ -29,7 +35,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def load(path: Path, **options: Any) -> dict[str, torch.Tensor]:
-    return dict(load_model(path, device="cpu", **{"dtype": torch.float32, **options})[1].named_parameters())
+    return dict(
+        load_model(path, device="cpu", **{"dtype": torch.float32, **options})[1].named_parameters()
+    )
 
 
 def assert_same(a: Tensors, b: Tensors) -> None:
@@ -38,7 +46,9 @@ def assert_same(a: Tensors, b: Tensors) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-def copy_with(source: Path, target: Path, change: Callable[[Tensors], Tensors | None] | None = None) -> Path:
+def copy_with(
+    source: Path, target: Path, change: Callable[[Tensors], Tensors | None] | None = None
+) -> Path:
     """A copy of a single-file checkpoint with changed tensors."""
     shutil.copytree(source, target)
     if change is not None:
@@ -57,7 +67,8 @@ def llama(tiny_checkpoint: Make) -> Path:
     return tiny_checkpoint("llama")
 
 
-# --- what must load ---------------------------------------------------------------------------------------------------
+# --- what must load
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,7 +87,12 @@ def test_bare_models_without_a_prefix(family: str, tiny_checkpoint: Make, tmp_pa
     source = tiny_checkpoint(family)
 
     def strip(tensors: Tensors) -> Tensors:
-        prefix = next(name for name in tensors if not name.startswith(("lm_head", "embed_out"))).split(".")[0] + "."
+        prefix = (
+            next(name for name in tensors if not name.startswith(("lm_head", "embed_out"))).split(
+                "."
+            )[0]
+            + "."
+        )
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
     assert_same(load(copy_with(source, tmp_path / "bare", strip)), load(source))
@@ -98,7 +114,8 @@ def test_shards(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
         ("llama", {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}),
         ("gpt2", {}, {"transformer.h.1.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
                       "transformer.h.1.attn.masked_bias": torch.tensor(-1e4)}),
-        ("gpt_neox", {}, {"gpt_neox.layers.2.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
+        ("gpt_neox", {}, {"gpt_neox.layers.2.attention.bias": torch.ones(1, 1, 8, 8,
+            dtype=torch.uint8),
                           "gpt_neox.layers.2.attention.masked_bias": torch.tensor(-1e9),
                           "gpt_neox.layers.2.attention.rotary_emb.inv_freq": torch.ones(3)}),
     ],
@@ -114,7 +131,9 @@ def test_harmless_extras(
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(saved: torch.dtype, wanted: torch.dtype, llama: Path, tmp_path: Path) -> None:
-    converted = copy_with(llama, tmp_path / "x", lambda tensors: {n: t.to(saved) for n, t in tensors.items()})
+    converted = copy_with(
+        llama, tmp_path / "x", lambda tensors: {n: t.to(saved) for n, t in tensors.items()}
+    )
     expected = {name: tensor.to(saved).to(wanted) for name, tensor in load(llama).items()}
     assert_same(load(converted, dtype=wanted), expected)
 
@@ -143,15 +162,20 @@ def test_generation_config_has_precedence(llama: Path, tmp_path: Path) -> None:
 def test_model_hash(llama: Path, tiny_checkpoint: Make, tmp_path: Path) -> None:
     copy = copy_with(llama, tmp_path / "a")
     assert len(open_checkpoint(llama).model_hash) == 64
-    assert open_checkpoint(copy).model_hash == open_checkpoint(llama).model_hash, "it isn't a matter of the place"
+    assert open_checkpoint(copy).model_hash == open_checkpoint(llama).model_hash, (
+        "it isn't a matter of the place"
+    )
     edit_config(copy, rope_theta=1e6)
     assert open_checkpoint(copy).model_hash != open_checkpoint(llama).model_hash
-    half = copy_with(llama, tmp_path / "b", lambda tensors: {n: t.half() for n, t in tensors.items()})
+    half = copy_with(
+        llama, tmp_path / "b", lambda tensors: {n: t.half() for n, t in tensors.items()}
+    )
     assert open_checkpoint(half).model_hash != open_checkpoint(llama).model_hash
     assert open_checkpoint(tiny_checkpoint("qwen2")).model_hash != open_checkpoint(llama).model_hash
 
 
-# --- what must be refused ---------------------------------------------------------------------------------------------
+# --- what must be refused
+# ------------------------------------------------------------------------------
 
 
 def refused(path: Path, match: str, kind: type[Exception] = CheckpointError) -> None:
@@ -161,14 +185,25 @@ def refused(path: Path, match: str, kind: type[Exception] = CheckpointError) -> 
 
 def test_missing_tensors(llama: Path, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
-    refused(copy_with(llama, tmp_path / "a", lambda t: {n: x for n, x in t.items() if n != name}), rf"lacks .*'{name}'")
+    refused(
+        copy_with(llama, tmp_path / "a", lambda t: {n: x for n, x in t.items() if n != name}),
+        rf"lacks .*'{name}'",
+    )
     refused(
         copy_with(llama, tmp_path / "b", lambda t: {n: x for n, x in t.items() if "mlp" not in n}),
         r"9 tensors .*\.\.\.",
     )
-    refused(copy_with(llama, tmp_path / "c", lambda t: {n: x for n, x in t.items() if "lm_head" not in n}), "lm_head")
     refused(
-        copy_with(llama, tmp_path / "d", lambda t: {n: x for n, x in t.items() if "embed" not in n}), "token embedding"
+        copy_with(
+            llama, tmp_path / "c", lambda t: {n: x for n, x in t.items() if "lm_head" not in n}
+        ),
+        "lm_head",
+    )
+    refused(
+        copy_with(
+            llama, tmp_path / "d", lambda t: {n: x for n, x in t.items() if "embed" not in n}
+        ),
+        "token embedding",
     )
 
 
@@ -176,8 +211,13 @@ def test_unexpected_tensors(llama: Path, tmp_path: Path) -> None:
     def add(name: str) -> Callable[[Tensors], Tensors]:
         return lambda tensors: {**tensors, name: torch.ones(2)}
 
-    refused(copy_with(llama, tmp_path / "a", add("model.layers.0.self_attn.q_proj.bias")), r"q_proj\.bias.*no place")
-    refused(copy_with(llama, tmp_path / "b", add("model.layers.3.mlp.up_proj.weight")), r"layers\.3")
+    refused(
+        copy_with(llama, tmp_path / "a", add("model.layers.0.self_attn.q_proj.bias")),
+        r"q_proj\.bias.*no place",
+    )
+    refused(
+        copy_with(llama, tmp_path / "b", add("model.layers.3.mlp.up_proj.weight")), r"layers\.3"
+    )
     refused(copy_with(llama, tmp_path / "c", add("v_head.weight")), "v_head")
 
 
@@ -186,13 +226,17 @@ def test_misshaped_tensors(llama: Path, tmp_path: Path) -> None:
     edit_config(copy, intermediate_size=81)
     refused(copy, r"shape \[.*80.*\].*calls for \[.*81.*\]")
     transposed = copy_with(
-        llama, tmp_path / "b", lambda t: {n: x.T.contiguous() if "o_proj" in n else x for n, x in t.items()}
+        llama,
+        tmp_path / "b",
+        lambda t: {n: x.T.contiguous() if "o_proj" in n else x for n, x in t.items()},
     )
     refused(transposed, r"o_proj.*\[72, 48\].*\[48, 72\]")
 
 
 def test_integer_weights(llama: Path, tmp_path: Path) -> None:
-    quantised = copy_with(llama, tmp_path / "a", lambda t: {n: x.to(torch.int8) for n, x in t.items()})
+    quantised = copy_with(
+        llama, tmp_path / "a", lambda t: {n: x.to(torch.int8) for n, x in t.items()}
+    )
     refused(quantised, "dtype I8")
 
 
@@ -242,7 +286,9 @@ def test_truncated_weights(size: int, llama: Path, tmp_path: Path) -> None:
 
 def test_lfs_pointer(llama: Path, tmp_path: Path) -> None:
     copy = copy_with(llama, tmp_path / "a")
-    (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (copy / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
     refused(copy, "git lfs pull")
 
 
@@ -276,9 +322,13 @@ def test_lying_headers(entry: object, llama: Path, tmp_path: Path) -> None:
     refused(copy, "not a whole safetensors file")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(position=st.integers(0, 4000), byte=st.integers(0, 255))
-def test_any_damage_to_a_header_is_noticed_or_harmless(position: int, byte: int, llama: Path, tmp_path: Path) -> None:
+def test_any_damage_to_a_header_is_noticed_or_harmless(
+    position: int, byte: int, llama: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "a"
     if not copy.exists():
         copy_with(llama, copy)
@@ -291,7 +341,9 @@ def test_any_damage_to_a_header_is_noticed_or_harmless(position: int, byte: int,
 
 @pytest.fixture
 def sharded(llama: Path, tmp_path: Path) -> Path:
-    transformers.AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path / "s", max_shard_size="50KB")
+    transformers.AutoModelForCausalLM.from_pretrained(llama).save_pretrained(
+        tmp_path / "s", max_shard_size="50KB"
+    )
     return tmp_path / "s"
 
 
@@ -303,7 +355,15 @@ def edit_index(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "shard", ["../model.safetensors", "/etc/x.safetensors", "a/b.safetensors", "x.bin", 3, "..\\x.safetensors"]
+    "shard",
+    [
+        "../model.safetensors",
+        "/etc/x.safetensors",
+        "a/b.safetensors",
+        "x.bin",
+        3,
+        "..\\x.safetensors",
+    ],
 )
 def test_index_that_leaves_the_directory(shard: object, sharded: Path) -> None:
     edit_index(sharded, lambda index: index["weight_map"].update({"model.norm.weight": shard}))
@@ -364,4 +424,6 @@ else:
 
 
 def test_importing_the_package_does_not_load_torch() -> None:
-    subprocess.run([sys.executable, "-c", "import sys, sworker; assert 'torch' not in sys.modules"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import sys, sworker; assert 'torch' not in sys.modules"], check=True
+    )

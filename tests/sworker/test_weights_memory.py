@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 _CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5,
-    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 1024, "max_position_embeddings": 128,
-    "tie_word_embeddings": True, "dtype": "float32",
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 1024, "intermediate_size": 4096,
+    "num_hidden_layers": 5, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "vocab_size": 1024, "max_position_embeddings": 128, "tie_word_embeddings": True,
+    "dtype": "float32",
 }  # fmt: skip
 
 _MEASURE = """
@@ -40,12 +41,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """340 MB in float32; the largest tensor takes 16 MB."""
     path = tmp_path_factory.mktemp("large")
     hidden, inner = 1024, 4096
-    tensors = {"model.embed_tokens.weight": torch.zeros(1024, hidden), "model.norm.weight": torch.zeros(hidden)}
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(1024, hidden),
+        "model.norm.weight": torch.zeros(hidden),
+    }
     for layer in range(5):
         prefix = f"model.layers.{layer}."
         for name in ("q", "k", "v", "o"):
             tensors[f"{prefix}self_attn.{name}_proj.weight"] = torch.zeros(hidden, hidden)
-        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+        for name, shape in (
+            ("gate", (inner, hidden)),
+            ("up", (inner, hidden)),
+            ("down", (hidden, inner)),
+        ):
             tensors[f"{prefix}mlp.{name}_proj.weight"] = torch.zeros(shape)
         for name in ("input", "post_attention"):
             tensors[f"{prefix}{name}_layernorm.weight"] = torch.zeros(hidden)
@@ -57,11 +65,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak_memory(dtype: str, checkpoint: Path, tiny_checkpoint: Callable[..., Path]) -> None:
-    command = [sys.executable, "-c", _MEASURE, str(checkpoint), str(tiny_checkpoint("llama")), dtype]
+    command = [
+        sys.executable,
+        "-c",
+        _MEASURE,
+        str(checkpoint),
+        str(tiny_checkpoint("llama")),
+        dtype,
+    ]
     run = subprocess.run(command, check=True, capture_output=True, text=True)
     before, before_peak, peak, model_bytes = map(int, run.stdout.split())
     largest_bytes = 4 * 1024 * 4096
     slack_bytes = 8 << 20
-    print(f"before {before}, model {model_bytes}, largest {largest_bytes}, above both {peak - before - model_bytes}")
+    print(
+        f"before {before}, model {model_bytes}, largest {largest_bytes}, above both "
+        f"{peak - before - model_bytes}"
+    )
     assert model_bytes > 10 * largest_bytes / (2 if dtype == "bfloat16" else 1)
     assert peak <= max(before_peak, before + model_bytes + largest_bytes) + slack_bytes

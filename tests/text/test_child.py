@@ -1,4 +1,5 @@
-"""The process that a model's own programs run in: it answers, ends when it should, and takes nothing with it."""
+"""The process that a model's own programs run in: it answers, ends when it
+should, and takes nothing with it."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ def test_one_process_answers_one_question_after_the_other() -> None:
 
 
 def test_after_its_death_the_next_question_has_another() -> None:
-    source = "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    source = (
+        "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in "
+        "range(99999) %}{% endfor %}"
+    )
     template = ChatTemplate(source + "{% endfor %}{% endif %}fine", "x", {}, LIMITS)
     first = child()
     with pytest.raises(RequestError, match="more than 1 s") as caught:
@@ -73,7 +77,9 @@ template = ChatTemplate("fine", "x", {})
 print(psutil.Process().children()[0].pid, flush=True)
 os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     pid = int(done.stdout)
     if psutil.pid_exists(pid):
         psutil.wait_procs([psutil.Process(pid)], timeout=30)
@@ -96,8 +102,13 @@ print(ChatTemplate("fine", "x", {}).render([], __import__("datetime").datetime(2
 
 @pytest.mark.parametrize("program", ["template_program", "tokenizer_program"])
 def test_it_loads_little(program: str) -> None:
-    script = f"import sys, fastdecode.text.{program}; print({{'torch', 'numpy', 'numba'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    script = (
+        f"import sys, fastdecode.text.{program}; print({{'torch', 'numpy', 'numba'}} & "
+        "set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout == "set()\n"
 
 

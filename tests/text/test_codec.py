@@ -1,4 +1,5 @@
-"""The tokenizer wrapper, the incremental detokenizers against decoding at once, and stop strings."""
+"""The tokenizer wrapper, the incremental detokenizers against decoding at once,
+and stop strings."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ from tokenizers import Tokenizer, models, processors
 from fastdecode.core.errors import CheckpointError, MissingExtraError, RequestError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.detokenizer import ByteLevelDetokenizer, Vocabulary, WindowDetokenizer, detokenizer_for
+from fastdecode.text.detokenizer import (
+    ByteLevelDetokenizer,
+    Vocabulary,
+    WindowDetokenizer,
+    detokenizer_for,
+)
 
 
 def pieces_of(kind: str, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
@@ -35,7 +41,8 @@ def pieces_of(kind: str, token_ids: Sequence[int], prompt: Sequence[int] = ()) -
     return [*map(detokenizer.append, token_ids), detokenizer.flush()]
 
 
-# --- detokenizers ----------------------------------------------------------------------------------------------------
+# --- detokenizers
+# ------------------------------------------------------------------------------
 
 
 @kinds
@@ -55,7 +62,9 @@ def test_runs_of_bytes_valid_and_not(kind: str, data: st.DataObject) -> None:
     parts = st.one_of(
         st.text(max_size=4).map(lambda text: text.encode(errors="ignore")),
         st.binary(max_size=4),
-        st.sampled_from([b"\xf0\x9f\x98", b"\xe4\xbd", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90", b"\xef\xbf\xbd"]),
+        st.sampled_from(
+            [b"\xf0\x9f\x98", b"\xe4\xbd", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90", b"\xef\xbf\xbd"]
+        ),
     )
     others = st.sampled_from([id_of(tokenizer, x) for x in ("a", "</s>")])
     ids: list[int] = []
@@ -88,11 +97,15 @@ def test_byte_level_text_lags_by_no_more_than_part_of_a_character(ids: list[int]
 @pytest.mark.parametrize("kind", ["llama", "gemma", "metaspace"])
 def test_a_byte_run_shows_when_it_ends(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
-    ids = [id_of(tokenizer, x) for x in ("▁The", "<0xE4>", "<0xBD>", "<0xA0>", "<0xC3>", "<0xA9>", "a")]
+    ids = [
+        id_of(tokenizer, x) for x in ("▁The", "<0xE4>", "<0xBD>", "<0xA0>", "<0xC3>", "<0xA9>", "a")
+    ]
     first = " The" if kind == "gemma" else "The"
     assert pieces_of(kind, ids) == [first, "", "", "", "", "", "你éa", ""]
     assert pieces_of(kind, ids[:-1])[-1] == "你é"
-    assert pieces_of(kind, ids[:-2])[-1] == "\ufffd" * 4  # as the library decodes a run with a broken end
+    assert (
+        pieces_of(kind, ids[:-2])[-1] == "\ufffd" * 4
+    )  # as the library decodes a run with a broken end
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "metaspace", "wordpiece"])
@@ -100,7 +113,9 @@ def test_a_byte_run_shows_when_it_ends(kind: str) -> None:
 @given(data=st.data())
 def test_output_continues_the_text_of_its_prompt(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
-    sound = [i for i in range(tokenizer.get_vocab_size()) if tokenizer.id_to_token(i) not in BYTE_TOKENS]
+    sound = [
+        i for i in range(tokenizer.get_vocab_size()) if tokenizer.id_to_token(i) not in BYTE_TOKENS
+    ]
     prompt = data.draw(st.lists(st.sampled_from(sound), min_size=1, max_size=10))
     output = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=20))
     if all(tokenizer.decode([token]) == "" for token in prompt):
@@ -146,7 +161,8 @@ def test_special_tokens_and_unknown_ids_do_not_pile_up() -> None:
     assert detokenizer._window == []
 
 
-# --- the codec -------------------------------------------------------------------------------------------------------
+# --- the codec
+# ------------------------------------------------------------------------------
 
 
 def save(tokenizer: Tokenizer, folder: Path, config: Any = None) -> Path:
@@ -174,7 +190,9 @@ def test_special_tokens_are_those_of_transformers(
     tokenizer = byte_level()
     if template is not None:
         special_tokens = [("<s>", 0), ("</s>", 1)]
-        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special_tokens)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=special_tokens
+        )
     given = {"tokenizer_class": tokenizer_class, "add_bos_token": add_bos}
     config = {name: value for name, value in given.items() if value is not None}
     save(tokenizer, tmp_path, {**config, "bos_token": "<s>", "eos_token": "</s>"})
@@ -198,7 +216,9 @@ def test_special_tokens_are_those_of_transformers(
         ([], None),
     ],
 )
-def test_eos_of_the_tokenizers_config(tmp_path: Path, config: Any, eos_token_id: int | None) -> None:
+def test_eos_of_the_tokenizers_config(
+    tmp_path: Path, config: Any, eos_token_id: int | None
+) -> None:
     assert TextCodec.load(save(byte_level(), tmp_path, config)).eos_token_id == eos_token_id
 
 
@@ -223,7 +243,9 @@ def test_a_directory_without_a_tokenizer_serves_token_ids_only(tmp_path: Path) -
     assert text.finish() == codec.decode([3]) == ""
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', '{"model": 3}', "\x00\x01"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"version": "1.0"}', '{"model": 3}', "\x00\x01"]
+)
 def test_a_broken_tokenizer_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):

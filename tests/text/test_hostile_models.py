@@ -1,4 +1,5 @@
-"""Model directories made to hang, to fill the memory or to crash: each is one error that names the file."""
+"""Model directories made to hang, to fill the memory or to crash: each is one
+error that names the file."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ LLAMA_3 = (
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "more than 1 s",
+        ),
         ("{{ '%10000000000d' % 1 }}", "memory"),
         ("{{ 'x' * 10000000000 }}", "memory"),
         ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "not a Jinja template"),
@@ -92,8 +96,12 @@ def directory(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [pipe, zeros, huge, nested, directory])
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
-def test_files_that_never_end_are_refused(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+)
+def test_files_that_never_end_are_refused(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     if not (name == "chat_template.jinja" and make is nested):
         make(tmp_path / name)
@@ -108,7 +116,9 @@ def test_files_that_never_end_are_refused(tmp_path: Path, name: str, make: Calla
 
 
 @pytest.mark.parametrize("make", [pipe, zeros, huge, nested, directory])
-def test_a_tokenizer_that_never_ends_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_tokenizer_that_never_ends_is_refused(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     make(tmp_path / "tokenizer.json")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         TextCodec.load(tmp_path)
@@ -124,13 +134,17 @@ def test_a_file_of_exactly_the_limit_is_read(tmp_path: Path) -> None:
 def splitting(pattern: str) -> Tokenizer:
     tokenizer = byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(use_regex=False),
+        ]
     )
     return tokenizer
 
 
 def swelling(part: str, letter: str) -> str:
-    """A tokenizer.json that makes 10^12 letters of one. Not by the library, which would try it at once."""
+    """A tokenizer.json that makes 10^12 letters of one. Not by the library,
+    which would try it at once."""
     content = json.loads(byte_level().to_str())
     step = {"type": "Replace", "pattern": {"String": letter}, "content": letter * 1000}
     content[part] = {"type": "Sequence", f"{part}s": [step] * 4}
@@ -139,11 +153,15 @@ def swelling(part: str, letter: str) -> str:
 
 def save(tokenizer: Tokenizer | str, folder: Path) -> Path:
     path = folder / "tokenizer.json"
-    path.write_text(tokenizer if isinstance(tokenizer, str) else tokenizer.to_str(), encoding="utf-8")
+    path.write_text(
+        tokenizer if isinstance(tokenizer, str) else tokenizer.to_str(), encoding="utf-8"
+    )
     return path
 
 
-@pytest.mark.parametrize("tokenizer", [splitting("(a+)+$"), swelling("normalizer", "o"), swelling("decoder", "e")])
+@pytest.mark.parametrize(
+    "tokenizer", [splitting("(a+)+$"), swelling("normalizer", "o"), swelling("decoder", "e")]
+)
 def test_a_tokenizer_that_attacks_is_refused_before_it_is_loaded_here(
     tmp_path: Path, tokenizer: Tokenizer | str
 ) -> None:
@@ -153,7 +171,9 @@ def test_a_tokenizer_that_attacks_is_refused_before_it_is_loaded_here(
 
 
 @pytest.mark.parametrize("tokenizer", [splitting("(q+)+$"), swelling("normalizer", "q")])
-def test_one_that_attacks_later_costs_that_prompt_only(tmp_path: Path, tokenizer: Tokenizer | str) -> None:
+def test_one_that_attacks_later_costs_that_prompt_only(
+    tmp_path: Path, tokenizer: Tokenizer | str
+) -> None:
     encoder = Encoder(save(tokenizer, tmp_path), limits=LIMITS)
     for text in ("The end.", "q" * 99 + "!", "The end."):
         if text == "The end.":
@@ -193,7 +213,9 @@ def test_a_text_that_could_never_fit_is_not_encoded(tmp_path: Path) -> None:
 def test_no_token_stands_for_more_than_is_said(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
     span = max_bytes_per_token(tokenizer)
-    assert (span is None) == (kind in ("wordpiece", "bpe with suffix", "no decoder", "llama", "gemma", "metaspace"))
+    assert (span is None) == (
+        kind in ("wordpiece", "bpe with suffix", "no decoder", "llama", "gemma", "metaspace")
+    )
     if span is not None:
         text = data.draw(st.one_of(st.text(max_size=50), st.sampled_from(LINES)))
         ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -205,8 +227,12 @@ def byte_fallback() -> Tokenizer:
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "e", "▁e", "▁▁"]
     vocabulary = {token: place for place, token in enumerate(tokens)}
     merges = [("▁", "e"), ("▁", "▁")]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     return tokenizer
 
 
@@ -219,7 +245,10 @@ def composing() -> Tokenizer:
 @pytest.mark.parametrize("tokenizer", [byte_fallback(), composing()])
 @settings(max_examples=200, deadline=None)
 @given(
-    text=st.text(st.sampled_from("ab é你😀\n.\u0301\u0308\u1fef\u212b\u0345\u1f82가ᄀ\u1161\U0002f800"), max_size=40)
+    text=st.text(
+        st.sampled_from("ab é你😀\n.\u0301\u0308\u1fef\u212b\u0345\u1f82가ᄀ\u1161\U0002f800"),
+        max_size=40,
+    )
 )
 def test_nor_behind_a_normalizer(tokenizer: Tokenizer, text: str) -> None:
     span = max_bytes_per_token(tokenizer)

@@ -65,9 +65,13 @@ ACTIVATION_DTYPES = [dtype for dtype in DType if dtype.is_float]
 
 @st.composite
 def hellos(draw: st.DrawFn) -> Hello:
-    kv = KVSpec(draw(st.integers(1, 100)), draw(st.integers(1, 64)), 64, draw(st.sampled_from(DType)))
+    kv = KVSpec(
+        draw(st.integers(1, 100)), draw(st.integers(1, 64)), 64, draw(st.sampled_from(DType))
+    )
     layers = tuple(draw(st.lists(attention_specs(), max_size=4)))
-    return Hello(draw(st.integers(0, 99)), draw(TEXTS), kv, layers, draw(st.sampled_from(ACTIVATION_DTYPES)))
+    return Hello(
+        draw(st.integers(0, 99)), draw(TEXTS), kv, layers, draw(st.sampled_from(ACTIVATION_DTYPES))
+    )
 
 
 @st.composite
@@ -75,7 +79,9 @@ def begin_steps(draw: st.DrawFn) -> BeginStep:
     n = draw(st.integers(0, 20))
     counts = [draw(arrays_of(np.int32, n)) for _ in range(4)]
     beyond = draw(st.none() | arrays_of(np.int32, n))
-    return BeginStep(draw(INTS), draw(INTS), draw(arrays_of(np.int64, n)), *counts, draw(st.booleans()), beyond)
+    return BeginStep(
+        draw(INTS), draw(INTS), draw(arrays_of(np.int64, n)), *counts, draw(st.booleans()), beyond
+    )
 
 
 @st.composite
@@ -83,7 +89,9 @@ def attends(draw: st.DrawFn) -> Attend:
     queries, tokens, heads, kv_heads, dim = (draw(st.integers(0, 5)) for _ in range(5))
     dtype = draw(BITS)
     kv = [draw(arrays_of(dtype, (tokens, kv_heads, dim))) for _ in range(2)]
-    return Attend(draw(INTS), draw(INTS), draw(INTS), draw(arrays_of(dtype, (queries, heads, dim))), *kv)
+    return Attend(
+        draw(INTS), draw(INTS), draw(INTS), draw(arrays_of(dtype, (queries, heads, dim))), *kv
+    )
 
 
 @st.composite
@@ -96,7 +104,16 @@ def attend_results(draw: st.DrawFn) -> AttendResult:
 
 LISTS = st.lists(TEXTS, max_size=3).map(tuple)
 HOSTS = st.builds(
-    HostFacts, TEXTS, LISTS, TEXTS, st.lists(INTS, max_size=3).map(tuple), INTS, LISTS, TEXTS, INTS, LISTS
+    HostFacts,
+    TEXTS,
+    LISTS,
+    TEXTS,
+    st.lists(INTS, max_size=3).map(tuple),
+    INTS,
+    LISTS,
+    TEXTS,
+    INTS,
+    LISTS,
 )
 
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
@@ -171,7 +188,12 @@ def test_golden_bytes_of_arrays() -> None:
 
 def test_golden_bytes_of_a_step() -> None:
     begin = BeginStep(
-        9, 1, np.array([1 << 36]), *(np.array([x], np.int32) for x in (64, 0, 1, 64)), True, np.array([5], np.int32)
+        9,
+        1,
+        np.array([1 << 36]),
+        *(np.array([x], np.int32) for x in (64, 0, 1, 64)),
+        True,
+        np.array([5], np.int32),
     )
     head = unhex(
         "46445750 0300 05 00 00000000 65000000 4401000000000000"  # header: BeginStep, 101 + 324 bytes
@@ -189,7 +211,9 @@ def test_golden_bytes_of_a_step() -> None:
 
 def test_golden_bytes_of_nested_fields() -> None:
     kv = KVSpec(num_layers=1, num_kv_heads=2, head_dim=64, dtype=DType.BFLOAT16, block_size=32)
-    layer = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, logit_softcap=30.0)
+    layer = AttentionSpec(
+        num_q_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, logit_softcap=30.0
+    )
     head = unhex(
         "46445750 0300 01 00 00000000 8d000000 0000000000000000"  # header: Hello
         "0100000000000000 0000000000000000 0000000000000000"  # protocol_version, holder, max_blocks
@@ -214,8 +238,26 @@ def test_golden_bytes_of_nested_fields() -> None:
             r"float32 \[2, 4\] where q",
         ),
         (Accepted(1 << 63), "a number that can't be sent"),
-        (Hello(1, "h", KVSpec(1, 1, 1, DType.FLOAT32), (AttentionSpec(1, 1, 1, 1.0),) * 20000, DType.FLOAT32), "20000"),
-        (Hello(1, "h", KVSpec(1, 1, 1, DType.FLOAT32), (AttentionSpec(1, 1, 1, 1.0),) * 9000, DType.FLOAT32), "exceed"),
+        (
+            Hello(
+                1,
+                "h",
+                KVSpec(1, 1, 1, DType.FLOAT32),
+                (AttentionSpec(1, 1, 1, 1.0),) * 20000,
+                DType.FLOAT32,
+            ),
+            "20000",
+        ),
+        (
+            Hello(
+                1,
+                "h",
+                KVSpec(1, 1, 1, DType.FLOAT32),
+                (AttentionSpec(1, 1, 1, 1.0),) * 9000,
+                DType.FLOAT32,
+            ),
+            "exceed",
+        ),
     ],
 )
 def test_messages_that_cannot_travel_are_refused_at_once(message: Message, match: str) -> None:
@@ -224,7 +266,9 @@ def test_messages_that_cannot_travel_are_refused_at_once(message: Message, match
 
 
 def test_long_text_is_cut_at_a_character() -> None:
-    decoded, _ = codec.decode(in_one_piece(Failed("r0", "internal_error", "é" * fields.MAX_STRING_BYTES)))
+    decoded, _ = codec.decode(
+        in_one_piece(Failed("r0", "internal_error", "é" * fields.MAX_STRING_BYTES))
+    )
     assert isinstance(decoded, Failed)
     assert decoded.message == "é" * ((fields.MAX_STRING_BYTES - 3) // 2) + "..."
 

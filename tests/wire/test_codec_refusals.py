@@ -45,7 +45,9 @@ def forged(message: Message, at: int, value: bytes) -> bytes:
 
 
 def test_another_version_is_refused_naming_both() -> None:
-    error = refuse(forged(Shutdown(), 4, struct.pack("<H", 77)), f"version 77, this side {PROTOCOL_VERSION}:")
+    error = refuse(
+        forged(Shutdown(), 4, struct.pack("<H", 77)), f"version 77, this side {PROTOCOL_VERSION}:"
+    )
     assert error.code == "protocol_version"
 
 
@@ -92,7 +94,9 @@ def test_dims_of_one_name_must_agree() -> None:
 )
 def test_forged_fields_are_refused(at: int, value: bytes, match: str) -> None:
     kv = KVSpec(num_layers=1, num_kv_heads=2, head_dim=64, dtype=DType.BFLOAT16, block_size=32)
-    layer = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, logit_softcap=30.0)
+    layer = AttentionSpec(
+        num_q_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, logit_softcap=30.0
+    )
     refuse(forged(Hello(1, "abc", kv, (layer,), DType.FLOAT16), at, value), match)
 
 
@@ -101,7 +105,9 @@ def test_heads_longer_than_their_fields_are_refused() -> None:
         head = codec.encode(message).head
         longer = bytearray(head[:-4] + bytes(8))
         longer[12:16] = struct.pack("<I", len(longer) + 4)
-        refuse(with_crc(bytes(longer)), "8 bytes follow its last field|a head of 44 bytes, where 36")
+        refuse(
+            with_crc(bytes(longer)), "8 bytes follow its last field|a head of 44 bytes, where 36"
+        )
 
 
 def test_a_body_may_not_exceed_the_bound_of_the_connection() -> None:
@@ -126,7 +132,13 @@ SAMPLES: list[Message] = [
     small_attend(dtype=np.uint16),
     AttendResult(1, 0, 2, np.ones((2, 4, 8), np.float32), np.ones((2, 4), np.float32), 0.25),
     BeginStep(1, 0, np.arange(3), *[np.arange(3, dtype=np.int32)] * 4, want_lse=True),
-    Hello(1, "abc", KVSpec(2, 2, 64, DType.FLOAT32), (AttentionSpec(4, 2, 64, 0.1),) * 2, DType.FLOAT32),
+    Hello(
+        1,
+        "abc",
+        KVSpec(2, 2, 64, DType.FLOAT32),
+        (AttentionSpec(4, 2, 64, 0.1),) * 2,
+        DType.FLOAT32,
+    ),
     Failed("rank 3", "internal_error", "the kernel failed"),
     Shutdown(),
 ]
@@ -159,7 +171,9 @@ def test_forgers_get_a_message_or_a_refusal(message: Message, data: st.DataObjec
     """Whoever computes checksums too may say anything that a peer may say, and nothing else."""
     head_bytes = len(codec.encode(message).head)
     at = data.draw(st.integers(4, head_bytes - 5))
-    forgery = forged(message, at, data.draw(st.binary(min_size=1, max_size=min(8, head_bytes - 4 - at))))
+    forgery = forged(
+        message, at, data.draw(st.binary(min_size=1, max_size=min(8, head_bytes - 4 - at)))
+    )
     try:
         decoded, _ = codec.decode(np.frombuffer(forgery, np.uint8))
     except ProtocolError:
@@ -196,7 +210,9 @@ def test_messages_of_ever_new_shapes_take_no_more_memory() -> None:
 
     def receive(num: int) -> None:
         for dims in rng.integers(0, 50, (num, 3)):
-            message = Attend(0, 0, 0, *[np.empty((n, *dims[1:]), np.uint16) for n in (dims[0], 3, 3)])
+            message = Attend(
+                0, 0, 0, *[np.empty((n, *dims[1:]), np.uint16) for n in (dims[0], 3, 3)]
+            )
             codec.decode(in_one_piece(message))
 
     receive(500)

@@ -1,4 +1,5 @@
-"""Measuring a link: every batch is measured, the R-worker's own compute is taken off, and it can be used afterwards."""
+"""Measuring a link: every batch is measured, the R-worker's own compute is
+taken off, and it can be used afterwards."""
 
 from __future__ import annotations
 
@@ -27,11 +28,18 @@ def worker() -> Iterator[WorkerThread]:
 
 def test_a_link_is_measured_twice_the_same_way(worker: WorkerThread) -> None:
     for _ in range(2):
-        times = measure_link(worker.connection, KV, SPEC, DType.FLOAT16, (1, 8), repeats=2, wait=lambda _: None)
-        # q and o are 4 heads of 16 in 2 bytes, k and v 2 heads: 384 bytes out and back in all, for each sequence.
+        times = measure_link(
+            worker.connection, KV, SPEC, DType.FLOAT16, (1, 8), repeats=2, wait=lambda _: None
+        )
+        # q and o are 4 heads of 16 in 2 bytes, k and v 2 heads: 384 bytes out
+        # and back in all, for each sequence.
         assert [point.size for point in times.transfer] == [192, 8 * 192]
         assert all(len(point.timing.seconds) == 2 * (NUM_LAYERS - 1) for point in times.transfer)
-        for timing in (*(point.timing for point in times.transfer), times.round_trip, times.message):
+        for timing in (
+            *(point.timing for point in times.transfer),
+            times.round_trip,
+            times.message,
+        ):
             assert min(timing.seconds) > 0
 
 
@@ -50,4 +58,6 @@ def test_the_workers_compute_is_not_the_links() -> None:
 
 def test_a_worker_without_room_says_so(worker: WorkerThread) -> None:
     with pytest.raises(WorkerError, match="can't be measured"):
-        measure_link(worker.connection, KV, SPEC, DType.FLOAT16, (100_000,), repeats=1, wait=lambda _: None)
+        measure_link(
+            worker.connection, KV, SPEC, DType.FLOAT16, (100_000,), repeats=1, wait=lambda _: None
+        )

@@ -81,12 +81,14 @@ BYTES = np.zeros((2, 3, 4), np.uint8)
 @pytest.mark.parametrize(
     ("piece", "match"),
     [
-        (Piece(0, BYTES.view(np.int8), BYTES, None, None), "int8 .* where k: float32 or uint16 or uint8"),
+        (Piece(0, BYTES.view(np.int8), BYTES, None, None),
+         "int8 .* where k: float32 or uint16 or uint8"),
         (Piece(0, BYTES.astype(bool), BYTES, None, None), "bool .* where k"),
         (Piece(0, BYTES, BYTES[0], None, None), r"uint8 \[3, 4\] where v"),
         (Piece(0, BYTES, BYTES[:1], None, None), "dim T of v is 1, but 2 elsewhere"),
         (Piece(0, BYTES, BYTES, BYTES, None), "uint8 .* where scales: float32"),
-        (Piece(0, BYTES, BYTES, np.ones((2, 2, 2), np.float32), None), "dim H of scales is 2, but 3 elsewhere"),
+        (Piece(0, BYTES, BYTES, np.ones((2, 2, 2), np.float32), None),
+         "dim H of scales is 2, but 3 elsewhere"),
         (Piece(0, BYTES, BYTES, None, BYTES[0].astype(np.uint16)), "uint16 .* where blocks: uint8"),
     ],
 )  # fmt: skip

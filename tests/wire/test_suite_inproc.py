@@ -18,7 +18,10 @@ class TestInproc(TransportSuite):
         def make(num_peers: int) -> SimpleNamespace:
             hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
             names = [f"worker {i}" for i in range(num_peers)]
-            ends = [connect(hub, "the S-worker", InprocHub[FromRWorker, ToRWorker](), name)[1] for name in names]
+            ends = [
+                connect(hub, "the S-worker", InprocHub[FromRWorker, ToRWorker](), name)[1]
+                for name in names
+            ]
             return SimpleNamespace(hub=hub, peers=[LocalPuppet(end) for end in ends], names=names)
 
         return make

@@ -1,4 +1,5 @@
-"""The in-process transport: order, deadlines, closing from either side, waiting for any of several."""
+"""The in-process transport: order, deadlines, closing from either side, waiting
+for any of several."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ def pair() -> tuple[Connection[str, int], Connection[int, str]]:
 
 def star(num_peers: int) -> tuple[Hub[str, int], list[InprocConnection[int, str]]]:
     hub: InprocHub[str, int] = InprocHub()
-    peers = [connect(hub, "the S side", InprocHub[int, str](), f"worker {i}")[1] for i in range(num_peers)]
+    peers = [
+        connect(hub, "the S side", InprocHub[int, str](), f"worker {i}")[1]
+        for i in range(num_peers)
+    ]
     return hub, peers
 
 

@@ -1,4 +1,5 @@
-"""The ZeroMQ transport, its R-workers' sides in processes of their own: the suite, access, strangers, deaths."""
+"""The ZeroMQ transport, its R-workers' sides in processes of their own: the
+suite, access, strangers, deaths."""
 
 from __future__ import annotations
 
@@ -129,7 +130,12 @@ def test_addresses_that_are_refused(address: str, match: str) -> None:
 
 
 def test_addresses_that_are_allowed(tmp_path: Path) -> None:
-    for address in ("tcp://127.0.0.1:0", "tcp://127.0.0.9:*", "tcp://[::1]:80", "tcp://localhost:5555"):
+    for address in (
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.9:*",
+        "tcp://[::1]:80",
+        "tcp://localhost:5555",
+    ):
         check_address(address, None, option="--bind")
     ClusterKey.create(tmp_path / "key")
     check_address("tcp://10.1.2.3:5555", ClusterKey.read(tmp_path / "key"), option="--bind")
@@ -181,7 +187,8 @@ def test_members_of_the_cluster_talk_and_others_do_not(stage: Stage, tmp_path: P
         connection.send(HELLO)
         assert code_of(lambda c=connection: c.receive(WAIT_S), "is lost", "--key") == CLOSED  # type: ignore[misc]
         stranger.close()
-    # Knowing the R-worker's public key isn't enough: the S-worker has to prove that it has the secret too.
+    # Knowing the R-worker's public key isn't enough: the S-worker has to prove
+    # that it has the secret too.
     impostor_public, impostor_secret = zmq.curve_keypair()
     context = zmq.Context()
     with context.socket(zmq.DEALER) as dealer:
@@ -268,7 +275,11 @@ def test_another_s_worker_is_told_that_this_one_is_busy(stage: Stage, hub: ZmqHu
         other.send(HELLO)
         stage.puppets[0].start("answer", 1)
         answered = other.receive(WAIT_S)
-        assert isinstance(answered, Failed) and answered.code == "busy" and "another S-worker" in answered.message
+        assert (
+            isinstance(answered, Failed)
+            and answered.code == "busy"
+            and "another S-worker" in answered.message
+        )
         connection.send(attend(1))
         assert connection.receive(WAIT_S).step == 0
         # Once the first has closed, there is room.
@@ -302,7 +313,10 @@ def test_a_peer_of_another_version_is_told_both(stage: Stage, hub: ZmqHub) -> No
 def test_what_breaks_the_protocol_ends_the_connection(stage: Stage, hub: ZmqHub) -> None:
     connection, _ = connect(hub, stage.puppets[0])
     stage.puppets[0].send(OpenSequence(1, 1))
-    assert code_of(lambda: connection.receive(WAIT_S), "broke the protocol", "OpenSequence") == "protocol_error"
+    assert (
+        code_of(lambda: connection.receive(WAIT_S), "broke the protocol", "OpenSequence")
+        == "protocol_error"
+    )
     # The other direction works still, so that the peer can be told.
     connection.send(OpenSequence(2, 2))
     assert stage.puppets[0].receive(WAIT_S) == OpenSequence(2, 2)
@@ -343,7 +357,8 @@ def test_a_silent_r_worker_is_lost(stage: Stage) -> None:
 
 
 def test_an_idle_s_worker_is_not_lost(stage: Stage, hub: ZmqHub) -> None:
-    """Heartbeats need no Python: neither side calls anything while several times the silence goes by."""
+    """Heartbeats need no Python: neither side calls anything while several
+    times the silence goes by."""
     connection, _ = connect(hub, stage.puppets[0], silence_s=0.2)
     assert code_of(lambda: stage.puppets[0].receive(2.5), "S-worker") == TIMEOUT
     connection.send(OpenSequence(1, 1))
@@ -355,7 +370,8 @@ def test_an_r_worker_notices_that_its_s_worker_is_gone(stage: Stage, how: int) -
     """The S-worker is a puppet's process this time: a hub over there, a listener here."""
     listener = ZmqListener(ANY_PORT, "here", silence_s=0.5)
     script = (
-        "import signal, sys; from fastdecode.wire.zmq.hub import ZmqHub; from messages_for_tests import to_r_worker; "
+        "import signal, sys; from fastdecode.wire.zmq.hub import ZmqHub; from messages_for_tests "
+        "import to_r_worker; "
     )
     script += "ZmqHub().add(sys.argv[1]).send(to_r_worker()[0]); signal.pause()"
     paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])

@@ -1,4 +1,5 @@
-"""An R-worker's port that strangers flood: it goes on serving, and takes little memory. Bounded, over loopback."""
+"""An R-worker's port that strangers flood: it goes on serving, and takes little
+memory. Bounded, over loopback."""
 
 from __future__ import annotations
 
@@ -85,7 +86,10 @@ def flooded(address: str, num_frames: int, frame_bytes: int, num_strangers: int 
     """And wait until all of that has been sent."""
     spawn = multiprocessing.get_context("spawn")
     events = [spawn.Event() for _ in range(num_strangers)]
-    processes = [spawn.Process(target=flood, args=(address, num_frames, frame_bytes, event)) for event in events]
+    processes = [
+        spawn.Process(target=flood, args=(address, num_frames, frame_bytes, event))
+        for event in events
+    ]
     for process in processes:
         process.start()
     for event in events:
@@ -95,15 +99,20 @@ def flooded(address: str, num_frames: int, frame_bytes: int, num_strangers: int 
         assert process.exitcode == 0
 
 
-def test_thousands_of_frames_nobody_reads_and_a_disconnect_do_no_harm(listener: ZmqListener, hub: ZmqHub) -> None:
-    """With a limit in libzmq, a connection that breaks with as many unread aborts the whole process."""
+def test_thousands_of_frames_nobody_reads_and_a_disconnect_do_no_harm(
+    listener: ZmqListener, hub: ZmqHub
+) -> None:
+    """With a limit in libzmq, a connection that breaks with as many unread
+    aborts the whole process."""
     connection, index = served(listener, hub)
     flooded(listener.address, 2000, 50_000)
     assert not threading.Event().wait(3 * SILENCE_S)  # heartbeats have come due meanwhile
     check_it_serves(listener, connection, index)
 
 
-def test_what_strangers_send_does_not_pile_up_while_the_r_worker_computes(listener: ZmqListener, hub: ZmqHub) -> None:
+def test_what_strangers_send_does_not_pile_up_while_the_r_worker_computes(
+    listener: ZmqListener, hub: ZmqHub
+) -> None:
     connection, index = served(listener, hub)
     process = psutil.Process()
     before = process.memory_info().rss
@@ -113,7 +122,9 @@ def test_what_strangers_send_does_not_pile_up_while_the_r_worker_computes(listen
     assert grown < 300 << 20
 
 
-def test_a_frame_that_is_too_long_ends_the_strangers_connection_alone(listener: ZmqListener, hub: ZmqHub) -> None:
+def test_a_frame_that_is_too_long_ends_the_strangers_connection_alone(
+    listener: ZmqListener, hub: ZmqHub
+) -> None:
     connection, index = served(listener, hub)
     with dealer(listener.address) as stranger:
         stranger.send(bytes(MAX_FRAME_BYTES + 1))
@@ -141,7 +152,9 @@ def test_long_messages_go_in_chunks_both_ways(listener: ZmqListener, hub: ZmqHub
 
 
 @pytest.mark.parametrize("chunks", [(0,), (MAX_FRAME_BYTES, MAX_FRAME_BYTES)])
-def test_chunks_that_do_not_fit_end_the_connection(listener: ZmqListener, chunks: tuple[int, ...]) -> None:
+def test_chunks_that_do_not_fit_end_the_connection(
+    listener: ZmqListener, chunks: tuple[int, ...]
+) -> None:
     frame = codec.encode(attend(3000), epoch=7)
     assert MAX_FRAME_BYTES < frame.body_bytes < 2 * MAX_FRAME_BYTES
     with dealer(listener.address, linger_ms=1000) as peer:
@@ -150,7 +163,9 @@ def test_chunks_that_do_not_fit_end_the_connection(listener: ZmqListener, chunks
         peer.send(frame.head)
         for num_bytes in chunks:
             peer.send(bytes(num_bytes))
-        with pytest.raises(PeerLostError, match=f"a chunk of {chunks[-1]} bytes doesn't fit") as caught:
+        with pytest.raises(
+            PeerLostError, match=f"a chunk of {chunks[-1]} bytes doesn't fit"
+        ) as caught:
             listener.receive_any(WAIT_S)
         assert (caught.value.index, caught.value.code) == (index, "protocol_error")
 
@@ -165,7 +180,11 @@ def test_peers_are_accepted_by_role_so_many_of_each(hub: ZmqHub) -> None:
             connection.send(greeting)
             assert same(listener.receive_any(WAIT_S)[1], greeting)
         for connection, greeting, reason in (
-            (connections[3], HELLO, "it serves another S-worker (the S-worker at 127.0.0.1, the S-worker"),
+            (
+                connections[3],
+                HELLO,
+                "it serves another S-worker (the S-worker at 127.0.0.1, the S-worker",
+            ),
             (connections[4], Inspect(), "it serves another reader (the reader at 127.0.0.1)"),
             (connections[5], neighbour, "it takes no neighbour"),
         ):

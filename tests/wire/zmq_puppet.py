@@ -1,4 +1,5 @@
-"""An R-worker's side of the ZeroMQ transport in a process of its own. Usage: zmq_puppet.py SOCKET NUMBER"""
+"""An R-worker's side of the ZeroMQ transport in a process of its own. Usage:
+zmq_puppet.py SOCKET NUMBER"""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def main(path: str, number: str) -> None:
             side.listener.close()
         key = None if key_file is None else ClusterKey.read(Path(key_file))
         one = {Role.S_WORKER: 1}
-        side = Side(ZmqListener(address, f"puppet {number}", key=key, silence_s=silence_s, most_peers=one))
+        side = Side(
+            ZmqListener(address, f"puppet {number}", key=key, silence_s=silence_s, most_peers=one)
+        )
         return side, side.listener.address
 
     obey(path, int(number), os.getpid(), open_listener)

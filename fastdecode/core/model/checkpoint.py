@@ -1,8 +1,11 @@
-"""A Hugging Face model directory: its config files, and where each tensor lies on disk.
+"""A Hugging Face model directory: its config files, and where each tensor lies
+on disk.
 
-The safetensors layout is: the header's length (8 bytes, little endian), the header (a JSON object of name → dtype,
-shape, begin and end), the raw tensors. We read it ourselves rather than map the file into memory, so that the peak
-memory of a load is what the loader allocates and nothing else. Everything in a header is checked before it is used.
+The safetensors layout is: the header's length (8 bytes, little endian), the
+header (a JSON object of name → dtype, shape, begin and end), the raw tensors.
+We read it ourselves rather than map the file into memory, so that the peak
+memory of a load is what the loader allocates and nothing else. Everything in a
+header is checked before it is used.
 """
 
 from __future__ import annotations
@@ -63,17 +66,20 @@ class Checkpoint:
     generation_config: Mapping[str, object]
     tensors: Mapping[str, TensorEntry]
     model_hash: str
-    """An identity for the model: SHA-256 over its config.json and safetensors headers, in hex.
-    The weights aren't read: two fine-tunes of one model that were saved alike have the same."""
+    """An identity for the model: SHA-256 over its config.json and safetensors
+    headers, in hex. The weights aren't read: two fine-tunes of one model that
+    were saved alike have the same."""
 
     def spec(self, *, max_model_len: int | None = None) -> ModelSpec:
         """What the model is.
 
         Args:
-            max_model_len: a length limit other than the model's own (see ``read_model_spec``).
+            max_model_len: a length limit other than the model's own (see
+                ``read_model_spec``).
 
         Raises:
-            UnsupportedModelError: the architecture or one of its features isn't implemented.
+            UnsupportedModelError: the architecture or one of its features isn't
+                implemented.
             CheckpointError: ``config.json`` makes no sense.
             ConfigError: ``max_model_len`` is out of range.
         """
@@ -87,28 +93,36 @@ class Checkpoint:
 
     @cached_property
     def _has_own_head(self) -> bool:
-        """Whether there is an output projection that differs from the token embedding: then it counts, whatever
-        config.json says. A copy of the embedding doesn't; some exports write one."""
+        """Whether there is an output projection that differs from the token
+        embedding: then it counts, whatever config.json says. A copy of the
+        embedding doesn't; some exports write one."""
         head = next((self.tensors[name] for name in _HEADS if name in self.tensors), None)
-        embedding = next((entry for name, entry in self.tensors.items() if f".{name}".endswith(_EMBEDDINGS)), None)
+        embedding = next(
+            (entry for name, entry in self.tensors.items() if f".{name}".endswith(_EMBEDDINGS)),
+            None,
+        )
         return head is not None and embedding is not None and not is_same(head, embedding)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Read the config files and every safetensors header of a model directory; no tensor is read.
+    """Read the config files and every safetensors header of a model directory;
+    no tensor is read.
 
     Raises:
-        CheckpointError: a file is missing or broken, or the index doesn't fit the files; says what to do.
+        CheckpointError: a file is missing or broken, or the index doesn't fit
+            the files; says what to do.
     """
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(
-            f"{directory} is not a directory. A model is a local directory in the Hugging Face layout (config.json, "
+            f"{directory} is not a directory. A model is a local directory in the Hugging Face "
+            "layout (config.json, "
             f"*.safetensors); models are never downloaded: fetch it first, e.g. with `hf download`."
         )
     if not (directory / "config.json").is_file():
         raise CheckpointError(
-            f"{directory} has no config.json: it is not a model directory, or its download is incomplete."
+            f"{directory} has no config.json: it is not a model directory, or its download is "
+            "incomplete."
         )
     config_bytes = read_model_file(directory / "config.json", MAX_CONFIG_BYTES)
     config = _parse_object(directory / "config.json", config_bytes)
@@ -130,14 +144,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     for name in index or {}:
         if name not in tensors:
             raise CheckpointError(
-                f"{directory / INDEX_FILE} says that {name!r} is in {(index or {})[name].name}, which doesn't hold it: "
+                f"{directory / INDEX_FILE} says that {name!r} is in {(index or {})[name].name}, "
+                "which doesn't hold it: "
                 f"index and shards are of different versions. Fetch the model again."
             )
     return Checkpoint(directory, config, generation, tensors, digest.hexdigest())
 
 
 def is_same(a: TensorEntry, b: TensorEntry) -> bool:
-    """Whether two tensors are alike in dtype, shape and every byte; reads both, up to the first difference.
+    """Whether two tensors are alike in dtype, shape and every byte; reads both,
+    up to the first difference.
 
     Raises:
         CheckpointError: a file can't be read.
@@ -161,9 +177,13 @@ def _parse_object(file: Path, data: bytes) -> dict[str, object]:
     try:
         parsed = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not valid JSON ({error}). Fetch the file again.") from None
+        raise CheckpointError(
+            f"{file} is not valid JSON ({error}). Fetch the file again."
+        ) from None
     if not isinstance(parsed, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not a {type(parsed).__name__}. Fetch the file again.")
+        raise CheckpointError(
+            f"{file} must hold a JSON object, not a {type(parsed).__name__}. Fetch the file again."
+        )
     return parsed
 
 
@@ -176,7 +196,9 @@ def _read_index(directory: Path) -> dict[str, Path] | None:
         raise _no_weights(directory)
     weight_map = _parse_object(file, read_model_file(file, MAX_INDEX_BYTES)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{file}: 'weight_map' must be an object of tensor to shard. Fetch the file again.")
+        raise CheckpointError(
+            f"{file}: 'weight_map' must be an object of tensor to shard. Fetch the file again."
+        )
     index: dict[str, Path] = {}
     for name, shard in weight_map.items():
         if (
@@ -186,14 +208,16 @@ def _read_index(directory: Path) -> dict[str, Path] | None:
             or "\\" in shard
         ):
             raise CheckpointError(
-                f"{file}: {shard!r}, the shard of {name!r}, is not a *.safetensors file name within the directory. "
+                f"{file}: {shard!r}, the shard of {name!r}, is not a *.safetensors file name "
+                "within the directory. "
                 f"Don't trust this checkpoint; fetch it from its source."
             )
         index[name] = directory / shard
     missing = sorted({shard.name for shard in index.values() if not shard.is_file()})
     if missing:
         raise CheckpointError(
-            f"{directory}: {len(missing)} of {len(set(index.values()))} shards named by {INDEX_FILE} are missing: "
+            f"{directory}: {len(missing)} of {len(set(index.values()))} shards named by "
+            f"{INDEX_FILE} are missing: "
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Finish the download."
         )
     return index
@@ -203,15 +227,18 @@ def _no_weights(directory: Path) -> CheckpointError:
     names = sorted(file.name for file in directory.iterdir())
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
         return CheckpointError(
-            f"{directory} holds its weights as pickled files only (*.bin, *.pt), which can run code when loaded, so "
-            f"they are never read. Convert it once, where transformers is installed and you trust the files: "
+            f"{directory} holds its weights as pickled files only (*.bin, *.pt), which can run "
+            "code when loaded, so "
+            "they are never read. Convert it once, where transformers is installed and you trust "
+            "the files: "
             f'python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{directory}').save_pretrained('NEW_DIRECTORY')\""
         )
     others = [name for name in names if name.endswith(".safetensors")]
     found = f"; found {', '.join(others[:5])}, which no index explains" if others else ""
     return CheckpointError(
-        f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{found}. Fetch the weights in safetensors format."
+        f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{found}. Fetch the weights in "
+        "safetensors format."
     )
 
 
@@ -222,7 +249,8 @@ def _read_header(file: Path) -> bytes:
             prefix = stream.read(8)
             if prefix == b"version ":
                 raise CheckpointError(
-                    f"{file} is a Git LFS pointer, not the weights. Run `git lfs pull` in {file.parent}."
+                    f"{file} is a Git LFS pointer, not the weights. Run `git lfs pull` in "
+                    f"{file.parent}."
                 )
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
@@ -246,7 +274,9 @@ def _parse_header(file: Path, header_bytes: bytes) -> list[TensorEntry]:
     end = 0
     for entry in sorted(entries, key=lambda e: (e.offset, e.num_bytes)):
         if entry.offset != start + end:
-            raise _broken(file, f"the bytes of {entry.name!r} overlap another tensor's, or leave a gap")
+            raise _broken(
+                file, f"the bytes of {entry.name!r} overlap another tensor's, or leave a gap"
+            )
         end += entry.num_bytes
     if end != room:
         raise _broken(file, f"its tensors take {end} bytes, but {room} are there")
@@ -269,4 +299,6 @@ def _is_dim(value: object) -> bool:
 
 
 def _broken(file: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{file} is not a whole safetensors file: {why}. Fetch it again (is the disk full?).")
+    return CheckpointError(
+        f"{file} is not a whole safetensors file: {why}. Fetch it again (is the disk full?)."
+    )

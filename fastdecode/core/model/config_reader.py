@@ -9,10 +9,12 @@ from fastdecode.core.errors import CheckpointError
 
 
 class ConfigReader:
-    """Reads fields of ``where`` (a file's name, for messages) and refuses those that can't be right.
+    """Reads fields of ``where`` (a file's name, for messages) and refuses those
+    that can't be right.
 
-    Fields have had several names over the years: every method takes all of them, newest first, and reads the first
-    that is present and not null. Every refusal is a ``CheckpointError`` that names the file, the field, the value
+    Fields have had several names over the years: every method takes all of
+    them, newest first, and reads the first that is present and not null. Every
+    refusal is a ``CheckpointError`` that names the file, the field, the value
     that was found and what it must be.
     """
 
@@ -21,7 +23,8 @@ class ConfigReader:
         self.where = where
 
     def find(self, *names: str) -> tuple[str, object]:
-        """The name and value of the first field that is present and not null; the first name and None if none is."""
+        """The name and value of the first field that is present and not null;
+        the first name and None if none is."""
         for name in names:
             value = self.fields.get(name)
             if value is not None:
@@ -31,12 +34,14 @@ class ConfigReader:
     def refuse(self, name: str, value: object, rule: str) -> CheckpointError:
         found = "is missing" if value is None else f"is {_shorten(value)}"
         return CheckpointError(
-            f"{self.where}: {name!r} {found}; it must be {rule}. The file is damaged or isn't this model's: "
+            f"{self.where}: {name!r} {found}; it must be {rule}. The file is damaged or isn't "
+            "this model's: "
             f"fetch it again, or correct the field."
         )
 
     def integer(self, *names: str, low: int = 1, high: int, default: int | None = None) -> int:
-        """A whole number within ``low..high``; ``default`` stands for a missing field, which is refused without one."""
+        """A whole number within ``low..high``; ``default`` stands for a missing
+        field, which is refused without one."""
         value = self.optional_integer(*names, low=low, high=high)
         if value is None:
             value = default
@@ -56,7 +61,8 @@ class ConfigReader:
         return value
 
     def number(self, *names: str, high: float = 1e12, default: float | None = None) -> float:
-        """A finite number above 0 and at most ``high``; a missing field is ``default``, or refused without one."""
+        """A finite number above 0 and at most ``high``; a missing field is
+        ``default``, or refused without one."""
         value = self.optional_number(*names, high=high)
         if value is None:
             value = default

@@ -1,7 +1,9 @@
-"""What each model family's ``config.json`` says, and what it means by its silence.
+"""What each model family's ``config.json`` says, and what it means by its
+silence.
 
-One function a family: it reads the family's own field names and defaults (those of its Hugging Face config class) and
-says the rest by flags. What a config asks for and we don't implement is refused, never ignored.
+One function a family: it reads the family's own field names and defaults (those
+of its Hugging Face config class) and says the rest by flags. What a config asks
+for and we don't implement is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ from fastdecode.core.spec import MAX_LAYERS
 @dataclass(frozen=True)
 class _Family:
     architectures: tuple[str, ...]
-    """The language model, and the base model that it is made of: a checkpoint of either is a language model's if it
-    has an output projection or its token embedding is one."""
+    """The language model, and the base model that it is made of: a checkpoint
+    of either is a language model's if it has an output projection or its token
+    embedding is one."""
     read: Callable[[ConfigReader, ModelSpec, int | None], ModelSpec]
     grouped: bool = False
     """Has KV heads fewer than query heads, and a head_dim of its own."""
@@ -55,17 +58,22 @@ def read_model_spec(
     Args:
         config: the parsed file.
         name: the model's directory or name, for messages.
-        generation_config: ``generation_config.json``; its end-of-text ids have precedence.
-        max_model_len: a lower length limit than the model's own. For LongRoPE models a limit above the original
-            length chooses the long factors; without one the model serves its original length.
+        generation_config: ``generation_config.json``; its end-of-text ids have
+            precedence.
+        max_model_len: a lower length limit than the model's own. For LongRoPE
+            models a limit above the original length chooses the long factors;
+            without one the model serves its original length.
 
     Raises:
-        UnsupportedModelError: the architecture, or a feature the config asks for, isn't implemented.
+        UnsupportedModelError: the architecture, or a feature the config asks
+            for, isn't implemented.
         CheckpointError: a field is missing or out of range.
         ConfigError: ``max_model_len`` is beyond the model's.
     """
     reader = ConfigReader(config, f"{name}/config.json")
-    family, architecture = find_family(reader, {name: entry.architectures for name, entry in _FAMILIES.items()})
+    family, architecture = find_family(
+        reader, {name: entry.architectures for name, entry in _FAMILIES.items()}
+    )
     refuse_features(reader)
     entry = _FAMILIES[family]
     shape = read_shape(
@@ -74,7 +82,9 @@ def read_model_spec(
         default_kv_heads=entry.default_kv_heads,
         default_head_dim=entry.default_head_dim,
     )
-    eos = ConfigReader(generation_config or {}, f"{name}/generation_config.json").token_ids("eos_token_id")
+    eos = ConfigReader(generation_config or {}, f"{name}/generation_config.json").token_ids(
+        "eos_token_id"
+    )
     eos, bos = eos or reader.token_ids("eos_token_id"), reader.token_ids("bos_token_id")[:1]
     start = ModelSpec(
         name=name,
@@ -95,7 +105,8 @@ def read_model_spec(
     return limit_length(spec, max_model_len)
 
 
-# --- RMSNorm, rotary embedding, gated MLP -----------------------------------------------------------------------------
+# --- RMSNorm, rotary embedding, gated MLP
+# -----------------------------------------------------------------------------
 
 
 def _rotary(
@@ -128,7 +139,8 @@ def _mistral(reader: ConfigReader, spec: ModelSpec, max_len: int | None) -> Mode
     refuse_layer_types(reader)
     windows = (read_window(reader, default=4096),) * spec.num_layers
     return replace(
-        _rotary(reader, spec, max_len, max_positions=131072), attention=make_attention(spec, windows=windows)
+        _rotary(reader, spec, max_len, max_positions=131072),
+        attention=make_attention(spec, windows=windows),
     )
 
 
@@ -154,7 +166,9 @@ def _phi3(reader: ConfigReader, spec: ModelSpec, max_len: int | None) -> ModelSp
 
 
 def _gemma2(reader: ConfigReader, spec: ModelSpec, max_len: int | None) -> ModelSpec:
-    windows = read_layer_windows(reader, spec, read_window(reader, default=4096), lambda layer: layer % 2 == 0)
+    windows = read_layer_windows(
+        reader, spec, read_window(reader, default=4096), lambda layer: layer % 2 == 0
+    )
     scalar = reader.number("query_pre_attn_scalar", high=1e6, default=256)
     attention = make_attention(
         spec,
@@ -182,7 +196,8 @@ def _softcap(reader: ConfigReader, name: str, default: float) -> float | None:
     return reader.optional_number(name, high=1e6) if name in reader.fields else default
 
 
-# --- LayerNorm, plain MLP, biases -------------------------------------------------------------------------------------
+# --- LayerNorm, plain MLP, biases
+# -------------------------------------------------------------------------------------
 
 
 def _opt(reader: ConfigReader, spec: ModelSpec, max_len: int | None) -> ModelSpec:
@@ -191,7 +206,9 @@ def _opt(reader: ConfigReader, spec: ModelSpec, max_len: int | None) -> ModelSpe
     positions = read_max_positions(reader, "max_position_embeddings", default=2048)
     return replace(
         spec,
-        embedding_size=reader.integer("word_embed_proj_dim", high=MAX_HIDDEN, default=spec.hidden_size),
+        embedding_size=reader.integer(
+            "word_embed_proj_dim", high=MAX_HIDDEN, default=spec.hidden_size
+        ),
         intermediate_size=read_intermediate_size(reader, "ffn_dim"),
         attention=make_attention(spec),
         max_model_len=positions,
@@ -258,7 +275,9 @@ def _bloom(reader: ConfigReader, spec: ModelSpec, max_len: int | None) -> ModelS
         intermediate_size=4 * spec.hidden_size,
         attention=make_attention(spec, alibi_slopes=alibi_slopes(spec.num_q_heads)),
         # ALiBi has no last position; BLOOM was trained on 2,048 tokens and says so only sometimes.
-        max_model_len=read_max_positions(reader, "seq_length", "max_position_embeddings", default=2048),
+        max_model_len=read_max_positions(
+            reader, "seq_length", "max_position_embeddings", default=2048
+        ),
         activation="gelu_tanh",
         norm="layer",
         norm_eps=reader.number("layer_norm_epsilon", high=1.0, default=1e-5),
@@ -271,8 +290,9 @@ def _bloom(reader: ConfigReader, spec: ModelSpec, max_len: int | None) -> ModelS
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """One slope a head (arXiv 2108.12409, section 3): a geometric sequence for a power of two heads; for other
-    counts, the next lower power's sequence, then every second entry of the next higher power's.
+    """One slope a head (arXiv 2108.12409, section 3): a geometric sequence for
+    a power of two heads; for other counts, the next lower power's sequence,
+    then every second entry of the next higher power's.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
@@ -282,11 +302,17 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 
 _FAMILIES = {
     "llama": _Family(("LlamaForCausalLM", "LlamaModel"), _llama, grouped=True),
-    "mistral": _Family(("MistralForCausalLM", "MistralModel"), _mistral, grouped=True, default_kv_heads=8),
+    "mistral": _Family(
+        ("MistralForCausalLM", "MistralModel"), _mistral, grouped=True, default_kv_heads=8
+    ),
     "qwen2": _Family(("Qwen2ForCausalLM", "Qwen2Model"), _qwen2, grouped=True),
-    "qwen3": _Family(("Qwen3ForCausalLM", "Qwen3Model"), _qwen3, grouped=True, default_head_dim=128),
+    "qwen3": _Family(
+        ("Qwen3ForCausalLM", "Qwen3Model"), _qwen3, grouped=True, default_head_dim=128
+    ),
     "phi3": _Family(("Phi3ForCausalLM", "Phi3Model"), _phi3, grouped=True),
-    "gemma2": _Family(("Gemma2ForCausalLM", "Gemma2Model"), _gemma2, grouped=True, default_head_dim=256),
+    "gemma2": _Family(
+        ("Gemma2ForCausalLM", "Gemma2Model"), _gemma2, grouped=True, default_head_dim=256
+    ),
     "opt": _Family(("OPTForCausalLM", "OPTModel"), _opt),
     "gpt2": _Family(("GPT2LMHeadModel", "GPT2Model"), _gpt2),
     "gpt_neox": _Family(("GPTNeoXForCausalLM", "GPTNeoXModel"), _gpt_neox),

@@ -1,5 +1,6 @@
-"""Reading the small files of a model directory. Somebody else wrote them: a name may stand for a pipe or a device that
-never ends, and a file may be of any size."""
+"""Reading the small files of a model directory. Somebody else wrote them: a
+name may stand for a pipe or a device that never ends, and a file may be of any
+size."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def read_model_file(path: Path, max_bytes: int) -> bytes:
     """A file's content.
 
     Raises:
-        CheckpointError: it can't be read, is no regular file, or has more than ``max_bytes``.
+        CheckpointError: it can't be read, is no regular file, or has more than
+            ``max_bytes``.
     """
     try:
         # Without O_NONBLOCK, opening a pipe waits for somebody to write to it.
@@ -32,12 +34,15 @@ def read_model_file(path: Path, max_bytes: int) -> bytes:
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from None
     if len(data) > max_bytes:
-        raise CheckpointError(f"{path} has more than {max_bytes} bytes, which can't be right: fetch the file again")
+        raise CheckpointError(
+            f"{path} has more than {max_bytes} bytes, which can't be right: fetch the file again"
+        )
     return data
 
 
 def read_model_json(path: Path, max_bytes: int = MAX_TOKENIZER_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file, or something else in it.
+    """The JSON object in a file; empty if there is no file, or something else
+    in it.
 
     Raises:
         CheckpointError: as ``read_model_file``, or it isn't JSON.
@@ -47,5 +52,7 @@ def read_model_json(path: Path, max_bytes: int = MAX_TOKENIZER_CONFIG_BYTES) -> 
     try:
         content = json.loads(read_model_file(path, max_bytes))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON ({error}): fetch the file again, or remove it") from None
+        raise CheckpointError(
+            f"{path} is not readable JSON ({error}): fetch the file again, or remove it"
+        ) from None
     return content if isinstance(content, dict) else {}

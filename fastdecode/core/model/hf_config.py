@@ -1,4 +1,5 @@
-"""Steps in which every family's ``config.json`` is read: what is asked for, its sizes, its attention."""
+"""Steps in which every family's ``config.json`` is read: what is asked for, its
+sizes, its attention."""
 
 from __future__ import annotations
 
@@ -52,12 +53,16 @@ class Shape(TypedDict):
 
 
 def find_family(reader: ConfigReader, known: Mapping[str, tuple[str, ...]]) -> tuple[str, str]:
-    """The family and the architecture that ``architectures`` names, or else ``model_type``.
+    """The family and the architecture that ``architectures`` names, or else
+    ``model_type``.
 
     Args:
         known: family → the architectures that it implements.
     """
-    for name, why in (("auto_map", "code of its own"), ("quantization_config", "quantised weights")):
+    for name, why in (
+        ("auto_map", "code of its own"),
+        ("quantization_config", "quantised weights"),
+    ):
         if reader.fields.get(name):
             raise _refuse_feature(reader, name, why)
     architectures = reader.strings("architectures")
@@ -72,7 +77,8 @@ def find_family(reader: ConfigReader, known: Mapping[str, tuple[str, ...]]) -> t
     if not found:
         raise reader.refuse("architectures", None, f"a list that starts with one of {all_known}")
     raise UnsupportedModelError(
-        f"{reader.where}: the architecture {found!r} isn't implemented. Those that are: {all_known}. "
+        f"{reader.where}: the architecture {found!r} isn't implemented. Those that are: "
+        f"{all_known}. "
         f"Use a checkpoint of one of these."
     )
 
@@ -91,7 +97,9 @@ def _refuse_feature(reader: ConfigReader, name: str, feature: str) -> Unsupporte
         "quantization_config": "Use the checkpoint in float32, float16 or bfloat16 that it was made from",
     }
     mend = mends.get(name, "Use a checkpoint without it")
-    return UnsupportedModelError(f"{reader.where}: {name!r} asks for {feature}, which isn't implemented. {mend}.")
+    return UnsupportedModelError(
+        f"{reader.where}: {name!r} asks for {feature}, which isn't implemented. {mend}."
+    )
 
 
 def read_dtype(reader: ConfigReader) -> DType | None:
@@ -109,21 +117,30 @@ def read_dtype(reader: ConfigReader) -> DType | None:
 
 
 def read_shape(
-    reader: ConfigReader, *, grouped: bool, default_kv_heads: int | None = None, default_head_dim: int | None = None
+    reader: ConfigReader,
+    *,
+    grouped: bool,
+    default_kv_heads: int | None = None,
+    default_head_dim: int | None = None,
 ) -> Shape:
     """Sizes, under all the names that they have had.
 
     Args:
-        grouped: the family has ``num_key_value_heads`` and ``head_dim``; else every query head has its own KV head,
-            and the heads divide the hidden size.
+        grouped: the family has ``num_key_value_heads`` and ``head_dim``; else
+            every query head has its own KV head, and the heads divide the
+            hidden size.
     """
     hidden = reader.integer("hidden_size", "n_embd", "n_embed", high=MAX_HIDDEN)
     heads = reader.integer("num_attention_heads", "n_head", high=MAX_HEADS)
     kv_heads = heads
     if grouped:
-        kv_heads = reader.integer("num_key_value_heads", high=MAX_HEADS, default=default_kv_heads or heads)
+        kv_heads = reader.integer(
+            "num_key_value_heads", high=MAX_HEADS, default=default_kv_heads or heads
+        )
     if heads % kv_heads:
-        raise reader.refuse("num_key_value_heads", kv_heads, f"a divisor of the {heads} query heads")
+        raise reader.refuse(
+            "num_key_value_heads", kv_heads, f"a divisor of the {heads} query heads"
+        )
     head_dim = reader.optional_integer("head_dim", high=MAX_HEAD_DIM) if grouped else None
     if head_dim is None:
         head_dim = default_head_dim
@@ -158,7 +175,8 @@ def read_activation(reader: ConfigReader, *names: str, default: str) -> Activati
     name = reader.string(*names, default=default)
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{reader.where}: the activation {name!r} isn't implemented; those that are: {', '.join(_ACTIVATIONS)}."
+            f"{reader.where}: the activation {name!r} isn't implemented; those that are: "
+            f"{', '.join(_ACTIVATIONS)}."
         )
     return _ACTIVATIONS[name]
 
@@ -207,15 +225,23 @@ def read_layer_windows(
     if not kinds:
         return tuple(window if default(layer) else None for layer in range(spec.num_layers))
     if len(kinds) != spec.num_layers:
-        raise reader.refuse("layer_types", kinds, f"a list of {spec.num_layers} entries, one a layer")
+        raise reader.refuse(
+            "layer_types", kinds, f"a list of {spec.num_layers} entries, one a layer"
+        )
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModelError(f"{reader.where}: layers of the type {kind!r} aren't implemented.")
+            raise UnsupportedModelError(
+                f"{reader.where}: layers of the type {kind!r} aren't implemented."
+            )
     if window is None and "sliding_attention" in kinds:
-        raise reader.refuse("sliding_window", None, "a number of tokens, since layer_types has sliding_attention")
+        raise reader.refuse(
+            "sliding_window", None, "a number of tokens, since layer_types has sliding_attention"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def refuse_layer_types(reader: ConfigReader) -> None:
     if len(set(reader.strings("layer_types"))) > 1:
-        raise UnsupportedModelError(f"{reader.where}: this family with different 'layer_types' isn't implemented.")
+        raise UnsupportedModelError(
+            f"{reader.where}: this family with different 'layer_types' isn't implemented."
+        )

@@ -1,4 +1,5 @@
-"""Rotary position embedding as numbers: which frequencies turn which part of a head (arXiv 2104.09864)."""
+"""Rotary position embedding as numbers: which frequencies turn which part of a
+head (arXiv 2104.09864)."""
 
 from __future__ import annotations
 
@@ -27,15 +28,21 @@ _KINDS: dict[str, RopeKind] = {
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """The first ``2 * num_frequencies`` dims of every q and k head turn by ``position * frequency``.
+    """The first ``2 * num_frequencies`` dims of every q and k head turn by
+    ``position * frequency``.
 
-    ``dynamic`` scaling is decided by each token's own position p: it turns as it would in a sequence of exactly p + 1
-    tokens. So a token's q and k never depend on what else is in the batch, on chunking, or on what comes later. Within
-    the original length this is what every implementation computes, and beyond it what decoding token by token with
-    a cache computes; it differs only for *prompts* longer than the original length, which others turn as a whole.
+    ``dynamic`` scaling is decided by each token's own position p: it turns as
+    it would in a sequence of exactly p + 1 tokens. So a token's q and k never
+    depend on what else is in the batch, on chunking, or on what comes later.
+    Within the original length this is what every implementation computes, and
+    beyond it what decoding token by token with a cache computes; it differs
+    only for *prompts* longer than the original length, which others turn as a
+    whole.
 
-    ``longrope`` has two sets of factors, for texts up to the original length and for longer ones. A cache can't switch
-    midway, so the model's length limit chooses once: long factors only if more than the original length is asked for.
+    ``longrope`` has two sets of factors, for texts up to the original length
+    and for longer ones. A cache can't switch midway, so the model's length
+    limit chooses once: long factors only if more than the original length is
+    asked for.
     """
 
     kind: RopeKind
@@ -60,16 +67,19 @@ class RopeSpec:
         return (self.dim + 1) // 2
 
 
-def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: int | None, *, phi3: bool = False,
-              partial: float = 1.0) -> tuple[RopeSpec, int]:  # fmt: skip
-    """The rotary part of ``config.json``, in the old style (``rope_theta``, ``rope_scaling``) or the new one
-    (``rope_parameters``). Where both are, the old one counts.
+def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: int | None, *,
+              phi3: bool = False, partial: float = 1.0) -> tuple[RopeSpec, int]:  # fmt: skip
+    """The rotary part of ``config.json``, in the old style (``rope_theta``,
+    ``rope_scaling``) or the new one (``rope_parameters``). Where both are, the
+    old one counts.
 
     Args:
         head_dim: dims of a head.
         max_positions: ``max_position_embeddings``.
-        max_len: the length limit that was asked for, if any; chooses longrope's factors.
-        phi3: Phi-3 keeps its original length beside the scaling, and calls longrope "su" or "yarn".
+        max_len: the length limit that was asked for, if any; chooses longrope's
+            factors.
+        phi3: Phi-3 keeps its original length beside the scaling, and calls
+            longrope "su" or "yarn".
         partial: the family's default for the part of a head that turns.
 
     Returns:
@@ -89,7 +99,11 @@ def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: 
     partial = shared.number("partial_rotary_factor", "rotary_pct", high=1.0, default=partial)
     dim = int(head_dim * partial)
     if dim < 1 or dim + dim % 2 > head_dim:
-        raise rope.refuse("partial_rotary_factor", partial, f"such that an even part of a head's {head_dim} dims turns")
+        raise rope.refuse(
+            "partial_rotary_factor",
+            partial,
+            f"such that an even part of a head's {head_dim} dims turns",
+        )
     base = RopeSpec(kind, theta, dim, max_positions)
     match kind:
         case "default":
@@ -126,7 +140,8 @@ def _read_kind(rope: ConfigReader, *, phi3: bool) -> RopeKind:
         name = "longrope"
     if name not in _KINDS or "mrope_section" in rope.fields:
         raise UnsupportedModelError(
-            f"{rope.where}: RoPE scaling {name!r} isn't implemented; those that are: {', '.join(sorted(_KINDS))}."
+            f"{rope.where}: RoPE scaling {name!r} isn't implemented; those that are: "
+            f"{', '.join(sorted(_KINDS))}."
         )
     return _KINDS[name]
 
@@ -148,7 +163,13 @@ def _llama3(config: ConfigReader, rope: ConfigReader, base: RopeSpec) -> RopeSpe
         raise rope.refuse("high_freq_factor", high, f"above low_freq_factor ({low:g})")
     original = _original_max_len(config, rope, base.original_max_len)
     return RopeSpec(
-        base.kind, base.theta, base.dim, original, _factor(rope), low_freq_factor=low, high_freq_factor=high
+        base.kind,
+        base.theta,
+        base.dim,
+        original,
+        _factor(rope),
+        low_freq_factor=low,
+        high_freq_factor=high,
     )
 
 
@@ -190,7 +211,9 @@ def _longrope(
     factor = _factor(rope, default=max_positions / original)
     attention_factor = rope.optional_number("attention_factor", high=1e6)
     if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        attention_factor = (
+            1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        )
     short = rope.numbers("short_factor", base.num_frequencies, high=1e6)
     long = rope.numbers("long_factor", base.num_frequencies, high=1e6)
     use_long = max_len is not None and max_len > original

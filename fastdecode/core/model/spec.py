@@ -1,8 +1,11 @@
-"""A decoder-only language model as numbers and flags, read from a Hugging Face ``config.json``.
+"""A decoder-only language model as numbers and flags, read from a Hugging Face
+``config.json``.
 
-Everything that builds or plans for a model (the S-part's modules, the R-part's ``AttentionSpec``, the cost model's
-sizes) starts from one ``ModelSpec``; nothing else reads ``config.json``. Which fields a family has, what they are
-called and what they default to is in ``fastdecode.core.model.families``, which reads it.
+Everything that builds or plans for a model (the S-part's modules, the R-part's
+``AttentionSpec``, the cost model's sizes) starts from one ``ModelSpec``;
+nothing else reads ``config.json``. Which fields a family has, what they are
+called and what they default to is in ``fastdecode.core.model.families``, which
+reads it.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class ModelSpec:
     norm: NormKind
     norm_eps: float
     norm_placement: NormPlacement = "pre"
-    """Of the attention and the MLP: norm before (pre), after the residual sum (post), before and after (sandwich)."""
+    """Of the attention and the MLP: norm before (pre), after the residual sum
+    (post), before and after (sandwich)."""
     norm_offset: float = 0.0
     """Added to every norm's weight."""
     norm_affine: bool = True
@@ -79,7 +83,8 @@ class ModelSpec:
     """The token embedding is the output projection too."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    """Any of these ends a text. Ids outside the vocabulary have been dropped: they can't be drawn."""
+    """Any of these ends a text. Ids outside the vocabulary have been dropped:
+    they can't be drawn."""
 
     def choose_dtype(self, asked: str) -> DType:
         """The dtype to run in.
@@ -95,7 +100,8 @@ class ModelSpec:
             return DType.parse(asked)
         if self.dtype is None:
             raise UnsupportedModelError(
-                f"{self.name}/config.json: the dtype 'float64' isn't implemented. Choose one to round the weights to: "
+                f"{self.name}/config.json: the dtype 'float64' isn't implemented. Choose one to "
+                "round the weights to: "
                 "dtype float32, bfloat16 or float16."
             )
         return self.dtype
@@ -126,23 +132,33 @@ class ModelSpec:
 
     @property
     def num_embedding_parameters(self) -> int:
-        """Weights of the token and position embeddings, and of the projection and the norm that follow them."""
-        projection = self.hidden_size * self.embedding_size if self.embedding_size != self.hidden_size else 0
+        """Weights of the token and position embeddings, and of the projection
+        and the norm that follow them."""
+        projection = (
+            self.hidden_size * self.embedding_size if self.embedding_size != self.hidden_size else 0
+        )
         positions = self.num_learned_positions * self.hidden_size
         tokens = self.vocab_size * self.embedding_size
         return tokens + positions + projection + self._norm_parameters * self.embedding_norm
 
     @property
     def num_head_parameters(self) -> int:
-        """Weights that turn the last layer's output to logits, without a token embedding that is used again."""
-        projection = self.hidden_size * self.embedding_size if self.embedding_size != self.hidden_size else 0
+        """Weights that turn the last layer's output to logits, without a token
+        embedding that is used again."""
+        projection = (
+            self.hidden_size * self.embedding_size if self.embedding_size != self.hidden_size else 0
+        )
         output = 0 if self.tied_embeddings else self.vocab_size * self.embedding_size
         return projection + output + self._norm_parameters * self.final_norm
 
     @property
     def num_parameters(self) -> int:
         """All weights, shared ones counted once."""
-        return self.num_embedding_parameters + self.num_layers * self.num_layer_parameters + self.num_head_parameters
+        return (
+            self.num_embedding_parameters
+            + self.num_layers * self.num_layer_parameters
+            + self.num_head_parameters
+        )
 
     @property
     def _norm_parameters(self) -> int:

@@ -11,18 +11,21 @@ from typing import Final
 GREETING_TIMEOUT_S: Final = 300.0
 """An R-worker may take so long, at least, to answer ``Hello``: it compiles kernels."""
 GREETING_SILENCE_S: Final = 5.0
-"""And be silent so long, at least, before it does: a compiler shares its core with the thread that gives signs."""
+"""And be silent so long, at least, before it does: a compiler shares its core
+with the thread that gives signs."""
 _LOOK_AWAY_S: Final = 1.0
 """When nobody has looked for so long, signs of life may have come and not been taken in."""
 
 
 @dataclass
 class Deadlines:
-    """When a peer that owes an answer has to be given up. Only time counts in which somebody looked.
+    """When a peer that owes an answer has to be given up. Only time counts in
+    which somebody looked.
 
     Args:
         timeout_s: how long an answer may take.
-        silence_s: how long a peer may give no sign of life, where connections tell of those.
+        silence_s: how long a peer may give no sign of life, where connections
+            tell of those.
         clock: seconds, as ``Connection.heard_s`` has them.
     """
 
@@ -52,8 +55,8 @@ class Deadlines:
         self._looked_s = self.clock()
 
     def wait_s(self, now: float, until_s: float) -> float:
-        """How long to wait at a time. Not longer than the silence: a peer may give its first sign, and fall silent,
-        meanwhile."""
+        """How long to wait at a time. Not longer than the silence: a peer may
+        give its first sign, and fall silent, meanwhile."""
         return max(0.0, min(until_s - now, self.silence_s))
 
     def end(self, since_s: float, heard_s: float | None) -> tuple[float, str]:
@@ -67,5 +70,8 @@ class Deadlines:
         if heard_s is not None:
             silent_s = max(heard_s, self._looking_since_s, since_s) + self.silence_s
             if silent_s < overdue_s:
-                return silent_s, f"has given no sign of life for {self.silence_s:g} s (--worker-silence-s)"
+                return (
+                    silent_s,
+                    f"has given no sign of life for {self.silence_s:g} s (--worker-silence-s)",
+                )
         return overdue_s, f"hasn't answered for {self.timeout_s:g} s (--worker-timeout-s)"

@@ -1,7 +1,9 @@
-"""The R-workers as the engine sees them: who is alive, who owes an answer, and since when.
+"""The R-workers as the engine sees them: who is alive, who owes an answer, and
+since when.
 
-The engine talks to **holders**, which are caches. The fleet knows the **peer** that keeps each: a process at the end of
-one connection. At first every peer keeps one; it may take over others' (``move``).
+The engine talks to **holders**, which are caches. The fleet knows the **peer**
+that keeps each: a process at the end of one connection. At first every peer
+keeps one; it may take over others' (``move``).
 """
 
 from __future__ import annotations
@@ -58,19 +60,24 @@ class _Peer:
 
 
 class Fleet:
-    """Sends to holders, receives from whichever R-worker answers first, and notices the dead and the silent.
+    """Sends to holders, receives from whichever R-worker answers first, and
+    notices the dead and the silent.
 
-    A peer is **lost** when its connection breaks, when it says ``Failed``, when an answer is overdue, or isn't one that
-    it owes; and with it all its holders. What is sent to a lost holder goes nowhere. It never comes back, though
-    another peer may take its place (``revive``, ``move``).
+    A peer is **lost** when its connection breaks, when it says ``Failed``, when
+    an answer is overdue, or isn't one that it owes; and with it all its
+    holders. What is sent to a lost holder goes nowhere. It never comes back,
+    though another peer may take its place (``revive``, ``move``).
 
     Args:
-        hub: one connection an R-worker; at first a holder's number is its connection's index.
+        hub: one connection an R-worker; at first a holder's number is its
+            connection's index.
         timeout_s: how long an answer may take.
-        silence_s: how long a peer that owes an answer may give no sign of life, where connections tell of those. Only
-            time counts in which somebody looked.
+        silence_s: how long a peer that owes an answer may give no sign of life,
+            where connections tell of those. Only time counts in which somebody
+            looked.
         clock: seconds, as ``Connection.heard_s`` has them.
-        absent: the holders that aren't there to begin with, and why: they are lost.
+        absent: the holders that aren't there to begin with, and why: they are
+            lost.
     """
 
     def __init__(
@@ -113,7 +120,9 @@ class Fleet:
             return
         index = self._peer_of[holder]
         if message.answers:
-            self._peers[index].due.append(_Due(self._deadlines.clock(), HolderId(holder), message.answers))
+            self._peers[index].due.append(
+                _Due(self._deadlines.clock(), HolderId(holder), message.answers)
+            )
         if self._has_moved or isinstance(message, Hello):
             message = message.for_holder(holder)
         try:
@@ -122,9 +131,11 @@ class Fleet:
             self._lose_peer(index, self._last_words(index) or error)
 
     def receive(self) -> tuple[HolderId, Answer] | None:
-        """The next answer of any holder that owes one. None: look again, and at ``lost`` before.
+        """The next answer of any holder that owes one. None: look again, and at
+        ``lost`` before.
 
-        Waits at most until the first peer has to be given up. Must not be called when nobody owes anything.
+        Waits at most until the first peer has to be given up. Must not be
+        called when nobody owes anything.
         """
         if self._early:
             return self._taken(*self._early.popleft())
@@ -144,12 +155,15 @@ class Fleet:
         return None
 
     def greet(self, hello: Hello) -> dict[int, Welcome]:
-        """Say Hello to every holder's R-worker and collect the answers of those that are there.
+        """Say Hello to every holder's R-worker and collect the answers of those
+        that are there.
 
-        An R-worker compiles its kernels before it answers, so this may take longer than anything that follows.
+        An R-worker compiles its kernels before it answers, so this may take
+        longer than anything that follows.
 
         Raises:
-            ConfigError: an R-worker hasn't the memory for one KV block, or can't hold such a cache.
+            ConfigError: an R-worker hasn't the memory for one KV block, or
+                can't hold such a cache.
         """
         usual = self._deadlines
         self._deadlines = usual.while_greeting()
@@ -163,7 +177,8 @@ class Fleet:
         self._lose_peer(self._peer_of[holder], error)
 
     def revive(self, holder: int) -> None:
-        """The hub has another connection in the place of a lost peer's: whoever is there has said ``Welcome``."""
+        """The hub has another connection in the place of a lost peer's: whoever
+        is there has said ``Welcome``."""
         index = self._peer_of[holder]
         self._peers[index] = _Peer()
         kept = self._holders(index)
@@ -173,7 +188,8 @@ class Fleet:
         self._early = deque(early for early in self._early if early[0] != index)
 
     def move(self, holder: int, to: int) -> None:
-        """From now on the R-worker that keeps ``to`` keeps a lost holder, too: it has a cache under that name."""
+        """From now on the R-worker that keeps ``to`` keeps a lost holder, too:
+        it has a cache under that name."""
         assert holder in self._lost and to not in self._lost
         self._peer_of[holder] = self._peer_of[to]
         self._has_moved = True
@@ -187,7 +203,9 @@ class Fleet:
 
     def _end(self, index: int) -> tuple[float, str]:
         """When a peer that owes an answer has to be given up, and why."""
-        return self._deadlines.end(self._peers[index].due[0].since_s, self._hub.connections[index].heard_s)
+        return self._deadlines.end(
+            self._peers[index].due[0].since_s, self._hub.connections[index].heard_s
+        )
 
     def _give_up_overdue(self) -> None:
         """Nobody answered; but they may have given signs of life meanwhile."""
@@ -196,7 +214,9 @@ class Fleet:
             if peer.due:
                 end_s, reason = self._end(index)
                 if end_s <= now:
-                    self._lose_peer(index, WorkerError(f"{self._name(index)} {reason}", code=TIMEOUT))
+                    self._lose_peer(
+                        index, WorkerError(f"{self._name(index)} {reason}", code=TIMEOUT)
+                    )
 
     def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
         if self._peers[index].is_lost:
@@ -233,7 +253,8 @@ class Fleet:
         return None
 
     def _find_closed(self) -> None:
-        """Some connection has closed: find out whose. Answers that come to light are kept for ``receive``."""
+        """Some connection has closed: find out whose. Answers that come to
+        light are kept for ``receive``."""
         for index, connection in enumerate(self._hub.connections):
             if self._peers[index].is_lost:
                 continue

@@ -1,11 +1,15 @@
-"""R-workers that share out the KV heads: each keeps some heads of every sequence (``--r-partition heads``).
+"""R-workers that share out the KV heads: each keeps some heads of every
+sequence (``--r-partition heads``).
 
-However long or short the sequences are, every R-worker then has the same share of every step's work, up to whole heads.
-The engine sees one R-worker. ``HeadsHub`` is that one: it cuts q, k and v by heads on the way out, and puts o together
-on the way back; all else is said to everybody, and answered once all have. Its capacity is that of the smallest.
+However long or short the sequences are, every R-worker then has the same share
+of every step's work, up to whole heads. The engine sees one R-worker.
+``HeadsHub`` is that one: it cuts q, k and v by heads on the way out, and puts o
+together on the way back; all else is said to everybody, and answered once all
+have. Its capacity is that of the smallest.
 
-Who loses one of them loses a part of every sequence. Those that are left then share the heads anew (``Resharing``), and
-the engine recomputes everything, as it does after any loss.
+Who loses one of them loses a part of every sequence. Those that are left then
+share the heads anew (``Resharing``), and the engine recomputes everything, as
+it does after any loss.
 """
 
 from __future__ import annotations
@@ -47,12 +51,15 @@ def share_heads(num_q_heads: int, num_kv_heads: int, num_workers: int) -> list[H
     """
     if num_workers > num_kv_heads:
         raise ConfigError(
-            f"{num_workers} R-workers can't share {num_kv_heads} KV heads: start {num_kv_heads} at most, or place by "
+            f"{num_workers} R-workers can't share {num_kv_heads} KV heads: start {num_kv_heads} "
+            "at most, or place by "
             "sequence (--r-partition sequences)"
         )
     group = num_q_heads // num_kv_heads
     bounds = [num_kv_heads * i // num_workers for i in range(num_workers + 1)]
-    return [HeadShare(slice(a, b), slice(a * group, b * group)) for a, b in itertools.pairwise(bounds)]
+    return [
+        HeadShare(slice(a, b), slice(a * group, b * group)) for a, b in itertools.pairwise(bounds)
+    ]
 
 
 class HeadsConnection:
@@ -98,7 +105,8 @@ class HeadsHub:
         self.connections = (HeadsConnection(self),)
         self._shares: dict[int, HeadShare] = {}
         self._answers: dict[int, deque[Answer]] = {}
-        # Greetings that each has still to answer: what comes before the last Welcome answers what is forgotten.
+        # Greetings that each has still to answer: what comes before the last
+        # Welcome answers what is forgotten.
         self._greetings: Counter[int] = Counter()
         self._asked: deque[ToRWorker] = deque()
         self._broken: WorkerError | None = None
@@ -106,7 +114,10 @@ class HeadsHub:
 
     @property
     def peer(self) -> str:
-        return f"the group of {', '.join(self.parts.connections[worker].peer for worker in self._answers)}"
+        return (
+            "the group of "
+            f"{', '.join(self.parts.connections[worker].peer for worker in self._answers)}"
+        )
 
     @property
     def heard_s(self) -> float | None:
@@ -164,7 +175,8 @@ class HeadsHub:
         return self._join()
 
     def give_up_the_slowest(self) -> None:
-        """Somebody has kept us waiting for too long: whoever has answered least, or was heard least lately, is lost."""
+        """Somebody has kept us waiting for too long: whoever has answered
+        least, or was heard least lately, is lost."""
         if self._broken is None:
             least = min(map(len, self._answers.values()))
             behind = [worker for worker, answers in self._answers.items() if len(answers) == least]
@@ -175,7 +187,8 @@ class HeadsHub:
                 self._lose(worker, WorkerError(f"{peer} keeps the others waiting", code=TIMEOUT))
 
     def end(self, deadlines: Deadlines, since_s: float) -> float:
-        """When the first of those that haven't answered what they were asked then has to be given up."""
+        """When the first of those that haven't answered what they were asked
+        then has to be given up."""
         silent = [worker for worker, answers in self._answers.items() if not answers]
         return min(deadlines.end(since_s, self._heard_s(worker))[0] for worker in silent)
 
@@ -185,13 +198,19 @@ class HeadsHub:
         for worker in [worker for worker, answers in self._answers.items() if not answers]:
             end_s, reason = deadlines.end(since_s, self._heard_s(worker))
             if end_s <= now:
-                self._lose(worker, WorkerError(f"{self.parts.connections[worker].peer} {reason}", code=TIMEOUT))
+                self._lose(
+                    worker,
+                    WorkerError(f"{self.parts.connections[worker].peer} {reason}", code=TIMEOUT),
+                )
 
     def _set_live(self) -> None:
-        self._answers = {i: deque() for i in range(len(self.parts.connections)) if i not in self.dead}
+        self._answers = {
+            i: deque() for i in range(len(self.parts.connections)) if i not in self.dead
+        }
 
     def _start_anew(self, hello: Hello) -> None:
-        """Share the heads among those that are alive. What they have been asked before is forgotten on both sides."""
+        """Share the heads among those that are alive. What they have been asked
+        before is forgotten on both sides."""
         self._asked.clear()
         self._broken = None
         self._set_live()
@@ -205,7 +224,10 @@ class HeadsHub:
         match message:
             case Failed():
                 self._lose(
-                    worker, WorkerError(f"R-worker {message.worker} failed: {message.message}", code=message.code)
+                    worker,
+                    WorkerError(
+                        f"R-worker {message.worker} failed: {message.message}", code=message.code
+                    ),
                 )
             case Welcome() | Report() | Accepted() | Refused() | AttendResult():
                 self._take_answer(worker, message)
@@ -258,10 +280,15 @@ class HeadsHub:
 
     def _lose(self, worker: int, error: WorkerError) -> None:
         if isinstance(error, PeerLostError):
-            error = WorkerError(error.message, code=error.code)  # its index means something to the parts' hub only
+            error = WorkerError(
+                error.message, code=error.code
+            )  # its index means something to the parts' hub only
         if worker not in self.dead:
             self.dead[worker] = error
-            logger.error("%s: its heads of every sequence with it", loss(self.parts.connections[worker].peer, error))
+            logger.error(
+                "%s: its heads of every sequence with it",
+                loss(self.parts.connections[worker].peer, error),
+            )
         self._broken = self._broken or error
 
 
@@ -286,7 +313,8 @@ class HeadsWorkers:
 
 
 class Resharing:
-    """In the place of the R-workers of whom one is lost come those that are left.
+    """In the place of the R-workers of whom one is lost come those that are
+    left.
 
     Args:
         hub: theirs.
@@ -301,7 +329,8 @@ class Resharing:
         self._welcome: Welcome | None = None
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
-        """See ``Newcomers``. Waits for their answers: they may have to compile kernels for other numbers of heads."""
+        """See ``Newcomers``. Waits for their answers: they may have to compile
+        kernels for other numbers of heads."""
         while self._welcome is None and 0 in lost:
             self._hub.give_up_the_slowest()
             if len(self._hub.dead) == len(self._hub.parts.connections):
@@ -328,7 +357,9 @@ class Resharing:
         while True:
             now = deadlines.begin_look()
             try:
-                answer = self._hub.receive_any(deadlines.wait_s(now, self._hub.end(deadlines, asked_s)))[1]
+                answer = self._hub.receive_any(
+                    deadlines.wait_s(now, self._hub.end(deadlines, asked_s))
+                )[1]
             except WorkerError as error:
                 if error.code != TIMEOUT or self._hub.is_broken:
                     raise

@@ -1,5 +1,6 @@
-"""R-workers that take a lost one's place: another process at the same address, or the same one once it is reached
-again. Only ZeroMQ knows addresses; an MPI job's ranks never come back."""
+"""R-workers that take a lost one's place: another process at the same address,
+or the same one once it is reached again. Only ZeroMQ knows addresses; an MPI
+job's ranks never come back."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class _Candidate:
 
 
 class Replacements:
-    """Knocks at the addresses of lost R-workers. Never waits: ``look`` as often as you like.
+    """Knocks at the addresses of lost R-workers. Never waits: ``look`` as often
+    as you like.
 
     Args:
         hub: whose connections are to be replaced.
@@ -64,12 +66,16 @@ class Replacements:
         return dict(self._welcomes)
 
     def await_any(self, lost: Collection[int]) -> bool:
-        """See ``Newcomers``. The network may be down, or this process have been stopped: they may live, and listen."""
+        """See ``Newcomers``. The network may be down, or this process have been
+        stopped: they may live, and listen."""
         if self.look(lost):
             return True
         end_s = self._clock() + self._timeout_s
         wait_s = _FIRST_WAIT_S
-        logger.warning("every R-worker is lost: trying to reach one, for %g s (--worker-timeout-s)", self._timeout_s)
+        logger.warning(
+            "every R-worker is lost: trying to reach one, for %g s (--worker-timeout-s)",
+            self._timeout_s,
+        )
         while not self.look(lost):
             if self._clock() >= end_s:
                 return False
@@ -85,11 +91,14 @@ class Replacements:
     def _knock(self, worker: int) -> None:
         candidate = self._candidates.get(worker)
         if candidate is None:
-            # One that was given up though it lives would go on serving the old connection, and be busy for ever.
+            # One that was given up though it lives would go on serving the old
+            # connection, and be busy for ever.
             self._hub.connections[worker].close()
             try:
                 candidate = _Candidate(self._hub.knock(worker))
-            except FastDecodeError as error:  # no socket left, or a name that isn't known any more: others may live
+            except (
+                FastDecodeError
+            ) as error:  # no socket left, or a name that isn't known any more: others may live
                 logger.info("no replacement yet: %s", error)
                 self._not_before[worker] = self._clock() + RETRY_S
                 return
@@ -109,7 +118,9 @@ class Replacements:
         if isinstance(answer, Welcome):
             self._welcomes[worker] = answer
         elif answer is not None:
-            self._give_up(worker, f"{connection.peer}: {getattr(answer, 'message', type(answer).__name__)}")
+            self._give_up(
+                worker, f"{connection.peer}: {getattr(answer, 'message', type(answer).__name__)}"
+            )
 
     def _give_up(self, worker: int, reason: str) -> None:
         """For now."""

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 REACH_TIMEOUT_S = 20.0
 """For R-workers that are being started at the same time."""
 LEAST_STUCK_S = 2.0
-"""However short the silence is that R-workers are allowed: a large message may keep MPI busy for a while."""
+"""However short the silence is that R-workers are allowed: a large message may
+keep MPI busy for a while."""
 
 
 class Newcomers(Protocol):
@@ -31,7 +32,8 @@ class Newcomers(Protocol):
         """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
 
     def await_any(self, lost: Collection[int]) -> bool:
-        """All are lost: wait until one comes, for as long as that makes sense. Returns whether ``look`` has any."""
+        """All are lost: wait until one comes, for as long as that makes sense.
+        Returns whether ``look`` has any."""
 
     def admit(self, worker: int) -> None:
         """From now on the hub's connection of that number is the new R-worker's."""
@@ -52,7 +54,8 @@ class Workers(Protocol):
         """Who may take the place of those that are lost; None: nobody."""
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
-        """Stop them all and let go of them. Those that are lost aren't waited for: they may hang for ever.
+        """Stop them all and let go of them. Those that are lost aren't waited
+        for: they may hang for ever.
 
         Raises:
             WorkerError: a worker that wasn't lost did not stop in time.
@@ -74,7 +77,9 @@ class ThreadWorkers:
         self.hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
         self._threads: list[WorkerThread] = []
         for index in range(num_workers):
-            thread = start_worker_thread(f"r{index}", kv_bytes=kv_bytes, num_threads=num_threads, hub=self.hub)
+            thread = start_worker_thread(
+                f"r{index}", kv_bytes=kv_bytes, num_threads=num_threads, hub=self.hub
+            )
             self._threads.append(thread)
 
     def replacements(self, hello: Hello, deadlines: Deadlines) -> None:
@@ -101,7 +106,9 @@ class InlineWorkers:
     absent: Mapping[int, WorkerError] = {}
 
     def __init__(self, *, kv_bytes: int, num_threads: int, openmp_library: str | None) -> None:
-        worker = make_inline_worker("r0", kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=openmp_library)
+        worker = make_inline_worker(
+            "r0", kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=openmp_library
+        )
         self.hub = SoleHub(worker)
 
     def replacements(self, hello: Hello, deadlines: Deadlines) -> None:
@@ -113,14 +120,17 @@ class InlineWorkers:
 
 
 class MpiWorkers:
-    """R-workers as the other ranks of this MPI job; this process is rank 0. Each decides its own memory and threads.
+    """R-workers as the other ranks of this MPI job; this process is rank 0.
+    Each decides its own memory and threads.
 
     Args:
         num_s_ranks: the first ranks, which are S-workers.
-        silence_s: a rank that keeps MPI from returning for so long hangs; nothing but the job's end helps then.
+        silence_s: a rank that keeps MPI from returning for so long hangs;
+            nothing but the job's end helps then.
 
     Raises:
-        ConfigError: not started by a launcher, by the wrong one, as another rank, or with no R-worker.
+        ConfigError: not started by a launcher, by the wrong one, as another
+            rank, or with no R-worker.
         MissingExtraError: mpi4py or an MPI library is missing.
     """
 
@@ -131,7 +141,9 @@ class MpiWorkers:
         from fastdecode.wire.mpi import job as mpi_job
 
         self.hub: mpi.MpiHub[ToRWorker, FromRWorker] = mpi.connect_workers(
-            mpi_job.join(), roles=mpi.RankRoles(num_s_ranks), stuck_after_s=max(LEAST_STUCK_S, silence_s)
+            mpi_job.join(),
+            roles=mpi.RankRoles(num_s_ranks),
+            stuck_after_s=max(LEAST_STUCK_S, silence_s),
         )
 
     def replacements(self, hello: Hello, deadlines: Deadlines) -> None:
@@ -147,7 +159,8 @@ class MpiWorkers:
 
 
 class ZmqWorkers:
-    """R-workers at addresses. Each decides its own memory and threads. Waits for all of them for a while.
+    """R-workers at addresses. Each decides its own memory and threads. Waits
+    for all of them for a while.
 
     Args:
         addresses: tcp://HOST:PORT, one a worker.
@@ -159,7 +172,8 @@ class ZmqWorkers:
     Raises:
         ConfigError: an address or the key can't be used.
         MissingExtraError: pyzmq is missing.
-        WorkerError: fewer than that could be reached in time; the others aren't there, or refused the key.
+        WorkerError: fewer than that could be reached in time; the others aren't
+            there, or refused the key.
     """
 
     def __init__(
@@ -174,7 +188,9 @@ class ZmqWorkers:
         with imports_for("the ZeroMQ transport"):
             from fastdecode.wire.zmq.access import ClusterKey
             from fastdecode.wire.zmq.hub import ZmqHub
-        self.hub = ZmqHub(None if key_file is None else ClusterKey.read(Path(key_file)), silence_s=silence_s)
+        self.hub = ZmqHub(
+            None if key_file is None else ClusterKey.read(Path(key_file)), silence_s=silence_s
+        )
         try:
             for address in addresses:
                 self.hub.add(address)

@@ -19,7 +19,14 @@ from fastdecode.engine.engine import Engine, Watch
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet, RHub
 from fastdecode.engine.fleet.heads import HeadsWorkers
-from fastdecode.engine.fleet.workers import InlineWorkers, MpiWorkers, Newcomers, ThreadWorkers, Workers, ZmqWorkers
+from fastdecode.engine.fleet.workers import (
+    InlineWorkers,
+    MpiWorkers,
+    Newcomers,
+    ThreadWorkers,
+    Workers,
+    ZmqWorkers,
+)
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.resolve import ResolvedConfig, describe_device, resolve_for_this_host
@@ -45,13 +52,15 @@ logger = logging.getLogger(__name__)
 
 
 class RunningEngine:
-    """An engine, the model that it runs and the R-workers that serve it. Close it when done.
+    """An engine, the model that it runs and the R-workers that serve it. Close
+    it when done.
 
     Args:
         config: what the user chose.
         progress: told what is being done, one line at a time.
         trace: told what every step did.
-        times: what is known of step times before the first one, and told how long each took; None: all is learnt.
+        times: what is known of step times before the first one, and told how
+            long each took; None: all is learnt.
 
     Raises:
         ConfigError, ModelError: an option or the model directory is bad.
@@ -71,13 +80,18 @@ class RunningEngine:
         self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.resolved = resolve_for_this_host(config, self.spec)
         self.codec = TextCodec.load(config.model, self.resolved.max_model_len)
-        # R-workers first: that one of them can't be reached is better known before than after a large model is loaded.
+        # R-workers first: that one of them can't be reached is better known
+        # before than after a large model is loaded.
         self._ranks: Ranks | None = None
         workers = _reach_workers(self.resolved)
         self._workers: Workers | None = workers
         cluster = config.cluster
-        self._fleet = Fleet(workers.hub, cluster.worker_timeout_s, cluster.worker_silence_s, absent=workers.absent)
-        self.num_r_workers = workers.num_r_workers if isinstance(workers, HeadsWorkers) else len(self._fleet)
+        self._fleet = Fleet(
+            workers.hub, cluster.worker_timeout_s, cluster.worker_silence_s, absent=workers.absent
+        )
+        self.num_r_workers = (
+            workers.num_r_workers if isinstance(workers, HeadsWorkers) else len(self._fleet)
+        )
         # The R-workers that are lost, and why.
         self._lost = workers.hub.dead if isinstance(workers, HeadsWorkers) else self._fleet.lost
         try:
@@ -88,9 +102,16 @@ class RunningEngine:
             newcomers = workers.replacements(hello, deadlines)
             welcomes = self._greet(hello, newcomers)
             self.welcomes = tuple(welcomes.values())
-            blocks = tuple(welcomes[i].num_blocks if i in welcomes else 0 for i in range(len(self._fleet)))
+            blocks = tuple(
+                welcomes[i].num_blocks if i in welcomes else 0 for i in range(len(self._fleet))
+            )
             self.engine = self._make_engine(
-                model, workers, blocks, newcomers, trace, MeasuredTimes() if times is None else times
+                model,
+                workers,
+                blocks,
+                newcomers,
+                trace,
+                MeasuredTimes() if times is None else times,
             )
         except BaseException:
             self.close()
@@ -101,12 +122,17 @@ class RunningEngine:
         """The model, or this rank's part of it once the others have been met."""
         config, resolved = self.resolved.config, self.resolved
         tell(
-            f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, {resolved.dtype}) on "
+            f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
+            f"{resolved.dtype}) on "
             f"{describe_device(resolved)}: {resolved.memory}"
         )
         if config.s_part.tp > 1:
-            self._ranks = meet_ranks(config.s_part.tp, resolved.device, config.cluster.worker_timeout_s)
-        device, shard = (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
+            self._ranks = meet_ranks(
+                config.s_part.tp, resolved.device, config.cluster.worker_timeout_s
+            )
+        device, shard = (
+            (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
+        )
         return load_model(
             self._checkpoint,
             device=device,
@@ -116,7 +142,8 @@ class RunningEngine:
         )[1]
 
     def _greet(self, hello: Hello, newcomers: Newcomers | None) -> dict[int, Welcome]:
-        """The answers of those that are there, by holder; of those that have come in a lost one's place meanwhile, too.
+        """The answers of those that are there, by holder; of those that have
+        come in a lost one's place meanwhile, too.
 
         Raises:
             ConfigError: one can't hold such a cache.
@@ -131,11 +158,15 @@ class RunningEngine:
                 welcomes[holder] = welcome
         live, at_least = self.num_live_r_workers, self.resolved.config.cluster.min_r_workers
         if live < at_least:
-            too_few = ConfigError(Given("min_r_workers", at_least), f": there are only {live} R-workers")
+            too_few = ConfigError(
+                Given("min_r_workers", at_least), f": there are only {live} R-workers"
+            )
             raise next(iter(self._lost.values()), too_few)
         if self._lost:
             missing = "; ".join(error.message for error in self._lost.values())
-            logger.warning("the job starts with %d of %d R-workers: %s", live, self.num_r_workers, missing)
+            logger.warning(
+                "the job starts with %d of %d R-workers: %s", live, self.num_r_workers, missing
+            )
         return welcomes
 
     def _make_engine(
@@ -154,12 +185,18 @@ class RunningEngine:
         pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
         at_once = all(holder.answers_at_once for holder in attention.holders)
         scheduler = make_scheduler(
-            resolved.schedule, blocks, resolved.config.r_part.block_size, times, opening_steps=0 if at_once else 1
+            resolved.schedule,
+            blocks,
+            resolved.config.r_part.block_size,
+            times,
+            opening_steps=0 if at_once else 1,
         )
         recovery = Recovery(self._fleet, newcomers)
         watch = Watch(trace or NoTrace(), times, _lane_control(resolved, times))
         eos = self._eos_token_ids()
-        return Engine(s_worker, pipeline, self._fleet, Lifecycle(scheduler), self.codec, eos, recovery, watch)
+        return Engine(
+            s_worker, pipeline, self._fleet, Lifecycle(scheduler), self.codec, eos, recovery, watch
+        )
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """Those that the model's configs name, or else the tokenizer's."""
@@ -176,7 +213,8 @@ class RunningEngine:
         return self.num_r_workers - len(self._lost)
 
     def close(self) -> None:
-        """Stop the R-workers, S-workers beside this one and what encodes prompts. Safe to call twice."""
+        """Stop the R-workers, S-workers beside this one and what encodes
+        prompts. Safe to call twice."""
         self.codec.close()
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
@@ -200,7 +238,9 @@ def _attention(
         return LocalAttention(workers, fleet, Holder(HolderKind.DEVICE, False, True, token_bytes))
     at_once = isinstance(workers, InlineWorkers)
     holder = Holder(HolderKind.R_WORKER, resolved.prompts_on_r, at_once, token_bytes)
-    return AttentionPlan(spec.attention, resolved.kv_dtype, fleet, s_worker.device, (holder,) * len(fleet))
+    return AttentionPlan(
+        spec.attention, resolved.kv_dtype, fleet, s_worker.device, (holder,) * len(fleet)
+    )
 
 
 def _greeting(workers: Workers) -> str:
@@ -234,8 +274,12 @@ def _reach_r_workers(resolved: ResolvedConfig) -> Workers:
     if resolved.transport == "inline":
         # A runtime's threads serve both parts only where both want as many.
         library = openmp_library() if resolved.r_threads == torch.get_num_threads() else None
-        return InlineWorkers(kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads, openmp_library=library)
-    return ThreadWorkers(config.r_part.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads)
+        return InlineWorkers(
+            kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads, openmp_library=library
+        )
+    return ThreadWorkers(
+        config.r_part.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads
+    )
 
 
 def _hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:

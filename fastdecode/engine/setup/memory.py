@@ -1,8 +1,10 @@
-"""What an engine will take of the host's and the device's memory, computed before anything is loaded.
+"""What an engine will take of the host's and the device's memory, computed
+before anything is loaded.
 
-A pure function of sizes: weights, what a step's rows need at once, pinned memory between device and host, and what is
-left for the KV cache. Estimates err on the large side; what they leave out (a CUDA context, libraries' workspaces) has
-a fixed share of its own.
+A pure function of sizes: weights, what a step's rows need at once, pinned
+memory between device and host, and what is left for the KV cache. Estimates err
+on the large side; what they leave out (a CUDA context, libraries' workspaces)
+has a fixed share of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from fastdecode.core.model.spec import ModelSpec
 CUDA_RESERVE_BYTES = 1 << 30
 """Workspaces, fragmentation."""
 GRAPH_BYTES = 256 << 10
-"""What a captured graph of a dozen kernels takes of the device's memory, estimated on the large side."""
+"""What a captured graph of a dozen kernels takes of the device's memory,
+estimated on the large side."""
 _LENT_LAYERS = 5
 """q, k, v of so many layers may be lent out: see ``sworker.buffers``."""
 _SAMPLED_ELEMENTS = 1 << 24
@@ -95,10 +98,12 @@ def plan_memory(
     """Deal out the memory.
 
     Args:
-        gpu_memory_fraction: of all of the GPU's memory, what this engine and whoever else is on it may use together.
+        gpu_memory_fraction: of all of the GPU's memory, what this engine and
+            whoever else is on it may use together.
 
     Raises:
-        ConfigError: it doesn't fit (code ``out_of_memory``); the message has the numbers.
+        ConfigError: it doesn't fit (code ``out_of_memory``); the message has
+            the numbers.
     """
     weights = _weights_bytes(spec, sizes)
     activations = _activation_bytes(spec, sizes)
@@ -114,7 +119,10 @@ def plan_memory(
         mend = (Given("max_step_tokens"), " or ", Given("lanes"))
         _check("pinned staging memory", staging, free.host_bytes, "the host", mend)
     of_graphs = f", CUDA graphs {_gb(graphs)}" if graphs else ""
-    what = f"the S-part of {spec.name} (weights {_gb(weights)}, a step's activations {_gb(activations)}{of_graphs})"
+    what = (
+        f"the S-part of {spec.name} (weights {_gb(weights)}, a step's activations "
+        f"{_gb(activations)}{of_graphs})"
+    )
     _check(what, s_part, room, where, _s_part_mend(graphs > 0, free.device_bytes is not None))
     if kv.on_device or free.device_bytes is None:
         kv_room = room - s_part
@@ -123,14 +131,22 @@ def plan_memory(
     if not kv.num_caches:
         return MemoryPlan(weights, activations, staging, 0, graphs)
     if kv.cache_bytes is not None:
-        what = f"{kv.num_caches} KV cache(s) of {_gb(kv.cache_bytes)} beside weights and activations"
+        what = (
+            f"{kv.num_caches} KV cache(s) of {_gb(kv.cache_bytes)} beside weights and activations"
+        )
         _check(
-            what, kv.cache_bytes * kv.num_caches, kv_room, where, (Given("kv_memory_gb"), " or ", Given("r_workers"))
+            what,
+            kv.cache_bytes * kv.num_caches,
+            kv_room,
+            where,
+            (Given("kv_memory_gb"), " or ", Given("r_workers")),
         )
         return MemoryPlan(weights, activations, staging, kv.cache_bytes, graphs)
     if kv.on_device and free.device_bytes is not None:
         return MemoryPlan(weights, activations, staging, kv_room // kv.num_caches, graphs)
-    return MemoryPlan(weights, activations, staging, default_kv_bytes(kv.num_caches, kv_room), graphs)
+    return MemoryPlan(
+        weights, activations, staging, default_kv_bytes(kv.num_caches, kv_room), graphs
+    )
 
 
 def _weights_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
@@ -153,15 +169,20 @@ def _unit_row_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     inner = spec.intermediate_size // sizes.num_shards
     ups = 2 if spec.gated_mlp else 1
     in_mlp = 2 * spec.hidden_size + (ups + 2) * inner
-    in_attention = sum(_qkv_sizes(spec, sizes)) * (2 * sizes.itemsize + 2 * 4)  # rotated, and raised to float32
+    in_attention = sum(_qkv_sizes(spec, sizes)) * (
+        2 * sizes.itemsize + 2 * 4
+    )  # rotated, and raised to float32
     return in_mlp * sizes.itemsize + in_attention
 
 
 def _graph_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    """Graphs, the pool that they share for what a unit needs while it runs, and the lanes' fixed memory."""
+    """Graphs, the pool that they share for what a unit needs while it runs, and
+    the lanes' fixed memory."""
     q, k, v = _qkv_sizes(spec, sizes)
     fixed = (spec.hidden_size + q + _LENT_LAYERS * (q + k + v)) * sizes.itemsize * sizes.num_lanes
-    return sizes.num_graphs * GRAPH_BYTES + sizes.graph_rows * (_unit_row_bytes(spec, sizes) + fixed)
+    return sizes.num_graphs * GRAPH_BYTES + sizes.graph_rows * (
+        _unit_row_bytes(spec, sizes) + fixed
+    )
 
 
 def _qkv_sizes(spec: ModelSpec, sizes: StepSizes) -> tuple[int, int, int]:
@@ -172,7 +193,13 @@ def _qkv_sizes(spec: ModelSpec, sizes: StepSizes) -> tuple[int, int, int]:
 
 def _staging_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     """q, k, v of the layers that may be lent out, and o."""
-    return sizes.num_lanes * (_LENT_LAYERS + 1) * sizes.step_tokens * sum(spec.qkv_sizes) * sizes.itemsize
+    return (
+        sizes.num_lanes
+        * (_LENT_LAYERS + 1)
+        * sizes.step_tokens
+        * sum(spec.qkv_sizes)
+        * sizes.itemsize
+    )
 
 
 def _s_part_mend(has_graphs: bool, on_device: bool) -> tuple[str | Given, ...]:

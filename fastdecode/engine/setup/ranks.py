@@ -1,7 +1,8 @@
-"""S-workers that act as one (``--tp``): how the ranks of an MPI job find each other, and what ranks 1 and up do.
+"""S-workers that act as one (``--tp``): how the ranks of an MPI job find each
+other, and what ranks 1 and up do.
 
-Ranks 0 to tp - 1 of the job are the S-workers, the others R-workers. S-workers share a host: they exchange partial sums
-twice a layer.
+Ranks 0 to tp - 1 of the job are the S-workers, the others R-workers. S-workers
+share a host: they exchange partial sums twice a layer.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ def meet_ranks(num_ranks: int, device: torch.device, patience_s: float) -> Ranks
 
     Args:
         device: this rank's own.
-        patience_s: how long another rank may keep this one waiting in the middle of a step.
+        patience_s: how long another rank may keep this one waiting in the
+            middle of a step.
 
     Raises:
-        ConfigError: not started by an MPI launcher, with too few ranks, or on several hosts.
+        ConfigError: not started by an MPI launcher, with too few ranks, or on
+            several hosts.
         WorkerError: the others didn't come, or have ended.
     """
     if mpi_job.launched_size() is None:
         raise ConfigError(
             Given("tp", num_ranks),
-            f" needs an MPI launcher: mpirun -n {num_ranks} fastdecode generate --tp {num_ranks} ... : "
+            f" needs an MPI launcher: mpirun -n {num_ranks} fastdecode generate --tp {num_ranks} "
+            "... : "
             "-n 2 fastdecode r-worker",
             code="no_mpi_launcher",
         )
@@ -60,7 +64,8 @@ def meet_ranks(num_ranks: int, device: torch.device, patience_s: float) -> Ranks
 
 
 def mirror_rank_0(config: EngineConfig) -> None:
-    """What ranks 1 to tp - 1 do, from loading their part of the model until rank 0 lets them go.
+    """What ranks 1 to tp - 1 do, from loading their part of the model until
+    rank 0 lets them go.
 
     Raises:
         ConfigError, ModelError: as on rank 0.
@@ -106,4 +111,6 @@ def _meeting_place(job: MpiJob, num_ranks: int) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-_SEVERAL_HOSTS = "the {tp} S-workers of tp={tp} are on several hosts: place ranks 0 to tp - 1 on one host"
+_SEVERAL_HOSTS = (
+    "the {tp} S-workers of tp={tp} are on several hosts: place ranks 0 to tp - 1 on one host"
+)

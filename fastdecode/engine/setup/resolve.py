@@ -1,4 +1,5 @@
-"""From what a user chose to a configuration with nothing left open: the one place where "auto" means something."""
+"""From what a user chose to a configuration with nothing left open: the one
+place where "auto" means something."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.machine import available_cores, free_memory_bytes
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
-from fastdecode.engine.setup.memory import GRAPH_BYTES, FreeMemory, KVDemand, MemoryPlan, StepSizes, plan_memory
+from fastdecode.engine.setup.memory import (
+    GRAPH_BYTES,
+    FreeMemory,
+    KVDemand,
+    MemoryPlan,
+    StepSizes,
+    plan_memory,
+)
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.arrays import MAX_BODY_BYTES
@@ -23,8 +31,9 @@ from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets
 _GRAPHS_SHARE = 32
 """CUDA graphs may take one part in so many of the device's memory."""
 _CLOSED_BYTES = MAX_BODY_BYTES // (2 * MAX_AUTO_LANES)
-"""Of a layer's queries that go to closed parts of split sequences: of a lane's prompts, and as many of all decoding
-sequences. So they fit into one message even where lanes have become one whose prompts were booked apart."""
+"""Of a layer's queries that go to closed parts of split sequences: of a lane's
+prompts, and as many of all decoding sequences. So they fit into one message
+even where lanes have become one whose prompts were booked apart."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,8 @@ class ResolvedConfig:
     max_graphs: int
     """CUDA graphs at most; 0: S-steps run as they are."""
     transport: str
-    """inproc (R-workers as threads), inline (one in the S-worker's own thread), mpi, zmq, or local (the KV cache is on
-    ``device``)."""
+    """inproc (R-workers as threads), inline (one in the S-worker's own thread),
+    mpi, zmq, or local (the KV cache is on ``device``)."""
 
     @property
     def dtype(self) -> DType:
@@ -69,7 +78,9 @@ class ResolvedConfig:
         return self.identity.max_model_len
 
 
-def resolve_for_this_host(config: EngineConfig, spec: ModelSpec, *, rank: int = 0) -> ResolvedConfig:
+def resolve_for_this_host(
+    config: EngineConfig, spec: ModelSpec, *, rank: int = 0
+) -> ResolvedConfig:
     """``resolve`` with what this host has, for one of the S-workers that act as one."""
     free = free_memory(choose_device(config.s_part.device, rank))
     return resolve(config, spec, num_cores=available_cores(), free=free, rank=rank)
@@ -103,7 +114,8 @@ def resolve(
         rank: which of the S-workers that act as one this is, counted from 0.
 
     Raises:
-        ConfigError: the device doesn't exist, max_model_len exceeds the model's, or the memory doesn't suffice.
+        ConfigError: the device doesn't exist, max_model_len exceeds the
+            model's, or the memory doesn't suffice.
     """
     identity = identify(config, spec)
     is_local = config.r_part.kv_placement == "gpu"
@@ -116,20 +128,23 @@ def resolve(
         )
     device = choose_device(config.s_part.device, rank)
     transport = _transport(config)
-    # Where S-part and R-part share their hardware, lanes would only get into each other's way, and a single R-worker
-    # needs no thread of its own.
+    # Where S-part and R-part share their hardware, lanes would only get into
+    # each other's way, and a single R-worker needs no thread of its own.
     shares_cores = transport == "inproc" and device.type == "cpu"
     may_overlap = not is_local and not shares_cores
     if shares_cores and config.r_part.r_workers == 1 and config.batching.lanes in (None, 1):
         transport = "inline"
-    steps = _Steps(config, spec, identity.dtype, transport, free, uses_graphs=_uses_graphs(config, device))
+    steps = _Steps(
+        config, spec, identity.dtype, transport, free, uses_graphs=_uses_graphs(config, device)
+    )
     plan = steps.plan(may_overlap=may_overlap)
     return ResolvedConfig(
         config=config,
         identity=identity,
         device=device,
         free=free,
-        r_threads=config.r_part.r_threads or max(1, _r_cores(num_cores, device) // config.r_part.r_workers),
+        r_threads=config.r_part.r_threads
+        or max(1, _r_cores(num_cores, device) // config.r_part.r_workers),
         kv_bytes=plan.memory.kv_bytes,
         memory=plan.memory,
         schedule=plan.schedule,
@@ -212,20 +227,31 @@ class _Steps:
             logit_rows=-(-schedule.max_num_sequences // lanes.fewest),
             itemsize=self.dtype.size_bytes,
             num_shards=config.s_part.tp,
-            num_graphs=max(self._num_graphs(num_lanes) for num_lanes in range(lanes.fewest, lanes.most + 1)),
+            num_graphs=max(
+                self._num_graphs(num_lanes) for num_lanes in range(lanes.fewest, lanes.most + 1)
+            ),
             graph_rows=MAX_GRAPH_ROWS if self.max_graphs else 0,
         )
         kv = KVDemand(
             on_device=self.transport == "local",
-            num_caches={"local": 1, "inline": 1, "inproc": config.r_part.r_workers}.get(self.transport, 0),
-            cache_bytes=None if config.r_part.kv_memory_gb is None else int(config.r_part.kv_memory_gb * 1e9),
+            num_caches={"local": 1, "inline": 1, "inproc": config.r_part.r_workers}.get(
+                self.transport, 0
+            ),
+            cache_bytes=None
+            if config.r_part.kv_memory_gb is None
+            else int(config.r_part.kv_memory_gb * 1e9),
         )
-        memory = plan_memory(self.spec, sizes, kv, self.free, gpu_memory_fraction=config.s_part.gpu_memory_fraction)
+        memory = plan_memory(
+            self.spec, sizes, kv, self.free, gpu_memory_fraction=config.s_part.gpu_memory_fraction
+        )
         return _StepPlan(lanes, schedule, memory)
 
     @property
     def _max_closed_rows(self) -> int:
-        row_bytes = max(spec.num_q_heads * spec.head_dim for spec in self.spec.attention) * self.dtype.size_bytes
+        row_bytes = (
+            max(spec.num_q_heads * spec.head_dim for spec in self.spec.attention)
+            * self.dtype.size_bytes
+        )
         return max(1, min(_CLOSED_BYTES // row_bytes, ScheduleOptions.max_closed_rows))
 
     @property
@@ -238,7 +264,8 @@ class _Steps:
     def _num_graphs(self, num_lanes: int) -> int:
         num_units = self.spec.num_layers + 1
         return min(
-            self.max_graphs, Buckets.choose(num_lanes, num_units, self.max_graphs).num_graphs(num_lanes, num_units)
+            self.max_graphs,
+            Buckets.choose(num_lanes, num_units, self.max_graphs).num_graphs(num_lanes, num_units),
         )
 
 
@@ -247,18 +274,27 @@ def _transport(config: EngineConfig) -> str:
         return "local"
     if config.cluster.transport != "auto":
         return config.cluster.transport
-    return "zmq" if config.cluster.r_worker_addresses else "inproc" if launched_size() is None else "mpi"
+    return (
+        "zmq"
+        if config.cluster.r_worker_addresses
+        else "inproc"
+        if launched_size() is None
+        else "mpi"
+    )
 
 
 def _r_cores(num_cores: int, device: torch.device) -> int:
-    """Cores for R-workers in this process: a GPU needs somebody to feed it at all times, which takes one."""
+    """Cores for R-workers in this process: a GPU needs somebody to feed it at
+    all times, which takes one."""
     return num_cores - 1 if device.type == "cuda" and num_cores > 2 else num_cores
 
 
 def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
     if config.r_part.kv_placement == "gpu":
         return False
-    return config.r_part.prompt_attention == "r" or (config.r_part.prompt_attention == "auto" and device.type == "cpu")
+    return config.r_part.prompt_attention == "r" or (
+        config.r_part.prompt_attention == "auto" and device.type == "cpu"
+    )
 
 
 def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
@@ -282,10 +318,12 @@ def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
-    """The device of one of the S-workers that act as one: GPUs are counted from the one that is named.
+    """The device of one of the S-workers that act as one: GPUs are counted from
+    the one that is named.
 
     Args:
-        name: cpu, cuda, cuda:N, or auto: cuda if torch sees a GPU here, else cpu.
+        name: cpu, cuda, cuda:N, or auto: cuda if torch sees a GPU here, else
+            cpu.
         rank: which S-worker.
 
     Raises:
@@ -296,12 +334,17 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(Given("device", name), " is not a torch device: use cpu, cuda, cuda:N or auto") from None
+        raise ConfigError(
+            Given("device", name), " is not a torch device: use cpu, cuda, cuda:N or auto"
+        ) from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(Given("device", name), ": the S-part runs on cpu or cuda")
     if device.type == "cpu":
         return device
-    index, count = (device.index or 0) + rank, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index, count = (
+        (device.index or 0) + rank,
+        torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    )
     if rank and count == 1:
         index = device.index or 0  # the launcher shows every rank a GPU of its own
     if index >= count:
@@ -323,7 +366,9 @@ def _uses_graphs(config: EngineConfig, device: torch.device) -> bool:
             Given("device", device.type),
             ": use auto",
         )
-    # Between GPUs a graph holds collectives too, which has been run on no GPU yet: only if it is asked for.
+    # Between GPUs a graph holds collectives too, which has been run on no GPU
+    # yet: only if it is asked for.
     return device.type == "cuda" and (
-        config.s_part.cuda_graphs == "on" or (config.s_part.cuda_graphs == "auto" and config.s_part.tp == 1)
+        config.s_part.cuda_graphs == "on"
+        or (config.s_part.cuda_graphs == "auto" and config.s_part.tp == 1)
     )

@@ -1,4 +1,5 @@
-"""The S-worker as it was configured: kernels put on the model, CUDA graphs, and its part of several."""
+"""The S-worker as it was configured: kernels put on the model, CUDA graphs, and
+its part of several."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from sworker.worker import SWorker
 logger = logging.getLogger(__name__)
 
 
-def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> SWorker:
+def make_s_worker(
+    spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None
+) -> SWorker:
     """The S-worker as it was configured."""
     fuse(model, resolved.device)
     if ranks is not None:
@@ -36,17 +39,24 @@ def make_s_worker(spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks
 def _tell_of_spinning() -> None:
     if torch.get_num_threads() > 1 and spins_on(os.environ):
         logger.warning(
-            "torch was imported before fastdecode, so its idle threads spin for milliseconds: beside other work on "
-            "these cores this is several times slower. Import fastdecode first, or set GOMP_SPINCOUNT=3000"
+            "torch was imported before fastdecode, so its idle threads spin for milliseconds: "
+            "beside other work on "
+            "these cores this is several times slower. Import fastdecode first, or set "
+            "GOMP_SPINCOUNT=3000"
         )
 
 
-def step_graphs(model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None) -> StepGraphs | None:
-    """What runs the model's small S-steps as CUDA graphs, if that was chosen. Several S-workers pad to the same
-    buckets, whatever each one's GPU has room for: they add up rows of one shape."""
+def step_graphs(
+    model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None
+) -> StepGraphs | None:
+    """What runs the model's small S-steps as CUDA graphs, if that was chosen.
+    Several S-workers pad to the same buckets, whatever each one's GPU has room
+    for: they add up rows of one shape."""
     num_lanes, max_graphs = resolved.schedule.num_lanes, resolved.max_graphs
     if ranks is not None:
         num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
     if not max_graphs:
         return None
-    return StepGraphs(model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs)
+    return StepGraphs(
+        model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs
+    )

@@ -1,12 +1,15 @@
-"""One step's rows, laid out so that what each holder gets is a contiguous slice and nothing is gathered by index.
+"""One step's rows, laid out so that what each holder gets is a contiguous slice
+and nothing is gathered by index.
 
-Rows are sorted by holder, and within one holder's span the sequences whose queries it attends come first::
+Rows are sorted by holder, and within one holder's span the sequences whose
+queries it attends come first::
 
     rows    | decode, later prompt chunks | first chunks | decode, later … | first chunks |
             |<----- q to holder 0 ------->|              |<- q to holder 1>|
             |<------------ k, v to holder 0 ------------>|<----- k, v to holder 1 ------->|
 
-Three kinds of row follow from how many tokens a sequence brings and has (see ``fastdecode.wire.messages``):
+Three kinds of row follow from how many tokens a sequence brings and has (see
+``fastdecode.wire.messages``):
 
 =================  ============================  ============================  ======================
 sequence brings    the holder attends            the S-worker attends          o is
@@ -16,12 +19,14 @@ a later chunk      the past                      the chunk, causally           b
 a first chunk      nothing (it stores k, v)      the chunk, causally           the S-worker's
 =================  ============================  ============================  ======================
 
-Rows of a holder that attends prompts are all of the first kind: it attends past and chunk, causally, and the S-worker
-nothing.
+Rows of a holder that attends prompts are all of the first kind: it attends past
+and chunk, causally, and the S-worker nothing.
 
-Of a sequence with several parts, the holder in this table is that of the part that grows, where k and v go. Its queries
-also go to the holders of its **closed parts**: gathered by index, behind the rows whose sequences grow there. What is
-said to them is merged into the rows by log-sum-exp. A chunk doesn't go beyond a part.
+Of a sequence with several parts, the holder in this table is that of the part
+that grows, where k and v go. Its queries also go to the holders of its **closed
+parts**: gathered by index, behind the rows whose sequences grow there. What is
+said to them is merged into the rows by log-sum-exp. A chunk doesn't go beyond a
+part.
 """
 
 from __future__ import annotations
@@ -130,7 +135,9 @@ class StepBatch:
         ordered = tuple([chunks[i] for i in order])
         columns = _Columns.of(ordered, [homes[i] for i in order], [keys[i] for i in order])
         num_cached = columns.past + columns.first_tokens
-        positions = np.arange(columns.num_rows) - np.repeat(columns.starts - num_cached, columns.lengths)
+        positions = np.arange(columns.num_rows) - np.repeat(
+            columns.starts - num_cached, columns.lengths
+        )
         num_uncached = np.array([len(chunk.sequence.token_ids) for chunk in ordered]) - num_cached
         closed = _closed_parts(ordered, columns.starts, window)
         spans: list[HolderSpan] = []
@@ -144,7 +151,16 @@ class StepBatch:
         num_decoding = int((columns.kinds == _DECODE).sum())
         last_rows = columns.starts + columns.lengths - 1
         draws = columns.lengths == num_uncached
-        return cls(ordered, _tokens(ordered), positions, tuple(spans), tuple(local), last_rows, draws, num_decoding)
+        return cls(
+            ordered,
+            _tokens(ordered),
+            positions,
+            tuple(spans),
+            tuple(local),
+            last_rows,
+            draws,
+            num_decoding,
+        )
 
 
 def _homes(chunks: Seq[Chunk], holders: Seq[Holder]) -> tuple[list[Part], list[int]]:
@@ -217,7 +233,9 @@ class _Columns:
     def by_holder(self) -> Iterable[tuple[HolderId, _Columns]]:
         """Each holder's chunks."""
         ids, firsts = np.unique(self.holders, return_index=True)
-        for holder, first, end in zip(ids.tolist(), firsts, (*firsts[1:], len(self.holders)), strict=True):
+        for holder, first, end in zip(
+            ids.tolist(), firsts, (*firsts[1:], len(self.holders)), strict=True
+        ):
             members = slice(first, end)
             yield (
                 HolderId(holder),
@@ -252,7 +270,13 @@ def _span(holder: HolderId, columns: _Columns, step: int, lane: int) -> HolderSp
     # What a first chunk has is nothing, and one that decodes also attends to its own token.
     counts = HolderCounts(int(past.sum()) + num_decoding, num_rows - num_decoding)
     first = int(columns.starts[0])
-    return HolderSpan(holder, begin, slice(first, first + num_rows), slice(first, first + int(queries.sum())), counts)
+    return HolderSpan(
+        holder,
+        begin,
+        slice(first, first + num_rows),
+        slice(first, first + int(queries.sum())),
+        counts,
+    )
 
 
 @dataclass(frozen=True)
@@ -284,7 +308,9 @@ def _closed_parts(
         for index, part in enumerate(residence.parts[: residence.index_of(num_cached)]):
             if part.end > seen:
                 num_beyond = num_cached + chunk.num_tokens - part.end
-                closed[part.holder].append(_ClosedPart(index, part.part_id, part.num_tokens, num_beyond, rows))
+                closed[part.holder].append(
+                    _ClosedPart(index, part.part_id, part.num_tokens, num_beyond, rows)
+                )
     return closed
 
 
@@ -310,7 +336,9 @@ def _with_closed(span: HolderSpan, closed: list[_ClosedPart]) -> HolderSpan:
         span.counts.num_prompt_tokens + int(num_rows[num_rows > 1].sum()),
     )
     by_part = itertools.groupby(closed, key=attrgetter("part"))
-    rows = tuple(ClosedRows(part, np.concatenate([one.rows for one in members])) for part, members in by_part)
+    rows = tuple(
+        ClosedRows(part, np.concatenate([one.rows for one in members])) for part, members in by_part
+    )
     return replace(span, begin=begin, closed=rows, counts=counts)
 
 

@@ -1,8 +1,11 @@
-"""KV on the S-worker's own device (``--kv-placement gpu``): another maker of ``attend``, behind the same engine.
+"""KV on the S-worker's own device (``--kv-placement gpu``): another maker of
+``attend``, behind the same engine.
 
-Scheduler, fleet and pipeline see one R-worker more or less: a hub with one peer, which isn't anywhere else. It keeps
-the same books as an R-worker (``rworker.books``) and answers at once, in the sender's own thread; K, V and attention
-are ``sworker.paged``'s. What it can't do is run beside the S-part, so one lane is enough.
+Scheduler, fleet and pipeline see one R-worker more or less: a hub with one
+peer, which isn't anywhere else. It keeps the same books as an R-worker
+(``rworker.books``) and answers at once, in the sender's own thread; K, V and
+attention are ``sworker.paged``'s. What it can't do is run beside the S-part, so
+one lane is enough.
 """
 
 from __future__ import annotations
@@ -45,11 +48,15 @@ from sworker.paged import PagedKV, PagedStep, Prompt
 
 DEVICE = HolderId(0)
 """The one holder's id."""
-_MEND = "raise --kv-memory-gb or --gpu-memory-fraction, or keep the KV cache on R-workers (--kv-placement r)"
+_MEND = (
+    "raise --kv-memory-gb or --gpu-memory-fraction, or keep the KV cache on R-workers "
+    "(--kv-placement r)"
+)
 
 
 class LocalWorkers:
-    """The device in the place of R-workers; see ``fastdecode.engine.fleet.workers.Workers``.
+    """The device in the place of R-workers; see
+    ``fastdecode.engine.fleet.workers.Workers``.
 
     Args:
         device: where K and V are kept.
@@ -70,7 +77,8 @@ class LocalWorkers:
 
 
 class LocalConnection:
-    """Both sides of a connection: what is sent is done at once; see ``fastdecode.wire.transport.Connection``."""
+    """Both sides of a connection: what is sent is done at once; see
+    ``fastdecode.wire.transport.Connection``."""
 
     def __init__(self, device: torch.device, kv_bytes: int) -> None:
         self.peer = f"the KV cache on {device}"
@@ -124,8 +132,9 @@ class LocalConnection:
         return self._cache
 
     def begin_step(self, begin: BeginStep) -> PagedStep:
-        """Make room for a step's tokens, and say where they go. Rows stand in the order of ``begin``'s sequences:
-        decoded ones, later chunks, first chunks."""
+        """Make room for a step's tokens, and say where they go. Rows stand in
+        the order of ``begin``'s sequences: decoded ones, later chunks, first
+        chunks."""
         appended = self.books.begin_step(begin)
         if appended.copy_sources.size:
             self.cache.copy_blocks(appended.copy_sources, appended.copy_targets)
@@ -135,7 +144,10 @@ class LocalConnection:
         num_decoded, num_first = int(is_decoded.sum()), int(is_first.sum())
         ends = np.cumsum(begin.num_new, dtype=np.int64)
         later = tuple(
-            Prompt(slice(int(ends[i] - begin.num_new[i]), int(ends[i])), self._slots(int(begin.sequence_ids[i])))
+            Prompt(
+                slice(int(ends[i] - begin.num_new[i]), int(ends[i])),
+                self._slots(int(begin.sequence_ids[i])),
+            )
             for i in range(num_decoded, len(ends) - num_first)
         )
         first_row = int(ends[-1] - begin.num_new[is_first].sum())
@@ -186,7 +198,8 @@ class LocalAttention:
 
 
 class LocalStep:
-    """One lane's step on the device: attended as soon as it is scattered; see ``attend.LaneAttention``."""
+    """One lane's step on the device: attended as soon as it is scattered; see
+    ``attend.LaneAttention``."""
 
     def __init__(self, connection: LocalConnection, batch: StepBatch) -> None:
         (span,) = batch.spans
@@ -213,7 +226,9 @@ class LocalStep:
         return True
 
     def deliver(self, holder: HolderId, result: AttendResult) -> None:
-        raise ProtocolError(f"the KV cache on the S-worker's device got an answer for layer {result.layer}")
+        raise ProtocolError(
+            f"the KV cache on the S-worker's device got an answer for layer {result.layer}"
+        )
 
     def lose(self, holder: HolderId) -> None:
         raise AssertionError("the S-worker's device isn't lost alone")

@@ -1,8 +1,10 @@
-"""The rows of a step that several holders attend: those of sequences with closed parts.
+"""The rows of a step that several holders attend: those of sequences with
+closed parts.
 
-Each holder of a part says what its keys give, o and their log-sum-exp. Once all have answered, the closed parts are
-merged into what the growing part has given, part by part from the first on: so a token depends neither on who answered
-first nor on which holder has which part.
+Each holder of a part says what its keys give, o and their log-sum-exp. Once all
+have answered, the closed parts are merged into what the growing part has given,
+part by part from the first on: so a token depends neither on who answered first
+nor on which holder has which part.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class ClosedPartMerge:
     def __init__(self, batch: StepBatch, device: torch.device) -> None:
         self._device = device
         self._num_tokens = len(batch.token_ids)
-        rows = np.unique(np.concatenate([closed.rows for span in batch.spans for closed in span.closed]))
+        rows = np.unique(
+            np.concatenate([closed.rows for span in batch.spans for closed in span.closed])
+        )
         self._rows = self._to_device(rows)  # [M]
         pieces: list[tuple[int, int, slice, Tensor]] = []
         for span in batch.spans:
@@ -48,7 +52,8 @@ class ClosedPartMerge:
         """float32 [T, Hq] of what o holds by now, in rows that are attended elsewhere too."""
 
     def arrive(self, span: HolderSpan, result: AttendResult, dtype: torch.dtype) -> AttendResult:
-        """Keep what a holder's closed parts give. Returns what it says to the rows whose sequences grow there.
+        """Keep what a holder's closed parts give. Returns what it says to the
+        rows whose sequences grow there.
 
         Args:
             dtype: of o.
@@ -56,7 +61,9 @@ class ClosedPartMerge:
         if result.lse is None:
             return result
         if not self.lse.numel():
-            self.lse = torch.full((self._num_tokens, result.lse.shape[1]), -torch.inf, device=self._device)
+            self.lse = torch.full(
+                (self._num_tokens, result.lse.shape[1]), -torch.inf, device=self._device
+            )
         num_own = span.query_rows.stop - span.query_rows.start
         lse = self._to_device(result.lse)
         self.lse[span.query_rows] = lse[:num_own]
@@ -66,15 +73,17 @@ class ClosedPartMerge:
         return replace(result, o=result.o[:num_own], lse=result.lse[:num_own])
 
     def merge_into(self, o: Tensor) -> None:
-        """Merge what has arrived into o [T, Hq, D]. What is missing is of holders that are lost, and those rows come
-        to nothing."""
+        """Merge what has arrived into o [T, Hq, D]. What is missing is of
+        holders that are lost, and those rows come to nothing."""
         if not self._answers:
             return
         merged, lse = o[self._rows].float(), self.lse[self._rows]  # [M, Hq, D], [M, Hq]
         for _, holder, answer, places in self._pieces:
             if holder in self._answers:
                 theirs, their_lse = self._answers[holder]
-                both = merge_attention(merged[places], lse[places], theirs[answer], their_lse[answer])
+                both = merge_attention(
+                    merged[places], lse[places], theirs[answer], their_lse[answer]
+                )
                 merged[places], lse[places] = both
         o[self._rows] = merged.to(o.dtype)
         self._answers.clear()

@@ -1,14 +1,16 @@
-"""The two-stage pipeline: lanes of the running batch that take turns on the S-worker while R-workers attend the others.
+"""The two-stage pipeline: lanes of the running batch that take turns on the
+S-worker while R-workers attend the others.
 
-A **lane** is a part of the running batch that moves through the layers as one. While lane A's attention runs on the
-R-workers, the S-worker computes lane B::
+A **lane** is a part of the running batch that moves through the layers as one.
+While lane A's attention runs on the R-workers, the S-worker computes lane B::
 
     S-worker   | A: layer 0 | B: layer 0 | A: layer 1 | B: layer 1 | A: layer 2 | …
     R-workers               | A: layer 0 | B: layer 0 | A: layer 1 | B: layer 1 | …
 
-Nothing is fixed about whose turn it is. The S-worker takes the lane that has been ready longest, and waits only when no
-lane is ready. Lanes don't share steps either: one that has finished its step starts its next while the others are in
-the middle of theirs. With one lane, S-part and R-part alternate.
+Nothing is fixed about whose turn it is. The S-worker takes the lane that has
+been ready longest, and waits only when no lane is ready. Lanes don't share
+steps either: one that has finished its step starts its next while the others
+are in the middle of theirs. With one lane, S-part and R-part alternate.
 """
 
 from __future__ import annotations
@@ -66,11 +68,14 @@ class LaneStep:
         return max(self.remote.r_compute_s.values(), default=0.0)
 
     def tell(self, times: MeasuredTimes, lanes: LaneControl | None, completed_s: float) -> None:
-        """Tell how long the finished step's parts took, those of holders that were lost aside. ``completed_s``: what
-        drawing tokens and handing them on has taken."""
+        """Tell how long the finished step's parts took, those of holders that
+        were lost aside. ``completed_s``: what drawing tokens and handing them
+        on has taken."""
         r_parts: dict[int, RPartTime] = {
             span.holder: RPartTime(
-                span.counts.load_tokens, span.counts.num_prompt_tokens, self.remote.r_compute_s[span.holder]
+                span.counts.load_tokens,
+                span.counts.num_prompt_tokens,
+                self.remote.r_compute_s[span.holder],
             )
             for span in self.batch.spans
             if span.holder not in self.remote.lost
@@ -80,13 +85,20 @@ class LaneStep:
         times.observe(self.batch.num_decoding, self.batch.num_prompt_tokens, s_part_s, r_parts)
         if lanes is not None:
             loads = {holder: part.load_tokens for holder, part in r_parts.items()}
-            lanes.observe(self.lane, self.batch.num_decoding, loads, self.round_trip_s * (self.forward.layer + 1))
+            lanes.observe(
+                self.lane,
+                self.batch.num_decoding,
+                loads,
+                self.round_trip_s * (self.forward.layer + 1),
+            )
 
 
 class Pipeline:
     """Runs lanes' steps side by side. One thread drives it."""
 
-    def __init__(self, s_worker: SWorker, attention: Attention, num_lanes: int, trace: Trace | None = None) -> None:
+    def __init__(
+        self, s_worker: SWorker, attention: Attention, num_lanes: int, trace: Trace | None = None
+    ) -> None:
         self._trace = trace or NoTrace()
         self._s_worker = s_worker
         self._attention = attention
@@ -119,9 +131,11 @@ class Pipeline:
     def in_flight(self) -> list[LaneStep]:
         return [step for step in self._lanes if step is not None]
 
-    def launch(self, lane: int, batch: StepBatch, logit_rows: NDArray[np.int64], planned_s: float = 0.0) -> None:
-        """Start an idle lane's step: embed, the first layer's S-step, and off to the R-workers. ``planned_s``: seconds
-        that it has taken so far."""
+    def launch(
+        self, lane: int, batch: StepBatch, logit_rows: NDArray[np.int64], planned_s: float = 0.0
+    ) -> None:
+        """Start an idle lane's step: embed, the first layer's S-step, and off
+        to the R-workers. ``planned_s``: seconds that it has taken so far."""
         assert self._lanes[lane] is None
         started = time.perf_counter()
         remote = self._attention.begin(batch)
@@ -132,7 +146,8 @@ class Pipeline:
         self._count_s_part(step, 0, started)
 
     def run(self) -> LaneStep | None:
-        """Go on until some lane has finished its step, or there is news (``take_news``); then None."""
+        """Go on until some lane has finished its step, or there is news
+        (``take_news``); then None."""
         while True:
             self._dispatch(wait=False)
             self._note_losses()
@@ -148,12 +163,14 @@ class Pipeline:
                 self._advance(step)
             if step.logits is not None and step.remote.settled:
                 self._lanes[step.lane] = None
-                # What isn't sent by now was for holders that are lost; others may be in their place soon.
+                # What isn't sent by now was for holders that are lost; others
+                # may be in their place soon.
                 self._unsent = deque(other for other in self._unsent if other is not step)
                 return step
 
     def take_news(self) -> list[News]:
-        """What has come in the meantime that is no part of a step, in its order. Each is told once."""
+        """What has come in the meantime that is no part of a step, in its
+        order. Each is told once."""
         self._note_losses()
         news, self._news = self._news, []
         return news
@@ -184,8 +201,9 @@ class Pipeline:
         self._unsent.append(step)
 
     def _dispatch(self, *, wait: bool) -> bool:
-        """Send what has come to the host, in the order in which it was computed; with ``wait``, at least one layer of
-        a lane. Whether anything went."""
+        """Send what has come to the host, in the order in which it was
+        computed; with ``wait``, at least one layer of a lane. Whether anything
+        went."""
         sent = False
         while self._unsent and self._unsent[0].remote.dispatch(wait=wait and not sent):
             self._unsent.popleft()
@@ -222,7 +240,8 @@ class Pipeline:
                 self._news.append((holder, answer))
             case Welcome() | Report():
                 raise ProtocolError(
-                    f"{self._attention.fleet.peer(holder)} sent {type(answer).__name__}, which nobody asked for"
+                    f"{self._attention.fleet.peer(holder)} sent {type(answer).__name__}, which "
+                    "nobody asked for"
                 )
             case _:
                 assert_never(answer)
@@ -230,8 +249,13 @@ class Pipeline:
     def _deliver(self, holder: HolderId, result: AttendResult) -> None:
         step = self._lanes[result.lane] if 0 <= result.lane < len(self._lanes) else None
         if step is None:
-            raise ProtocolError(f"{self._attention.fleet.peer(holder)} answered for lane {result.lane}, which is idle")
+            raise ProtocolError(
+                f"{self._attention.fleet.peer(holder)} answered for lane {result.lane}, which is "
+                "idle"
+            )
         step.remote.deliver(holder, result)
         sent, now = step.remote.sent_s[result.layer], time.perf_counter()
         step.round_trip_s = min(step.round_trip_s, now - sent - result.compute_s)
-        self._trace.attended(holder, step.lane, result.step, result.layer, sent, now, result.compute_s)
+        self._trace.attended(
+            holder, step.lane, result.step, result.layer, sent, now, result.compute_s
+        )

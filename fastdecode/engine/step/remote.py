@@ -1,12 +1,15 @@
-"""Attention over holders for one lane's step: scatter q, k, v; attend prompt chunks here meanwhile; gather o.
+"""Attention over holders for one lane's step: scatter q, k, v; attend prompt
+chunks here meanwhile; gather o.
 
-``RemoteStep`` belongs to one step of one lane. Layer by layer its caller ``scatter``\\ s, hands it every answer that
-arrives for the lane (``deliver``), and takes ``o`` when the step is ``ready``. It never waits: waiting is the
+``RemoteStep`` belongs to one step of one lane. Layer by layer its caller
+``scatter``\\ s, hands it every answer that arrives for the lane (``deliver``),
+and takes ``o`` when the step is ``ready``. It never waits: waiting is the
 pipeline's business, which has other lanes to run.
 
-A holder may be lost in the middle of a step, which ``lose`` tells. Rows are independent of each other, so the step goes
-on with zeros for that holder's rows, whose results are then thrown away; the other rows notice nothing, and nothing has
-to be rolled back.
+A holder may be lost in the middle of a step, which ``lose`` tells. Rows are
+independent of each other, so the step goes on with zeros for that holder's
+rows, whose results are then thrown away; the other rows notice nothing, and
+nothing has to be rolled back.
 """
 
 from __future__ import annotations
@@ -33,12 +36,14 @@ from fastdecode.wire.messages import Attend, AttendResult
 from sworker.buffers import LENT_LAYERS, Staged, Staging, as_tensor, to_device
 from sworker.prefill import as_cached, local_causal_attention, merge_attention
 
-# While an R-worker only stores a prompt's K and V, the S-worker computes ahead of it by this many layers at most.
+# While an R-worker only stores a prompt's K and V, the S-worker computes ahead
+# of it by this many layers at most.
 MAX_OWED_ANSWERS = LENT_LAYERS - 1
 
 
 class LaneAttention(Protocol):
-    """Attention for one step of one lane, layer by layer: ``scatter``, until ``ready``, then ``take``."""
+    """Attention for one step of one lane, layer by layer: ``scatter``, until
+    ``ready``, then ``take``."""
 
     @property
     def sent_s(self) -> Seq[float]:
@@ -53,11 +58,13 @@ class LaneAttention(Protocol):
         """Holders that were lost before they had answered everything."""
 
     def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Take a layer's q [T, Hq, D], k and v [T, Hkv, D], which may still be on their way to the host."""
+        """Take a layer's q [T, Hq, D], k and v [T, Hkv, D], which may still be
+        on their way to the host."""
 
     def dispatch(self, *, wait: bool) -> bool:
-        """Send the oldest layer that was scattered and not sent, once it is on the host. False: it isn't there yet, and
-        wasn't to be waited for; True: sent, or nothing was left to send."""
+        """Send the oldest layer that was scattered and not sent, once it is on
+        the host. False: it isn't there yet, and wasn't to be waited for; True:
+        sent, or nothing was left to send."""
 
     def deliver(self, holder: HolderId, result: AttendResult) -> None:
         """Take in a holder's answer."""
@@ -78,7 +85,8 @@ class LaneAttention(Protocol):
 
 
 class Attention(Protocol):
-    """Makes ``LaneAttention``: on R-workers (``AttentionPlan``) or on the S-worker's device (``LocalAttention``)."""
+    """Makes ``LaneAttention``: on R-workers (``AttentionPlan``) or on the
+    S-worker's device (``LocalAttention``)."""
 
     @property
     def fleet(self) -> Fleet: ...
@@ -138,7 +146,8 @@ class RemoteStep:
             plan.fleet.send(span.holder, span.begin)
 
     def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Send a layer's q [T, Hq, D], k and v [T, Hkv, D] on their way; attend the prompt chunks' own tokens here."""
+        """Send a layer's q [T, Hq, D], k and v [T, Hkv, D] on their way; attend
+        the prompt chunks' own tokens here."""
         self._layer = layer
         self._o = self._staging.begin_layer(q.shape, q.dtype)
         self._unsent.append((layer, self._staging.send(q, k, v)))
@@ -180,7 +189,8 @@ class RemoteStep:
         due = None if span is None else (span.begin.step, self._answered[holder] + 1)
         if span is None or (result.step, result.layer) != due or result.layer > self._layer:
             raise ProtocolError(
-                f"{self._plan.fleet.peer(holder)} answered for step {result.step}, layer {result.layer}, "
+                f"{self._plan.fleet.peer(holder)} answered for step {result.step}, layer "
+                f"{result.layer}, "
                 f"where (step, layer) {due} was due: are both ends of the same version?"
             )
         self._answered[holder] += 1
@@ -194,12 +204,14 @@ class RemoteStep:
         due_shape = (num_queries, *self._o.shape[1:])
         if result.o.shape != due_shape:
             raise ProtocolError(
-                f"{self._plan.fleet.peer(holder)} answered o of shape {result.o.shape}, not {due_shape}"
+                f"{self._plan.fleet.peer(holder)} answered o of shape {result.o.shape}, not "
+                f"{due_shape}"
             )
         carrier = np.dtype(np.float32 if self._o.dtype == torch.float32 else np.uint16)
         if result.o.dtype != carrier:
             raise ProtocolError(
-                f"{self._plan.fleet.peer(holder)} answered o of {result.o.dtype}, where {carrier} was agreed"
+                f"{self._plan.fleet.peer(holder)} answered o of {result.o.dtype}, where {carrier} "
+                "was agreed"
             )
         found = None if result.lse is None else result.lse.shape
         if found != (due_shape[:2] if span.begin.want_lse else None):
@@ -224,7 +236,8 @@ class RemoteStep:
 
     @property
     def ready(self) -> bool:
-        """Whether every row of the layer's o is there, and no holder is too far behind with storing."""
+        """Whether every row of the layer's o is there, and no holder is too far
+        behind with storing."""
         return all(
             holder in self._lost or self._layer - self._answered[holder] <= self._may_owe(span)
             for holder, span in self._spans.items()
@@ -233,10 +246,13 @@ class RemoteStep:
     @property
     def settled(self) -> bool:
         """Whether every holder has answered everything: the step may end."""
-        return all(holder in self._lost or last == self._layer for holder, last in self._answered.items())
+        return all(
+            holder in self._lost or last == self._layer for holder, last in self._answered.items()
+        )
 
     def take(self) -> Tensor:
-        """The layer's o [T, Hq, D]; zeros in the rows of holders that are lost. Only when ``ready``."""
+        """The layer's o [T, Hq, D]; zeros in the rows of holders that are lost.
+        Only when ``ready``."""
         self._staging.join()
         lost = [span.rows for holder, span in self._spans.items() if holder in self._lost]
         if lost and len(self._spans) == 1:
@@ -256,16 +272,25 @@ class RemoteStep:
         self, local: LocalSpan, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         rows = local.rows
-        # Attend to K and V as the cache will hold them, so that where a prompt is cut leaves no trace.
+        # Attend to K and V as the cache will hold them, so that where a prompt
+        # is cut leaves no trace.
         k_seen, v_seen = (as_cached(x[rows], self._plan.kv_dtype) for x in (k, v))
-        return local_causal_attention(q[rows], k_seen, v_seen, local.starts, spec, want_lse=local.merge)
+        return local_causal_attention(
+            q[rows], k_seen, v_seen, local.starts, spec, want_lse=local.merge
+        )
 
     def _place(self, span: HolderSpan, result: AttendResult) -> None:
         """Copy a holder's o to its rows, merging the later chunks' with what was attended here."""
         queries, later = span.query_rows, self._later[span.holder]
         if later is None:
-            if self._closed is None and self._staging.is_home and queries == slice(0, self._o.shape[0]):
-                self._o = as_tensor(result.o, self._o.dtype)  # lent until the lane's next Attend: o is used by then
+            if (
+                self._closed is None
+                and self._staging.is_home
+                and queries == slice(0, self._o.shape[0])
+            ):
+                self._o = as_tensor(
+                    result.o, self._o.dtype
+                )  # lent until the lane's next Attend: o is used by then
             else:
                 self._staging.receive(result.o, self._o, queries)
             return
@@ -274,7 +299,9 @@ class RemoteStep:
         split = later.rows.start - queries.start
         assert result.lse is not None
         self._o[queries.start : later.rows.start] = remote[:split]
-        remote_lse = to_device(torch.from_numpy(np.ascontiguousarray(result.lse[split:])), self._o.device)
+        remote_lse = to_device(
+            torch.from_numpy(np.ascontiguousarray(result.lse[split:])), self._o.device
+        )
         self._o[later.rows], lse = merge_attention(
             self._o[later.rows], self._local_lse[later.rows.start], remote[split:], remote_lse
         )
@@ -285,4 +312,6 @@ class RemoteStep:
 def _later_chunks(batch: StepBatch, span: HolderSpan) -> LocalSpan | None:
     """The span of later prompt chunks among the rows whose queries a holder attends."""
     queries = span.query_rows
-    return next((x for x in batch.local if x.merge and queries.start <= x.rows.start < queries.stop), None)
+    return next(
+        (x for x in batch.local if x.merge and queries.start <= x.rows.start < queries.stop), None
+    )

@@ -1,7 +1,9 @@
-"""One rank's connection to another: messages cut to MPI's measure, and what becomes of them.
+"""One rank's connection to another: messages cut to MPI's measure, and what
+becomes of them.
 
-A small message is one MPI message: head and body in one piece. A large one is two, its head and its body. Both leave
-from a copy in buffers that MPI reads quickly (``fastdecode.wire.buffers``). Closing is an empty message::
+A small message is one MPI message: head and body in one piece. A large one is
+two, its head and its body. Both leave from a copy in buffers that MPI reads
+quickly (``fastdecode.wire.buffers``). Closing is an empty message::
 
     tag | head, body                        small
     tag | head          tag + 1 | body      large
@@ -33,7 +35,8 @@ SendT = TypeVar("SendT", bound=Message)
 ReceiveT = TypeVar("ReceiveT", bound=Message)
 
 INLINE_BYTES: Final = codec.MAX_HEAD_BYTES
-"""Messages of up to so many bytes travel in one piece: receives for heads, which are always posted, have that room."""
+"""Messages of up to so many bytes travel in one piece: receives for heads,
+which are always posted, have that room."""
 _NUM_POSTED: Final = 4
 _SIGN_OF_LIFE: Final = b"\0"
 _PROCESS_FAILED: Final[int] = getattr(MPI, "ERR_PROC_FAILED", -1)
@@ -62,7 +65,9 @@ class _Posted(NamedTuple):
 class MpiConnection(Generic[SendT, ReceiveT]):
     """A link to one rank; see ``fastdecode.wire.transport.Connection``. Made by its hub."""
 
-    def __init__(self, hub: MpiHub[SendT, ReceiveT], rank: int, peer: str, receives: frozenset[type[Message]]) -> None:
+    def __init__(
+        self, hub: MpiHub[SendT, ReceiveT], rank: int, peer: str, receives: frozenset[type[Message]]
+    ) -> None:
         self._hub = hub
         self._job = hub.job
         self._rank = rank
@@ -132,7 +137,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         return None if arrived is None else cast(ReceiveT, arrived.message())
 
     def look(self) -> Arrived | None:
-        """The next message if it is here. Raises WorkerError: nothing more will come. The job's lock is held."""
+        """The next message if it is here. Raises WorkerError: nothing more will
+        come. The job's lock is held."""
         if self._arrived and (arrived := self._take()) is not None:
             return arrived
         if not self._take_in():  # else the caller wants to go on at once
@@ -140,7 +146,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         return self._take()
 
     def close(self) -> None:
-        """See ``Connection``. What was sent before still leaves; the hub's ``close`` waits for that."""
+        """See ``Connection``. What was sent before still leaves; the hub's
+        ``close`` waits for that."""
         self._hub.enter_mpi()
         try:
             with self._job.lock:
@@ -157,13 +164,15 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self._hub.stir()
 
     def give_up(self) -> None:
-        """Close, and have the launcher end the peer when this rank leaves, unless it is dead already: it hangs."""
+        """Close, and have the launcher end the peer when this rank leaves,
+        unless it is dead already: it hangs."""
         if not self._gone:
             self._job.hanging.add(self._rank)
         self.close()
 
     def give_sign(self) -> None:
-        """Tell the peer that this process lives, unless it hasn't taken in yet that it did; lock held."""
+        """Tell the peer that this process lives, unless it hasn't taken in yet
+        that it did; lock held."""
         if self._closed or self._gone:
             return
         with contextlib.suppress(MPI.Exception):  # whoever sends or receives next will see it
@@ -171,7 +180,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                 self._pulse = self._isend(_SIGN_OF_LIFE, self._tag)
 
     def advance(self) -> None:
-        """Take in what has arrived, and let go of what has left. Never raises; the job's lock is held."""
+        """Take in what has arrived, and let go of what has left. Never raises;
+        the job's lock is held."""
         while self._take_in():
             pass
         self._tidy()
@@ -229,7 +239,9 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             return Arrived(head, data[head.body_at :], None)
         if len(data) == head.head_bytes:
             body = self._pool.take(head.body_bytes)
-            return Arrived(head, body, self._job.comm.Irecv([body, MPI.BYTE], self._rank, self._tag + 1))
+            return Arrived(
+                head, body, self._job.comm.Irecv([body, MPI.BYTE], self._rank, self._tag + 1)
+            )
         raise ProtocolError(f"{head.kind.__name__}: {len(data)} bytes came, not {head.num_bytes}")
 
     def _post(self, frame: codec.Frame) -> None:
@@ -247,7 +259,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         return self._job.comm.Isend([data, MPI.BYTE], self._rank, tag)
 
     def _tidy(self) -> None:
-        """Let go of what has left, and see to it that receives are posted; lock held. Never raises."""
+        """Let go of what has left, and see to it that receives are posted; lock
+        held. Never raises."""
         try:
             while self._leaving and self._leaving[0][0].Test():
                 self._leaving.popleft()
@@ -260,7 +273,9 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         """For the next few messages, unless nothing more is wanted."""
         while len(self._posted) < _NUM_POSTED and not self._closed and self._end is None:
             buffer = self._pool.take(INLINE_BYTES)
-            self._posted.append(_Posted(buffer, self._job.comm.Irecv([buffer, MPI.BYTE], self._rank, self._tag)))
+            self._posted.append(
+                _Posted(buffer, self._job.comm.Irecv([buffer, MPI.BYTE], self._rank, self._tag))
+            )
 
     def _lose(self, error: MPI.Exception) -> None:
         """MPI says that the peer is no longer there."""

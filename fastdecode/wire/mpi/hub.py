@@ -1,15 +1,20 @@
-"""Connections between the ranks of an MPI job. Point to point and buffers only; no collective, no pickling.
+"""Connections between the ranks of an MPI job. Point to point and buffers only;
+no collective, no pickling.
 
-How a message travels is in ``fastdecode.wire.mpi.connection``. Receives for the next few messages are always posted,
-and a large body's is as soon as its head is here. So the next message comes in while the present one is worked on, as
-far as MPI moves anything by itself. Over TCP it doesn't: there, while the caller computes, the **pump**, a thread,
-looks after what is under way every so often, in both directions. Waiting is polite: look a few times, then yield the
-core between looks, then sleep.
+How a message travels is in ``fastdecode.wire.mpi.connection``. Receives for the
+next few messages are always posted, and a large body's is as soon as its head
+is here. So the next message comes in while the present one is worked on, as far
+as MPI moves anything by itself. Over TCP it doesn't: there, while the caller
+computes, the **pump**, a thread, looks after what is under way every so often,
+in both directions. Waiting is polite: look a few times, then yield the core
+between looks, then sleep.
 
-Nobody is trusted to be alive. MPI tells of a dead rank where it can (Open MPI under ``--with-ft ulfm``) or ends the
-job. It says nothing of a rank that hangs or can't be reached. So R-workers give signs of life all the time, whatever
-their main thread does, and the caller has deadlines (``heard_s``). MPI itself may never return when a peer on the same
-host was stopped in the middle of writing to shared memory; a watchdog ends the process then.
+Nobody is trusted to be alive. MPI tells of a dead rank where it can (Open MPI
+under ``--with-ft ulfm``) or ends the job. It says nothing of a rank that hangs
+or can't be reached. So R-workers give signs of life all the time, whatever
+their main thread does, and the caller has deadlines (``heard_s``). MPI itself
+may never return when a peer on the same host was stopped in the middle of
+writing to shared memory; a watchdog ends the process then.
 """
 
 from __future__ import annotations
@@ -44,17 +49,21 @@ _STUCK_TICKS: Final = 20
 
 
 class MpiHub(Generic[SendT, ReceiveT]):
-    """Connections to other ranks; see ``fastdecode.wire.transport.Hub``. Close it when done.
+    """Connections to other ranks; see ``fastdecode.wire.transport.Hub``. Close
+    it when done.
 
     Args:
         job: this process's part in the job.
         peers: the other ranks, and what to call them.
         receives: the messages that they may send.
-        tag: this and the next one are used; two hubs of a rank need tags of their own.
-        pump_interval_s: how often the pump looks while the caller computes; 0: there is no pump.
+        tag: this and the next one are used; two hubs of a rank need tags of
+            their own.
+        pump_interval_s: how often the pump looks while the caller computes; 0:
+            there is no pump.
         pulse_s: how often to give the peers a sign of life; 0: never.
         peers_give_signs: whether the peers give this side signs of life.
-        stuck_after_s: end the process when a call of MPI's takes longer. Calls that move large messages take a second.
+        stuck_after_s: end the process when a call of MPI's takes longer. Calls
+            that move large messages take a second.
     """
 
     def __init__(
@@ -75,7 +84,9 @@ class MpiHub(Generic[SendT, ReceiveT]):
         named = tuple(peers)
         with job.lock:
             job.peers.update(rank for rank, _ in named)
-            self._connections = tuple(MpiConnection(self, rank, peer, receives) for rank, peer in named)
+            self._connections = tuple(
+                MpiConnection(self, rank, peer, receives) for rank, peer in named
+            )
         self._first = 0
         self._waits_since: float | None = None
         self._num_looks = 0
@@ -106,7 +117,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return self.wait(self._look_at_all, timeout_s, self._open_peers)
 
     def close(self) -> None:
-        """Close every connection, and see off what was sent over them, for a few seconds at most."""
+        """Close every connection, and see off what was sent over them, for a
+        few seconds at most."""
         if self._pulse is not None:
             self._pulse.stop()
         for connection in self._connections:
@@ -120,7 +132,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
         self._watchdog.stop()
 
     def enter_mpi(self) -> None:
-        """The caller is about to use MPI, or to wait for the pump that does: the watchdog has an eye on it."""
+        """The caller is about to use MPI, or to wait for the pump that does:
+        the watchdog has an eye on it."""
         self._num_looks += 1
         self._is_in_mpi = True
 
@@ -141,7 +154,9 @@ class MpiHub(Generic[SendT, ReceiveT]):
             self.leave_mpi()
         return True if not any(connection.is_sending for connection in self._connections) else None
 
-    def wait(self, look: Callable[[], T | None], timeout_s: float | None, whom: Callable[[], str]) -> T:
+    def wait(
+        self, look: Callable[[], T | None], timeout_s: float | None, whom: Callable[[], str]
+    ) -> T:
         """What ``look`` gives, as soon as it gives anything."""
 
         def look_once() -> T | None:
@@ -210,7 +225,11 @@ class MpiHub(Generic[SendT, ReceiveT]):
                     connection.advance()
             finally:
                 self.job.lock.release()
-        patience_s = _PUMP_GIVES_UP_AFTER_S if any(x.is_sending for x in self._connections) else _PUMP_RESTS_AFTER_S
+        patience_s = (
+            _PUMP_GIVES_UP_AFTER_S
+            if any(x.is_sending for x in self._connections)
+            else _PUMP_RESTS_AFTER_S
+        )
         return now - self._stirred < patience_s
 
 
@@ -230,24 +249,32 @@ ONE_S_WORKER: Final = RankRoles()
 
 
 def connect_workers(
-    job: MpiJob, *, tag: int = DEFAULT_TAG, roles: RankRoles = ONE_S_WORKER, stuck_after_s: float = STUCK_AFTER_S
+    job: MpiJob,
+    *,
+    tag: int = DEFAULT_TAG,
+    roles: RankRoles = ONE_S_WORKER,
+    stuck_after_s: float = STUCK_AFTER_S,
 ) -> MpiHub[ToRWorker, FromRWorker]:
-    """An S-worker's side: a connection to each R-worker of the job, in the order of their ranks. Never waits.
+    """An S-worker's side: a connection to each R-worker of the job, in the
+    order of their ranks. Never waits.
 
     Args:
         stuck_after_s: see ``MpiHub``.
 
     Raises:
-        ConfigError: this rank isn't a peer of R-workers, or no rank is left to be an R-worker.
+        ConfigError: this rank isn't a peer of R-workers, or no rank is left to
+            be an R-worker.
     """
     if job.rank not in roles.peers:
         raise ConfigError(
-            f"this is rank {job.rank}: in an MPI job the S-worker is rank {S_RANK}, the first that starts"
+            f"this is rank {job.rank}: in an MPI job the S-worker is rank {S_RANK}, the first "
+            "that starts"
         )
     ranks = roles.r_workers(job)
     if not ranks:
         raise ConfigError(
-            f"all {job.size} MPI ranks are S-workers (tp={roles.num_s_workers}): start more ranks, which will be "
+            f"all {job.size} MPI ranks are S-workers (tp={roles.num_s_workers}): start more "
+            "ranks, which will be "
             "R-workers",
             code="too_few_ranks",
         )
@@ -259,14 +286,16 @@ def connect_workers(
 def connect_to_s_workers(
     job: MpiJob, *, tag: int = DEFAULT_TAG, roles: RankRoles = ONE_S_WORKER
 ) -> MpiHub[FromRWorker, ToRWorker]:
-    """An R-worker's side: a connection to each S-worker that is a peer. Never waits.
+    """An R-worker's side: a connection to each S-worker that is a peer. Never
+    waits.
 
     Raises:
         ConfigError: this is an S-worker's rank.
     """
     if job.rank in roles.peers:
         raise ConfigError(
-            f"an R-worker was started as rank {job.rank}, the S-worker's: begin the mpirun line with "
+            f"an R-worker was started as rank {job.rank}, the S-worker's: begin the mpirun line "
+            "with "
             "-n 1 fastdecode generate ... and let the R-workers follow behind a colon"
         )
     peers = [(rank, f"the S-worker (rank {rank})") for rank in roles.peers]

@@ -1,7 +1,8 @@
-"""Taking part in an MPI job: started by whom, with which library, as which rank; and leaving it without hanging.
+"""Taking part in an MPI job: started by whom, with which library, as which
+rank; and leaving it without hanging.
 
-mpi4py initialises MPI when it is imported, so nothing here imports it before the environment says that a launcher
-started this process.
+mpi4py initialises MPI when it is imported, so nothing here imports it before
+the environment says that a launcher started this process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError, WorkerError, imports_for
+from fastdecode.core.errors import (
+    ConfigError,
+    FastDecodeError,
+    MissingExtraError,
+    WorkerError,
+    imports_for,
+)
 from fastdecode.wire.mpi.siblings import JoinWatch, end_stopped_siblings, stopped_siblings
 from fastdecode.wire.patience import look_until_found
 
@@ -29,16 +36,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Where launchers say how many ranks they start: Open MPI, MPICH and Intel MPI (Hydra), MVAPICH, Slurm's srun with PMI.
+# Where launchers say how many ranks they start: Open MPI, MPICH and Intel MPI
+# (Hydra), MVAPICH, Slurm's srun with PMI.
 _SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-_LOCAL_RANK_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
-_LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+_LOCAL_RANK_VARIABLES: Final = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+)
+_LOCAL_SIZE_VARIABLES: Final = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
 
-# What we'd like of Open MPI unless the user says otherwise: waiting ranks leave their core to those that compute.
+# What we'd like of Open MPI unless the user says otherwise: waiting ranks leave
+# their core to those that compute.
 _OPEN_MPI_DEFAULTS: Final = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 S_RANK: Final = 0
-"""The rank that leads a job: an S-worker, and unless others are named the only one that R-workers have as a peer."""
+"""The rank that leads a job: an S-worker, and unless others are named the only
+one that R-workers have as a peer."""
 DEFAULT_TAG: Final = 64
 """Of the connections between S-worker and R-workers."""
 MEETING_TAG: Final = 62
@@ -57,11 +75,13 @@ class MpiJob:
     """Name and version of the MPI library."""
     host: str
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held around every MPI call: MPI was asked for calls by several threads, one at a time (MPI_THREAD_SERIALIZED)."""
+    """Held around every MPI call: MPI was asked for calls by several threads,
+    one at a time (MPI_THREAD_SERIALIZED)."""
     hanging: set[int] = field(default_factory=set)
     """Ranks that were given up though nobody says that they are dead."""
     over: threading.Event = field(default_factory=threading.Event)
-    """Set, under the lock, when this process is about to leave: nobody may call MPI from then on."""
+    """Set, under the lock, when this process is about to leave: nobody may call
+    MPI from then on."""
     peers: set[int] = field(default_factory=set)
     """Ranks that this one has, or had, a connection to."""
     dead: set[int] = field(default_factory=set)
@@ -76,13 +96,17 @@ class MpiJob:
         return range(1, self.size)
 
 
-# A process is in one MPI job, from joining it to its end: MPI says so, and this is where we remember it.
+# A process is in one MPI job, from joining it to its end: MPI says so, and this
+# is where we remember it.
 _joined: Final[list[MpiJob]] = []
-_last_acts: Final[list[Callable[[int], None]]] = []  # likewise: what that process does last, if it must
+_last_acts: Final[
+    list[Callable[[int], None]]
+] = []  # likewise: what that process does last, if it must
 
 
 def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """How many ranks an MPI launcher says it started, this process among them; None: started without a launcher."""
+    """How many ranks an MPI launcher says it started, this process among them;
+    None: started without a launcher."""
     for name in (*_SIZE_VARIABLES, *_slurm_variables(environ)):
         value = environ.get(name, "")
         if value.isdecimal():
@@ -109,26 +133,30 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _slurm_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    # An interactive allocation sets SLURM_NTASKS too; only a step's tasks have a PMI or PMIx server to talk to.
+    # An interactive allocation sets SLURM_NTASKS too; only a step's tasks have
+    # a PMI or PMIx server to talk to.
     return ("SLURM_STEP_NUM_TASKS",) if "PMIX_RANK" in environ or "PMI_RANK" in environ else ()
 
 
 def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJob:
-    """Join the MPI job that this process was started in. Whoever joins again gets the same.
+    """Join the MPI job that this process was started in. Whoever joins again
+    gets the same.
 
     Args:
         min_ranks: an S-worker and at least one R-worker by default.
 
     Raises:
         MissingExtraError: mpi4py or the MPI library isn't there.
-        ConfigError: started without a launcher, by another MPI's launcher, or with too few ranks.
+        ConfigError: started without a launcher, by another MPI's launcher, or
+            with too few ranks.
     """
     if _joined:
         return _joined[0]
     launched = launched_size(environ)
     if launched is None:
         raise ConfigError(
-            "the MPI transport needs a launcher: mpirun -n 1 fastdecode generate ... : -n 2 fastdecode r-worker",
+            "the MPI transport needs a launcher: mpirun -n 1 fastdecode generate ... : -n 2 "
+            "fastdecode r-worker",
             code="no_mpi_launcher",
         )
     _prepare()
@@ -145,26 +173,40 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
     check_size(comm.size, launched, library)
     if comm.size < min_ranks:
         raise ConfigError(
-            f"{comm.size} MPI rank(s) started, {min_ranks} are needed: rank 0 is the S-worker, the others R-workers",
+            f"{comm.size} MPI rank(s) started, {min_ranks} are needed: rank 0 is the S-worker, "
+            "the others R-workers",
             code="too_few_ranks",
         )
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     granted = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
     if not granted:
-        logger.warning("%s doesn't let threads take turns: large messages move only while FastDecode waits", library)
-    job = MpiJob(comm, comm.rank, comm.size, library, MPI.Get_processor_name(), threads_may_take_turns=granted)
+        logger.warning(
+            "%s doesn't let threads take turns: large messages move only while FastDecode waits",
+            library,
+        )
+    job = MpiJob(
+        comm,
+        comm.rank,
+        comm.size,
+        library,
+        MPI.Get_processor_name(),
+        threads_may_take_turns=granted,
+    )
     _joined.append(job)
     return job
 
 
 def takes_calls_of_one_thread() -> bool:
-    """Whether this process has joined a job whose MPI library takes calls of the thread alone that joined it."""
+    """Whether this process has joined a job whose MPI library takes calls of
+    the thread alone that joined it."""
     return bool(_joined) and not _joined[0].threads_may_take_turns
 
 
 def _initialize(mpi: Any) -> None:
-    """MPI_Init, which returns once every rank has called it. mpi4py's would keep Python's lock to itself."""
-    # Any thread, one at a time: full multi-threading has been seen to hang over TCP when a rank is killed.
+    """MPI_Init, which returns once every rank has called it. mpi4py's would
+    keep Python's lock to itself."""
+    # Any thread, one at a time: full multi-threading has been seen to hang over
+    # TCP when a rank is killed.
     level = mpi.THREAD_SERIALIZED
     try:
         init_thread = ctypes.CDLL(mpi.__file__).MPI_Init_thread
@@ -186,7 +228,8 @@ def _give_up_joining(reason: str) -> None:
 
 
 def check_size(size: int, launched: int, library: str) -> None:
-    """A launcher that speaks another MPI's dialect starts N processes that all believe they are alone.
+    """A launcher that speaks another MPI's dialect starts N processes that all
+    believe they are alone.
 
     Raises:
         ConfigError: they do.
@@ -194,10 +237,14 @@ def check_size(size: int, launched: int, library: str) -> None:
     if size == launched:
         return
     beside = Path(sys.executable).with_name("mpirun")
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun") or "the mpirun of that library"
+    launcher = (
+        str(beside) if beside.exists() else shutil.which("mpirun") or "the mpirun of that library"
+    )
     raise ConfigError(
-        f"the launcher started {launched} ranks, but {library} sees {size}: the launcher belongs to another MPI than "
-        f"the library that mpi4py loaded. Use {launcher}, or install mpi4py for your launcher's MPI",
+        f"the launcher started {launched} ranks, but {library} sees {size}: the launcher belongs "
+        "to another MPI than "
+        f"the library that mpi4py loaded. Use {launcher}, or install mpi4py for your launcher's "
+        "MPI",
         code="mpi_launcher_mismatch",
     )
 
@@ -219,7 +266,8 @@ def joined_at_last(*, wanted: bool) -> bool:
     """Whether this process has joined its job.
 
     Args:
-        wanted: join it now if it hasn't: who is about to end is waited for by the others until it says goodbye.
+        wanted: join it now if it hasn't: who is about to end is waited for by
+            the others until it says goodbye.
     """
     if wanted and not _joined and (launched_size() or 1) > 1:
         with contextlib.suppress(FastDecodeError):
@@ -228,26 +276,32 @@ def joined_at_last(*, wanted: bool) -> bool:
 
 
 def stop_on_request(environ: Mapping[str, str] = os.environ) -> None:
-    """In an MPI job SIGUSR1, which launchers pass on to all ranks, asks it to stop, as Ctrl-C does elsewhere: with
-    Ctrl-C or SIGTERM they kill the ranks."""
+    """In an MPI job SIGUSR1, which launchers pass on to all ranks, asks it to
+    stop, as Ctrl-C does elsewhere: with Ctrl-C or SIGTERM they kill the
+    ranks."""
     if launched_size(environ) is not None:
         signal.signal(signal.SIGUSR1, signal.default_int_handler)
 
 
 def let_rank_0_stop() -> None:
-    """A whole job is told to stop, by signals to all its ranks. Rank 0 then decides when, and needs this one until it
-    does."""
+    """A whole job is told to stop, by signals to all its ranks. Rank 0 then
+    decides when, and needs this one until it does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
-def leave(exit_code: int, *, end_job: bool = False, timeout_s: float = LEAVING_TIMEOUT_S) -> NoReturn:
-    """End this process, and its part in the MPI job if it has joined one. Close hubs first.
+def leave(
+    exit_code: int, *, end_job: bool = False, timeout_s: float = LEAVING_TIMEOUT_S
+) -> NoReturn:
+    """End this process, and its part in the MPI job if it has joined one. Close
+    hubs first.
 
     Args:
-        exit_code: this process's. mpirun's own exit code says little once a rank was lost.
-        end_job: have the launcher kill every rank that is left; it is asked to anyway if ranks hang, which nobody else
-            would end. It doesn't do that for an exit code of 0; 4, workers were lost, takes its place.
+        exit_code: this process's. mpirun's own exit code says little once a
+            rank was lost.
+        end_job: have the launcher kill every rank that is left; it is asked to
+            anyway if ranks hang, which nobody else would end. It doesn't do
+            that for an exit code of 0; 4, workers were lost, takes its place.
         timeout_s: how long leaving may take.
     """
     _flush()
@@ -259,7 +313,8 @@ def leave(exit_code: int, *, end_job: bool = False, timeout_s: float = LEAVING_T
 
 
 def send_text(job: MpiJob, rank: int, text: str) -> None:
-    """A short text for another S-worker's rank, when the job begins. Waits until it is on its way."""
+    """A short text for another S-worker's rank, when the job begins. Waits
+    until it is on its way."""
     with job.lock:
         job.comm.Send(bytearray(text.encode()), rank, MEETING_TAG)
 
@@ -268,12 +323,14 @@ def receive_text(job: MpiJob, rank: int, timeout_s: float) -> str:
     """The text that a rank sends by ``send_text``; waits for it.
 
     Raises:
-        WorkerError: the rank has ended without sending it, or it didn't come in time.
+        WorkerError: the rank has ended without sending it, or it didn't come in
+            time.
     """
     text = look_until_found(lambda: _look_for_text(job, rank), timeout_s)
     if text is None:
         raise WorkerError(
-            f"rank {rank} hasn't come to meet the other S-workers in {timeout_s:g} s: does it hang, or was it started "
+            f"rank {rank} hasn't come to meet the other S-workers in {timeout_s:g} s: does it "
+            "hang, or was it started "
             "with other options than rank 0?",
             code="tp_connect_failed",
         )
@@ -295,7 +352,8 @@ def _look_for_text(job: MpiJob, rank: int) -> str | None:
             has_left = True
     if has_left:
         raise WorkerError(
-            f"rank {rank} has ended before it met the other S-workers, as its own output then says, or was started as "
+            f"rank {rank} has ended before it met the other S-workers, as its own output then "
+            "says, or was started as "
             "an R-worker: the first tp ranks are S-workers",
             code="tp_rank_lost",
         )
@@ -303,13 +361,14 @@ def _look_for_text(job: MpiJob, rank: int) -> str | None:
 
 
 def before_leaving_stuck(act: Callable[[int], None]) -> None:
-    """Have ``act(exit_code)`` called before ``leave_stuck`` ends this process; in a thread of its own, while what the
-    process was at hangs."""
+    """Have ``act(exit_code)`` called before ``leave_stuck`` ends this process;
+    in a thread of its own, while what the process was at hangs."""
     _last_acts.append(act)
 
 
 def leave_stuck(waited_s: float) -> None:
-    """End this process, and have the launcher end the others: MPI has kept one of its threads for far too long."""
+    """End this process, and have the launcher end the others: MPI has kept one
+    of its threads for far too long."""
     exit_code = WorkerError.exit_code
     _exit_later(exit_code, LEAVING_TIMEOUT_S)  # whatever becomes of logs and files
     stopped = stopped_siblings()
@@ -317,7 +376,8 @@ def leave_stuck(waited_s: float) -> None:
     if stopped:
         whom = f"{' and '.join(stopped)} {'has' if len(stopped) == 1 else 'have'} been stopped"
     logger.critical(
-        "MPI hasn't returned for %.3g s: %s, in the middle of a message; the job ends, with exit code %d",
+        "MPI hasn't returned for %.3g s: %s, in the middle of a message; the job ends, with exit "
+        "code %d",
         waited_s, whom, exit_code,
     )  # fmt: skip
     for act in _last_acts:
@@ -327,10 +387,12 @@ def leave_stuck(waited_s: float) -> None:
 
 
 def _part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
-    """Say goodbye, and finalize MPI; end the process with that exit code if MPI doesn't let it go.
+    """Say goodbye, and finalize MPI; end the process with that exit code if MPI
+    doesn't let it go.
 
-    Without the goodbye, ranks would wait for one that never got as far as connecting to them. MPI_Finalize waits for
-    all ranks, and after one has failed it may never return.
+    Without the goodbye, ranks would wait for one that never got as far as
+    connecting to them. MPI_Finalize waits for all ranks, and after one has
+    failed it may never return.
     """
     from mpi4py import MPI
 
@@ -385,7 +447,8 @@ def _exit(exit_code: int) -> NoReturn:
 
 
 def _finalize(mpi4py_library: str) -> None:
-    """MPI_Finalize, in a way that lets other threads run meanwhile: mpi4py's keeps Python's lock to itself."""
+    """MPI_Finalize, in a way that lets other threads run meanwhile: mpi4py's
+    keeps Python's lock to itself."""
     try:
         finalize = ctypes.CDLL(mpi4py_library).MPI_Finalize
     except (OSError, AttributeError):

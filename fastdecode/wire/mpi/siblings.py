@@ -1,5 +1,6 @@
-"""The other ranks on this host, as the system knows them: asked when MPI doesn't return, and can't say for whom it
-waits. Where the system doesn't tell, there are none."""
+"""The other ranks on this host, as the system knows them: asked when MPI
+doesn't return, and can't say for whom it waits. Where the system doesn't tell,
+there are none."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ JOINING_TIMEOUT_S: Final = 120.0
 """How long ranks wait for each other in MPI_Init."""
 _LOOK_S: Final = 0.25
 _MISSING_S: Final = 5.0
-"""The launcher starts all ranks of a host at once: one that hasn't been seen by then has ended already."""
+"""The launcher starts all ranks of a host at once: one that hasn't been seen by
+then has ended already."""
 _STOPPED_S: Final = 10.0
 """A rank that has been stopped for so long isn't waited for any more."""
 
@@ -63,7 +65,8 @@ def end_stopped_siblings() -> None:
 
 
 class JoinWatch(threading.Thread):
-    """Inside, this process waits for all ranks of its job. One that has ended, or doesn't come, would keep it there.
+    """Inside, this process waits for all ranks of its job. One that has ended,
+    or doesn't come, would keep it there.
 
     Args:
         num_local: ranks on this host.
@@ -103,7 +106,9 @@ class JoinWatch(threading.Thread):
         for sibling in self._seen.values():
             if sibling.pid not in present:
                 return f"{sibling} has ended before it joined, as its own output then says"
-        self._stopped_looks = {pid: self._stopped_looks.get(pid, 0) + 1 for pid, x in present.items() if x.is_stopped}
+        self._stopped_looks = {
+            pid: self._stopped_looks.get(pid, 0) + 1 for pid, x in present.items() if x.is_stopped
+        }
         for pid, num_stopped in self._stopped_looks.items():
             if num_stopped * _LOOK_S >= _STOPPED_S:
                 return f"{present[pid]} has been stopped before it joined"
@@ -114,11 +119,16 @@ class JoinWatch(threading.Thread):
         if waited_s >= _MISSING_S and missing and _parent_is_launcher():
             who = f"{missing} of {self._num_local} ranks on this host"
             if self._num_local == self._num_ranks:
-                absent = {str(rank) for rank in range(self._num_ranks)} - {x.rank for x in self._seen.values()}
+                absent = {str(rank) for rank in range(self._num_ranks)} - {
+                    x.rank for x in self._seen.values()
+                }
                 who = f"rank {', '.join(sorted(absent, key=int))}"
             return f"{who} has ended before it joined, as its own output then says"
         if waited_s >= JOINING_TIMEOUT_S:
-            return f"some rank hasn't joined for {JOINING_TIMEOUT_S:g} s: it has ended, hangs, or can't be reached"
+            return (
+                f"some rank hasn't joined for {JOINING_TIMEOUT_S:g} s: it has ended, hangs, or "
+                "can't be reached"
+            )
         return None
 
 
@@ -131,5 +141,7 @@ def _parent_is_launcher() -> bool:
 
 
 def _rank(environ: Path) -> str:
-    variables = dict(entry.partition("=")[::2] for entry in environ.read_text(errors="replace").split("\0"))
+    variables = dict(
+        entry.partition("=")[::2] for entry in environ.read_text(errors="replace").split("\0")
+    )
     return next((variables[name] for name in _RANK_VARIABLES if name in variables), "")

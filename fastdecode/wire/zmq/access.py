@@ -1,7 +1,10 @@
-"""Who may talk to whom over ZeroMQ: addresses that name their interface, and the key that a cluster's members share.
+"""Who may talk to whom over ZeroMQ: addresses that name their interface, and
+the key that a cluster's members share.
 
-A key file holds one secret, which S-workers and R-workers all have; with it each proves to the other that it belongs to
-the cluster, and everything between them is encrypted (CURVE). Without a key only the loopback interface may be used.
+A key file holds one secret, which S-workers and R-workers all have; with it
+each proves to the other that it belongs to the cluster, and everything between
+them is encrypted (CURVE). Without a key only the loopback interface may be
+used.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ class ClusterKey:
     def read(cls, path: Path) -> ClusterKey:
         """
         Raises:
-            ConfigError: the file can't be read, isn't a key, or others may read it.
+            ConfigError: the file can't be read, isn't a key, or others may read
+                it.
         """
         try:
             mode, text = path.stat().st_mode, path.read_bytes().strip()
@@ -41,7 +45,9 @@ class ClusterKey:
         if mode & 0o077:
             raise ConfigError(f"key file {path} can be read by others: chmod 600 {path}")
         if not _SECRET.fullmatch(text):
-            raise ConfigError(f"key file {path} holds no key: make one with fastdecode r-worker --new-key FILE")
+            raise ConfigError(
+                f"key file {path} holds no key: make one with fastdecode r-worker --new-key FILE"
+            )
         return cls(zmq.curve_public(text), text)
 
     @staticmethod
@@ -59,10 +65,12 @@ class ClusterKey:
 
 
 def check_address(address: str, key: ClusterKey | None, *, option: str) -> None:
-    """Refuse addresses that reach further than was said, or further than is safe without a key.
+    """Refuse addresses that reach further than was said, or further than is
+    safe without a key.
 
     Raises:
-        ConfigError: not tcp://HOST:PORT, a wildcard, or not loopback though there is no key.
+        ConfigError: not tcp://HOST:PORT, a wildcard, or not loopback though
+            there is no key.
     """
     match = _ADDRESS.fullmatch(address)
     if match is None or (match["port"] != "*" and not 0 <= int(match["port"]) <= 65535):
@@ -70,18 +78,23 @@ def check_address(address: str, key: ClusterKey | None, *, option: str) -> None:
     found = _resolved(match["host"].strip("[]"))
     if match["host"] == "*" or any(ip.is_unspecified for ip in found):
         raise ConfigError(
-            f"{option}={address!r} would listen on every interface: name the address of the one that S-workers reach"
+            f"{option}={address!r} would listen on every interface: name the address of the one "
+            "that S-workers reach"
         )
     if key is None and not (found and all(ip.is_loopback for ip in found)):
         raise ConfigError(
             f"{option}={address!r} can be reached from other hosts, which needs a key: "
-            "make one with fastdecode r-worker --new-key FILE, copy it to every host, and give it with --key FILE"
+            "make one with fastdecode r-worker --new-key FILE, copy it to every host, and give it "
+            "with --key FILE"
         )
 
 
 def _resolved(host: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """The addresses of a host; none for names that don't resolve, as those of interfaces."""
     try:
-        return {ipaddress.ip_address(str(info[4][0]).split("%")[0]) for info in socket.getaddrinfo(host, None)}
+        return {
+            ipaddress.ip_address(str(info[4][0]).split("%")[0])
+            for info in socket.getaddrinfo(host, None)
+        }
     except OSError:
         return set()

@@ -1,21 +1,28 @@
-"""Connections over ZeroMQ, for clusters without MPI and for R-workers that come and go.
+"""Connections over ZeroMQ, for clusters without MPI and for R-workers that come
+and go.
 
-Every R-worker has one socket (ROUTER), bound to one address; an S-worker has one (DEALER) for each R-worker. A message
-is one ZeroMQ message, head and body in one piece, or, where that would be longer than ``MAX_FRAME_BYTES``, several: its
-head, then its body in chunks. So nobody, known or not, can make us take more memory at a time. Two more are known: an
-empty one, this side has closed; and one of a single byte, which an R-worker that waits sends now and then to learn
-whether its S-worker is still there.
+Every R-worker has one socket (ROUTER), bound to one address; an S-worker has
+one (DEALER) for each R-worker. A message is one ZeroMQ message, head and body
+in one piece, or, where that would be longer than ``MAX_FRAME_BYTES``, several:
+its head, then its body in chunks. So nobody, known or not, can make us take
+more memory at a time. Two more are known: an empty one, this side has closed;
+and one of a single byte, which an R-worker that waits sends now and then to
+learn whether its S-worker is still there.
 
-**A connection that breaks is over.** ZeroMQ would connect again by itself, but what was under way is lost, and a
-connection is lossless or nothing. Whoever connects next begins a new one, under a number of its own (the ``epoch`` of
+**A connection that breaks is over.** ZeroMQ would connect again by itself, but
+what was under way is lost, and a connection is lossless or nothing. Whoever
+connects next begins a new one, under a number of its own (the ``epoch`` of
 every head), so that nothing of the old can be taken for the new.
 
-**An R-worker has several peers**, which it accepts by role, so many of each; one too many is answered ``Failed``
-(busy). There is room again when a peer has closed, died (noticed at once), or been silent for ``silence_s``: both
-sides' ZeroMQ threads exchange heartbeats whatever Python does, and give the other up without them.
+**An R-worker has several peers**, which it accepts by role, so many of each;
+one too many is answered ``Failed`` (busy). There is room again when a peer has
+closed, died (noticed at once), or been silent for ``silence_s``: both sides'
+ZeroMQ threads exchange heartbeats whatever Python does, and give the other up
+without them.
 
-**What isn't for us is dropped**: what doesn't speak ZeroMQ or hasn't the key, by ZeroMQ; what doesn't speak our
-protocol, here, with a line in the log. What breaks the protocol within a connection ends that connection.
+**What isn't for us is dropped**: what doesn't speak ZeroMQ or hasn't the key,
+by ZeroMQ; what doesn't speak our protocol, here, with a line in the log. What
+breaks the protocol within a connection ends that connection.
 """
 
 from __future__ import annotations
@@ -51,7 +58,8 @@ SendT = TypeVar("SendT", bound=Message)
 ReceiveT = TypeVar("ReceiveT", bound=Message)
 DEFAULT_SILENCE_S: Final = 5.0
 _COPIED_BYTES: Final = 1 << 18
-"""ZeroMQ copies messages up to this size: that is quicker than to tell when larger ones have left."""
+"""ZeroMQ copies messages up to this size: that is quicker than to tell when
+larger ones have left."""
 _ITEM_ALIGNMENT: Final = 8
 
 
@@ -65,7 +73,8 @@ class _Partial:
 
 
 class ZmqConnection(Generic[SendT, ReceiveT]):
-    """A link to one peer; see ``fastdecode.wire.transport.Connection``. Made by a hub or a listener.
+    """A link to one peer; see ``fastdecode.wire.transport.Connection``. Made by
+    a hub or a listener.
 
     Args:
         line: to the peer.
@@ -74,7 +83,9 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
         lock: held while the line is used.
     """
 
-    def __init__(self, line: Line, peer: str, receives: frozenset[type[Message]], lock: threading.RLock) -> None:
+    def __init__(
+        self, line: Line, peer: str, receives: frozenset[type[Message]], lock: threading.RLock
+    ) -> None:
         self._line = line
         self._peer = peer
         self._receives = receives
@@ -113,7 +124,8 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
         return self._line.sockets
 
     def check(self) -> None:
-        """Note what has happened to the line; what has arrived stays. Raises WorkerError if the peer is lost."""
+        """Note what has happened to the line; what has arrived stays. Raises
+        WorkerError if the peer is lost."""
         with self._lock:
             try:
                 self._line.check()
@@ -130,7 +142,9 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
         else:
             body = self._pool.take(frame.body_bytes)
             frame.write_body(body.data)
-            chunks = [body[at : at + MAX_FRAME_BYTES] for at in range(0, len(body), MAX_FRAME_BYTES)]
+            chunks = [
+                body[at : at + MAX_FRAME_BYTES] for at in range(0, len(body), MAX_FRAME_BYTES)
+            ]
             pieces = [np.frombuffer(frame.head, np.uint8), *chunks]
         with self._lock:
             if self._closed or self._gone:
@@ -163,7 +177,9 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
                     self._gone = True
                     self._end = self._lost(lost)
                 except ProtocolError as error:
-                    self._end = WorkerError(f"{self._peer} broke the protocol: {error}", code=error.code)
+                    self._end = WorkerError(
+                        f"{self._peer} broke the protocol: {error}", code=error.code
+                    )
                 else:
                     if message is not None:
                         return message
@@ -191,7 +207,9 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
             return None
         if len(data) == 1:
             return None
-        if data.__array_interface__["data"][0] % _ITEM_ALIGNMENT:  # small messages lie where they lay in the stream
+        if (
+            data.__array_interface__["data"][0] % _ITEM_ALIGNMENT
+        ):  # small messages lie where they lay in the stream
             aligned = self._pool.take(len(data))
             aligned[:] = data
             data = aligned
@@ -199,18 +217,24 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
         if head.kind not in self._receives:
             raise ProtocolError(f"{head.kind.__name__} is not for this side")
         if head.epoch != self._line.epoch:
-            raise ProtocolError(f"a message of another connection (epoch {head.epoch}, not {self._line.epoch})")
+            raise ProtocolError(
+                f"a message of another connection (epoch {head.epoch}, not {self._line.epoch})"
+            )
         if len(data) == head.num_bytes:
             return cast(ReceiveT, head.message(data[head.body_at :]))
         if len(data) != head.head_bytes:
-            raise ProtocolError(f"{head.kind.__name__}: {len(data)} bytes came, not {head.num_bytes}")
+            raise ProtocolError(
+                f"{head.kind.__name__}: {len(data)} bytes came, not {head.num_bytes}"
+            )
         self._partial = _Partial(head, self._pool.take(head.body_bytes))
         return None
 
     def _read_chunk(self, partial: _Partial, data: Array) -> ReceiveT | None:
         end = partial.num_filled + len(data)
         if not len(data) or end > len(partial.body):
-            raise ProtocolError(f"{partial.head.kind.__name__}: a chunk of {len(data)} bytes doesn't fit")
+            raise ProtocolError(
+                f"{partial.head.kind.__name__}: a chunk of {len(data)} bytes doesn't fit"
+            )
         partial.body[partial.num_filled : end] = data
         partial.num_filled = end
         if end < len(partial.body):
@@ -223,14 +247,17 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
 
 
 class ZmqHub:
-    """The S-worker's connections; see ``fastdecode.wire.transport.Hub``. Close it when done.
+    """The S-worker's connections; see ``fastdecode.wire.transport.Hub``. Close
+    it when done.
 
     Args:
         key: of the cluster; None: R-workers of this host only.
         silence_s: an R-worker that gives no sign of life for so long is lost.
     """
 
-    def __init__(self, key: ClusterKey | None = None, *, silence_s: float = DEFAULT_SILENCE_S) -> None:
+    def __init__(
+        self, key: ClusterKey | None = None, *, silence_s: float = DEFAULT_SILENCE_S
+    ) -> None:
         self._key = key
         self._silence_s = silence_s
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -245,8 +272,9 @@ class ZmqHub:
         return tuple(self._connections)
 
     def add(self, address: str) -> ZmqConnection[ToRWorker, FromRWorker]:
-        """A connection to the R-worker at an address, at any time. Never waits: the R-worker needn't be there yet, and
-        one that can't be reached doesn't answer.
+        """A connection to the R-worker at an address, at any time. Never waits:
+        the R-worker needn't be there yet, and one that can't be reached doesn't
+        answer.
 
         Raises:
             ConfigError: the address is none, or may not be used without a key.
@@ -256,13 +284,15 @@ class ZmqHub:
         return self._connections[-1]
 
     def knock(self, index: int) -> ZmqConnection[ToRWorker, FromRWorker]:
-        """Another connection to the same address, for whoever is there now; not yet one of the hub's."""
+        """Another connection to the same address, for whoever is there now; not
+        yet one of the hub's."""
         self._knocking = [x for x in self._knocking if x.is_open]
         self._knocking.append(self._connect(self._addresses[index]))
         return self._knocking[-1]
 
     def replace(self, index: int, connection: ZmqConnection[ToRWorker, FromRWorker]) -> None:
-        """A connection that came of ``knock`` takes the place of the one that it was made after, which is closed."""
+        """A connection that came of ``knock`` takes the place of the one that
+        it was made after, which is closed."""
         self._knocking.remove(connection)
         self._connections[index].close()
         self._connections[index] = connection
@@ -273,11 +303,14 @@ class ZmqHub:
             line = DealerLine(self._context, address, self._key, self._silence_s)
         except zmq.ZMQError as error:
             raise ConfigError(f"--r-worker={address!r}: {error.strerror}") from None
-        return ZmqConnection(line, f"R-worker {address}", frozenset(get_args(FromRWorker)), self._lock)
+        return ZmqConnection(
+            line, f"R-worker {address}", frozenset(get_args(FromRWorker)), self._lock
+        )
 
     def reach(self, timeout_s: float) -> dict[int, WorkerError]:
-        """Wait until every R-worker has been reached. Those that can't be in that time, and why: nobody is there, or
-        they refused our key, which is known at once."""
+        """Wait until every R-worker has been reached. Those that can't be in
+        that time, and why: nobody is there, or they refused our key, which is
+        known at once."""
         reasons: dict[int, WorkerError] = {}
 
         def all_known() -> bool | None:
@@ -308,17 +341,25 @@ class ZmqHub:
         received = wait_for(self._poll_any, self._open_sockets, self._lock, timeout_s)
         if received is None:
             assert timeout_s is not None
-            raise timeout_error(" or ".join(x.peer for x in self._connections if x.is_open), timeout_s)
+            raise timeout_error(
+                " or ".join(x.peer for x in self._connections if x.is_open), timeout_s
+            )
         return received
 
     def close(self) -> None:
-        """Close every connection, and see off what was sent over them, for a few seconds at most."""
+        """Close every connection, and see off what was sent over them, for a
+        few seconds at most."""
         for connection in (*self._connections, *self._knocking):
             connection.close()
         self._context.term()
 
     def _open_sockets(self) -> list[Socket]:
-        return [socket for connection in self._connections if connection.is_open for socket in connection.sockets]
+        return [
+            socket
+            for connection in self._connections
+            if connection.is_open
+            for socket in connection.sockets
+        ]
 
     def _poll_any(self) -> tuple[int, FromRWorker] | None:
         """Asks every open connection, each call starting behind the one that answered last."""
@@ -335,13 +376,16 @@ class ZmqHub:
                     self._first = index + 1
                     return index, message
         if not any_open:
-            raise closed_error(", ".join(x.peer for x in self._connections) or "every peer", by_peer=True)
+            raise closed_error(
+                ", ".join(x.peer for x in self._connections) or "every peer", by_peer=True
+            )
         return None
 
 
 def _unreachable(peer: str, timeout_s: float) -> WorkerError:
     return WorkerError(
-        f"can't reach {peer} within {timeout_s:g} s: does fastdecode r-worker --bind run there, and does the network "
+        f"can't reach {peer} within {timeout_s:g} s: does fastdecode r-worker --bind run there, "
+        "and does the network "
         "let us through?",
         code="worker_unreachable",
     )

@@ -1,4 +1,5 @@
-"""The ZeroMQ sockets below a connection: how frames get to one peer and back, and how its loss is noticed."""
+"""The ZeroMQ sockets below a connection: how frames get to one peer and back,
+and how its loss is noticed."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ GOODBYE: Final = b""
 ARE_YOU_THERE: Final = b"\0"
 LINGER_MS: Final = 2000
 MAX_FRAME_BYTES: Final = (4 << 20) + codec.MAX_HEAD_BYTES
-"""Of what travels in one piece. More is cut, so that nobody who only connects can make us take more memory."""
+"""Of what travels in one piece. More is cut, so that nobody who only connects
+can make us take more memory."""
 _HANDSHAKE_MS: Final = 5000
 _SLICE_S: Final = 0.05
 """A wait looks up so often to see whether another thread has closed the connection."""
 _NUM_GLANCES: Final = 100
-"""At the sockets, before a wait sleeps: to be woken takes longer than a quick peer's answer. Between them others may
-have the core, ZeroMQ's own threads for example."""
+"""At the sockets, before a wait sleeps: to be woken takes longer than a quick
+peer's answer. Between them others may have the core, ZeroMQ's own threads for
+example."""
 _ASK_INTERVAL_S: Final = 1.0
 _MOST_UNREAD_FRAMES: Final = 1 << 16
 _MOST_UNREAD_BYTES: Final = 2 << 30
@@ -83,7 +86,9 @@ class DealerLine:
         silence_s: without a sign of life for so long, the R-worker is lost.
     """
 
-    def __init__(self, context: zmq.Context[Socket], address: str, key: ClusterKey | None, silence_s: float) -> None:
+    def __init__(
+        self, context: zmq.Context[Socket], address: str, key: ClusterKey | None, silence_s: float
+    ) -> None:
         self.epoch = 1 + secrets.randbelow(codec.MAX_EPOCH)
         self._socket = context.socket(zmq.DEALER)
         set_options(self._socket, address, silence_s)
@@ -140,7 +145,10 @@ class DealerLine:
             elif event in _REFUSED:
                 self._lost = _REFUSED[event]
             elif event == zmq.EVENT_DISCONNECTED and self.is_reached:
-                self._lost = self._lost or "its process has ended, or is silent, or the network to it has failed"
+                self._lost = (
+                    self._lost
+                    or "its process has ended, or is silent, or the network to it has failed"
+                )
 
 
 class RouterLine:
@@ -150,10 +158,13 @@ class RouterLine:
         socket: the listener's.
         identity: the peer's, which ZeroMQ gave it.
         epoch: that it began the connection with.
-        take_in: takes what has arrived from the socket and gives each line its own, until this one has something.
+        take_in: takes what has arrived from the socket and gives each line its
+            own, until this one has something.
     """
 
-    def __init__(self, socket: Socket, identity: bytes, epoch: int, take_in: Callable[[RouterLine], None]) -> None:
+    def __init__(
+        self, socket: Socket, identity: bytes, epoch: int, take_in: Callable[[RouterLine], None]
+    ) -> None:
         self.epoch = epoch
         self.inbox: deque[zmq.Frame] = deque()
         self._num_unread_bytes = 0
@@ -191,7 +202,9 @@ class RouterLine:
             self._socket.send(self._identity, zmq.SNDMORE | zmq.NOBLOCK)
             self._socket.send(data, zmq.NOBLOCK, copy=copy)
         except zmq.ZMQError:
-            raise LostError("its process has ended, or is silent, or the network to it has failed") from None
+            raise LostError(
+                "its process has ended, or is silent, or the network to it has failed"
+            ) from None
 
     def receive(self) -> zmq.Frame | None:
         if not self.has_news:
@@ -206,7 +219,8 @@ class RouterLine:
         return None
 
     def ask_now_and_then(self) -> None:
-        """Whether the peer is still there: ZeroMQ says so when something is sent. Raises LostError."""
+        """Whether the peer is still there: ZeroMQ says so when something is
+        sent. Raises LostError."""
         now = time.monotonic()
         if now - self._asked_s >= _ASK_INTERVAL_S:
             self._asked_s = now
@@ -240,8 +254,9 @@ def set_options(socket: Socket, address: str, silence_s: float) -> None:
     """What both ends have in common."""
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, 0)  # sending never waits; the protocol bounds what is under way
-    # No limit in libzmq: 4.3 aborts the process when a connection breaks whose frames have reached one before they are
-    # read (its heartbeat asserts ``!_io_error``). We bound what is unread ourselves.
+    # No limit in libzmq: 4.3 aborts the process when a connection breaks whose
+    # frames have reached one before they are read (its heartbeat asserts
+    # ``!_io_error``). We bound what is unread ourselves.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
@@ -256,7 +271,8 @@ def wait_for(
     lock: threading.RLock,
     timeout_s: float | None,
 ) -> T | None:
-    """What ``look`` gives once it isn't None; None when the time is over. It looks whenever a socket is readable."""
+    """What ``look`` gives once it isn't None; None when the time is over. It
+    looks whenever a socket is readable."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     num_glances = _NUM_GLANCES
     while True:

@@ -1,4 +1,5 @@
-"""An R-worker's end of the ZeroMQ transport: one socket, peers that are accepted by role, and strangers."""
+"""An R-worker's end of the ZeroMQ transport: one socket, peers that are
+accepted by role, and strangers."""
 
 from __future__ import annotations
 
@@ -32,10 +33,12 @@ _Connection: TypeAlias = ZmqConnection[FromRWorker, ToRWorker]
 
 
 class ZmqListener:
-    """An R-worker's socket, at which its peers connect; see ``fastdecode.wire.transport.Hub``. Close it when done.
+    """An R-worker's socket, at which its peers connect; see
+    ``fastdecode.wire.transport.Hub``. Close it when done.
 
-    The place of a peer that is gone, and of whom that has been told, is another's then. While the caller computes, a
-    thread goes on taking in what arrives: strangers' frames are dropped before they pile up.
+    The place of a peer that is gone, and of whom that has been told, is
+    another's then. While the caller computes, a thread goes on taking in what
+    arrives: strangers' frames are dropped before they pile up.
 
     Args:
         address: tcp://HOST:PORT; the port may be * for any that is free.
@@ -45,7 +48,8 @@ class ZmqListener:
         most_peers: of each role; a role that isn't there isn't accepted.
 
     Raises:
-        ConfigError: the address is none, is in use, or may not be used without a key.
+        ConfigError: the address is none, is in use, or may not be used without
+            a key.
     """
 
     def __init__(
@@ -177,7 +181,8 @@ class ZmqListener:
             pass
 
     def _take_in_one(self) -> bool:
-        """Take one frame from the socket, and give it to its line, or to a new one; lock held. False: none is there."""
+        """Take one frame from the socket, and give it to its line, or to a new
+        one; lock held. False: none is there."""
         try:
             parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -204,7 +209,11 @@ class ZmqListener:
             return
         assert isinstance(greeting, (Hello, Inspect))
         role = greeting.role if isinstance(greeting, Hello) else Role.READER
-        present = [x for x, (_, _, other) in zip(self._connections, self._peers, strict=True) if other is role]
+        present = [
+            x
+            for x, (_, _, other) in zip(self._connections, self._peers, strict=True)
+            if other is role
+        ]
         taken = [connection for connection in present if connection.is_open]
         if len(taken) >= self._most_peers.get(role, 0):
             whom = f" ({', '.join(connection.peer for connection in taken)})" if taken else ""
@@ -214,7 +223,9 @@ class ZmqListener:
         line = RouterLine(self._socket, identity, head.epoch, self._take_in_for)
         line.arrive(frame)
         peer = f"the {role.value} at {frame.get('Peer-Address')}"
-        connection = ZmqConnection[FromRWorker, ToRWorker](line, peer, frozenset(get_args(ToRWorker)), self._lock)
+        connection = ZmqConnection[FromRWorker, ToRWorker](
+            line, peer, frozenset(get_args(ToRWorker)), self._lock
+        )
         index = self._place(identity, line, role, connection)
         self._accepted.append(index)
 
@@ -249,9 +260,18 @@ class ZmqListener:
 
     def _answer(self, identity: bytes, message: Failed, epoch: int) -> None:
         with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart([identity, codec.encode(message, epoch=epoch).head], zmq.NOBLOCK)
+            self._socket.send_multipart(
+                [identity, codec.encode(message, epoch=epoch).head], zmq.NOBLOCK
+            )
 
     def _drop(self, reason: str) -> None:
         self._num_dropped += 1
-        if self._num_dropped & (self._num_dropped - 1) == 0:  # the 1st, 2nd, 4th, 8th, … so that no log is flooded
-            logger.warning("%s: dropped what a stranger sent (%d so far): %s", self.address, self._num_dropped, reason)
+        if (
+            self._num_dropped & (self._num_dropped - 1) == 0
+        ):  # the 1st, 2nd, 4th, 8th, … so that no log is flooded
+            logger.warning(
+                "%s: dropped what a stranger sent (%d so far): %s",
+                self.address,
+                self._num_dropped,
+                reason,
+            )

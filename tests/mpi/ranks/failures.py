@@ -80,7 +80,8 @@ def test_left_stopped(mpi: Any, hub: Any) -> None:
 
 @pytest.fixture
 def kept(mpi: Any) -> Iterator[Any]:
-    """Holds the lock as a thread has it that MPI keeps, so that whoever calls MPI next is kept too."""
+    """Holds the lock as a thread has it that MPI keeps, so that whoever calls
+    MPI next is kept too."""
     for puppet in mpi.puppets:
         puppet.call("open", 64)
     hub = connect_workers(mpi.job, stuck_after_s=STUCK_AFTER_S)
@@ -90,10 +91,13 @@ def kept(mpi: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("call", ["send", "poll", "close"])
 def test_kept_by_mpi(call: str, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of MPI's that doesn't return, be it the pump's, is noticed after the time that was asked for."""
+    """A call of MPI's that doesn't return, be it the pump's, is noticed after
+    the time that was asked for."""
     barked = threading.Event()
     waited: list[float] = []
-    monkeypatch.setattr(mpi_transport, "leave_stuck", lambda seconds: (waited.append(seconds), barked.set()))
+    monkeypatch.setattr(
+        mpi_transport, "leave_stuck", lambda seconds: (waited.append(seconds), barked.set())
+    )
     call_in_thread(kept, call)
     assert barked.wait(WAIT_S)
     assert waited == [STUCK_AFTER_S]
@@ -101,14 +105,20 @@ def test_kept_by_mpi(call: str, kept: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_kept_until_the_end(mpi: Any, kept: Any) -> None:
     """The job ends, and says whom it waited for."""
-    before_leaving_stuck(lambda exit_code: print(f"the last act, before exit code {exit_code}", flush=True))
+    before_leaving_stuck(
+        lambda exit_code: print(f"the last act, before exit code {exit_code}", flush=True)
+    )
     os.kill(mpi.puppets[1].pid, signal.SIGSTOP)
     print(f"process {mpi.puppets[1].pid} was stopped", flush=True)
     call_in_thread(kept, "poll").join()
 
 
 def call_in_thread(connection: Any, call: str) -> threading.Thread:
-    calls = {"send": lambda: connection.send(attend(1)), "poll": connection.poll, "close": connection.close}
+    calls = {
+        "send": lambda: connection.send(attend(1)),
+        "poll": connection.poll,
+        "close": connection.close,
+    }
     caller = threading.Thread(target=calls[call], daemon=True)
     caller.start()
     return caller

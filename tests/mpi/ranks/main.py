@@ -1,4 +1,5 @@
-"""Run by every rank of a test's MPI job: rank 0 runs the pytest file that it is given, the others are its puppets.
+"""Run by every rank of a test's MPI job: rank 0 runs the pytest file that it is
+given, the others are its puppets.
 
 Usage: main.py FILE SOCKET [PYTEST-OPTION ...]
 """
@@ -38,7 +39,15 @@ def main(file: str, socket: str, *options: str) -> tuple[int, bool]:
     if job.rank == 0:
         puppets = Puppets(Path(socket), list(job.r_ranks))
         job.comm.Barrier()
-        args = [file, "-q", "--color=no", "-p", "no:cacheprovider", "--import-mode=importlib", *options]
+        args = [
+            file,
+            "-q",
+            "--color=no",
+            "-p",
+            "no:cacheprovider",
+            "--import-mode=importlib",
+            *options,
+        ]
         plugin = Job(job, puppets)
         code = int(pytest.main(args, plugins=[plugin]))
         puppets.close()

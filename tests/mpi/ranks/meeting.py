@@ -1,4 +1,5 @@
-"""Run by a test as two ranks: rank 1 waits for rank 0 to meet it, which comes late, and then leaves for good."""
+"""Run by a test as two ranks: rank 1 waits for rank 0 to meet it, which comes
+late, and then leaves for good."""
 
 from __future__ import annotations
 

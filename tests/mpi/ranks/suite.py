@@ -29,7 +29,9 @@ def star(mpi: Any) -> Iterator[MakeStar]:
         for peer in peers:
             peer.call("open", tag)
         names = [f"rank {rank}" for rank in mpi.job.r_ranks][:num_peers]
-        ranks = [(rank, f"R-worker {name}") for rank, name in zip(mpi.job.r_ranks, names, strict=False)]
+        ranks = [
+            (rank, f"R-worker {name}") for rank, name in zip(mpi.job.r_ranks, names, strict=False)
+        ]
         hub = MpiHub(mpi.job, ranks, frozenset(get_args(FromRWorker)), tag=tag)
         made.append(SimpleNamespace(hub=hub, peers=peers, names=names))
         return made[-1]
@@ -43,7 +45,8 @@ def star(mpi: Any) -> Iterator[MakeStar]:
 
 class TestMpi(TransportSuite):
     def test_a_large_message_leaves_while_the_sender_computes(self, star: MakeStar) -> None:
-        """The sender makes no MPI call between sending and the receiver's word that all is there."""
+        """The sender makes no MPI call between sending and the receiver's word
+        that all is there."""
         s = star(1)
         message = attend(4000)
         s.peers[0].start("hold_quietly", 1)
@@ -68,7 +71,10 @@ class TestMpi(TransportSuite):
     def test_messages_for_the_other_side_are_refused(self, star: MakeStar) -> None:
         s = star(1)
         s.peers[0].send(OpenSequence(1, 1))
-        assert code_of(lambda: s.hub.connections[0].receive(WAIT_S), s.names[0], "OpenSequence") == "protocol_error"
+        assert (
+            code_of(lambda: s.hub.connections[0].receive(WAIT_S), s.names[0], "OpenSequence")
+            == "protocol_error"
+        )
         # The other direction works still, so that the peer can be told.
         s.hub.connections[0].send(OpenSequence(2, 2))
         assert s.peers[0].receive(WAIT_S) == OpenSequence(2, 2)
@@ -76,18 +82,25 @@ class TestMpi(TransportSuite):
     def test_damage_is_refused(self, star: MakeStar) -> None:
         s = star(1)
         s.peers[0].call("send_raw", b"FDWP garbage")
-        assert code_of(lambda: s.hub.receive_any(WAIT_S), s.names[0], "broke the protocol") == "protocol_error"
+        assert (
+            code_of(lambda: s.hub.receive_any(WAIT_S), s.names[0], "broke the protocol")
+            == "protocol_error"
+        )
         assert code_of(lambda: s.hub.receive_any(0.01), s.names[0]) == "connection_closed"
 
     def test_two_threads_may_use_two_hubs(self, star: MakeStar) -> None:
         first, second = star(1), star(1)
         assert first.peers == second.peers
         second.peers[0].start("answer", 30)
-        thread = threading.Thread(target=lambda: [first.hub.connections[0].poll() for _ in range(3000)])
+        thread = threading.Thread(
+            target=lambda: [first.hub.connections[0].poll() for _ in range(3000)]
+        )
         thread.start()
         for step in range(30):
             second.hub.connections[0].send(attend(100, step=step))
-            assert np.all(second.hub.connections[0].receive(WAIT_S).o == attend(100, step=step).q + 1)  # type: ignore
+            assert np.all(
+                second.hub.connections[0].receive(WAIT_S).o == attend(100, step=step).q + 1
+            )  # type: ignore
         thread.join()
         assert second.peers[0].result() == 30
         second.peers[0].send(Accepted(3))

@@ -1,4 +1,5 @@
-"""A job of two S-workers that share an R-worker, each with a cache of its own. One leaves first, and the other goes on.
+"""A job of two S-workers that share an R-worker, each with a cache of its own.
+One leaves first, and the other goes on.
 
 Every rank runs this; the last is the R-worker.
 """
