@@ -46,21 +46,24 @@ VERSIONS = {"fastdecode": "torch", "transformers": "transformers", "vllm": "vllm
 REPORT = """
 import importlib.metadata
 def report(total, prefill, **more):
-    print(json.dumps({"version": importlib.metadata.version(VERSION), "total_s": total, "prefill_s": prefill,
-                      "decode_tokens_per_s": count * (new - 1) / (total - prefill), **more,
-                      "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}))
+    print(json.dumps({
+        "version": importlib.metadata.version(VERSION), "total_s": total, "prefill_s": prefill,
+        "decode_tokens_per_s": count * (new - 1) / (total - prefill), **more,
+        "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }))
 """
 
 TRANSFORMERS = """
 import json, resource, sys, time, torch, transformers
 path, count, prompt, new = sys.argv[1], *map(int, sys.argv[2:])
 model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-ids = torch.randint(3, model.config.vocab_size, (count, prompt), generator=torch.Generator().manual_seed(0))
+generator = torch.Generator().manual_seed(0)
+ids = torch.randint(3, model.config.vocab_size, (count, prompt), generator=generator)
 def run(n):
     started = time.perf_counter()
     with torch.inference_mode():
-        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, eos_token_id=None,
-                       pad_token_id=0)
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                       max_new_tokens=n, eos_token_id=None, pad_token_id=0)
     return time.perf_counter() - started
 run(new)
 prefill, total = run(1), run(new)
@@ -77,10 +80,11 @@ prompts = [[rng.randrange(3, 8192) for _ in range(prompt)] for _ in range(count)
 VLLM = (
     PROMPTS
     + """
-os.environ.update(VLLM_CPU_KVCACHE_SPACE="4", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
+os.environ.update(VLLM_CPU_KVCACHE_SPACE="4", VLLM_ENABLE_V1_MULTIPROCESSING="0",
+                  VLLM_NO_USAGE_STATS="1")
 from vllm import LLM, SamplingParams
-llm = LLM(path, dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=4096,
-          max_num_seqs=count)
+llm = LLM(path, dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False,
+          max_model_len=4096, max_num_seqs=count)
 prompts = [{"prompt_token_ids": ids} for ids in prompts]
 def run(n):
     started = time.perf_counter()
@@ -102,7 +106,8 @@ with LLM(path, dtype="bfloat16", kv_memory_gb=4) as llm:
     def run(n):
         wait = llm.stats.wait_s
         started = time.perf_counter()
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True))
+        params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+        outputs = llm.generate(prompts, params)
         assert all(len(output.completions[0].token_ids) == n for output in outputs)
         return time.perf_counter() - started, llm.stats.wait_s - wait
     run(new)

@@ -39,36 +39,41 @@ _LEAST_S = 10.0
 FASTDECODE = """
 import json, random, sys, time
 from fastdecode import LLM, SamplingParams
-path, options, count, prompt, new, vocab = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:])
+path, options = sys.argv[1], json.loads(sys.argv[2])
+count, prompt, new, vocab = map(int, sys.argv[3:])
 rng = random.Random(0)
 prompts = [[rng.randrange(3, vocab) for _ in range(prompt)] for _ in range(count)]
 with LLM(path, max_num_sequences=count, **options) as llm:
     def run(n):
         started = time.perf_counter()
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True))
+        params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+        outputs = llm.generate(prompts, params)
         assert all(output.ok for output in outputs), next(o.error for o in outputs if not o.ok)
         return time.perf_counter() - started
     run(new)  # kernels are compiled, graphs captured
     first, total = run(1), run(new)
     print(json.dumps({"total_s": total, "prefill_s": first, "tokens_per_s": count * new / total,
                       "decode_tokens_per_s": count * (new - 1) / max(total - first, 1e-9),
-                      "kv_blocks": llm.facts.num_kv_blocks, "wait_share": llm.stats.wait_s / llm.stats.step_s}))
+                      "kv_blocks": llm.facts.num_kv_blocks,
+                      "wait_share": llm.stats.wait_s / llm.stats.step_s}))
 """
 TRANSFORMERS = """
 import json, sys, time, torch, transformers
-path, options, count, prompt, new, vocab = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:])
+path, options = sys.argv[1], json.loads(sys.argv[2])
+count, prompt, new, vocab = map(int, sys.argv[3:])
 device = options["device"]
 if "gpu_memory_fraction" in options:
     torch.cuda.set_per_process_memory_fraction(options["gpu_memory_fraction"])
 model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
-ids = torch.randint(3, vocab, (count, prompt), generator=torch.Generator().manual_seed(0)).to(device)
+generator = torch.Generator().manual_seed(0)
+ids = torch.randint(3, vocab, (count, prompt), generator=generator).to(device)
 batch = count
 def run(n):
     started = time.perf_counter()
     with torch.inference_mode():
         for part in ids.split(batch):
-            model.generate(part, attention_mask=torch.ones_like(part), do_sample=False, max_new_tokens=n,
-                           eos_token_id=None, pad_token_id=0).cpu()
+            model.generate(part, attention_mask=torch.ones_like(part), do_sample=False,
+                           max_new_tokens=n, eos_token_id=None, pad_token_id=0).cpu()
     return time.perf_counter() - started
 while True:  # the largest batch that fits: all, a half, a quarter, ...
     try:
@@ -80,7 +85,8 @@ while True:  # the largest batch that fits: all, a half, a quarter, ...
         assert batch > 1, "not one sequence fits"
         batch //= 2
 print(json.dumps({"total_s": total, "prefill_s": first, "tokens_per_s": count * new / total,
-                  "decode_tokens_per_s": count * (new - 1) / max(total - first, 1e-9), "batch": batch}))
+                  "decode_tokens_per_s": count * (new - 1) / max(total - first, 1e-9),
+                  "batch": batch}))
 """
 
 

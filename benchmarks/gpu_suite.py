@@ -1,7 +1,8 @@
 """The S-part on a GPU against what the GPU can do: matmul rate, copies,
 launches; then engines end to end.
 
-    benchmarks/gpu_suite.sh [--smoke]      tests first, then: python benchmarks/gpu_suite.py --out FILE [--smoke]
+    benchmarks/gpu_suite.sh [--smoke]      tests first, then the line below
+    python benchmarks/gpu_suite.py --out FILE [--smoke]
 
 Every section (gpu_sections.py) runs in a process of its own with a time limit:
 whatever goes wrong in one costs no other its results. Goals (H200): an S-step

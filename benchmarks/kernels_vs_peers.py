@@ -284,9 +284,8 @@ def openvino(inputs: Inputs, num_threads: int) -> Runner:
     compiled = ov.Core().compile_model(ov.Model([node], parameters), "CPU", properties)
     request = compiled.create_infer_request()
     memory = [x.view(torch.uint16).numpy().view(np.float16) for x in grouped]
-    tensors = [
-        ov.Tensor(x, x.shape, kind) for x in memory
-    ]  # these share the memory, but don't hold it
+    # These share the memory, but don't hold it.
+    tensors = [ov.Tensor(x, x.shape, kind) for x in memory]
     for index, tensor in enumerate(tensors):
         request.set_input_tensor(index, tensor)
     dtype = inputs.q.dtype
@@ -406,8 +405,7 @@ def main() -> int:
             for row in result["rows"]:
                 print(
                     f"  {row['kernel']:22} {row['gb_per_s']:6.1f} GB/s  {row['of_reads']:.3f} of "
-                    "reads  "
-                    f"ours/peer {row['ours_over_peer']:.2f}"
+                    f"reads  ours/peer {row['ours_over_peer']:.2f}"
                 )
             for text in result["left_out"]:
                 print(f"  left out: {text}")

@@ -319,17 +319,14 @@ def table(result: Mapping[str, Any]) -> str:
         off = row["predicted_tokens_per_s"] / row["tokens_per_s"] - 1
         lines.append(
             f"{mode:<13} {row['tokens_per_s']:>9.0f} {row['predicted_tokens_per_s']:>11.0f} "
-            f"{off:>+8.1%} "
-            f"{row['s_busy']:>8.0%} {row['r_busy']:>8.0%} "
+            f"{off:>+8.1%} {row['s_busy']:>8.0%} {row['r_busy']:>8.0%} "
             f"{row['load_mean_tokens']:>11.0f} {row['load_peak_tokens']:>11.0f}"
         )
     lines.append(f"R-part over S-part at the mean load: {result['r_part_over_s_part']:.2f}")
     lines.append(
         f"stabilized: the peak is {result['peak_over_limit']:.1%} of the limit of "
-        f"{result['limit_tokens']} tokens; "
-        f"that is {result['limit_over_synchronized_peak']:.3f} of the synchronized peak, (S + "
-        "F)/2S = "
-        f"{result['closed_form']:.3f}"
+        f"{result['limit_tokens']} tokens; that is {result['limit_over_synchronized_peak']:.3f} of "
+        f"the synchronized peak, (S + F)/2S = {result['closed_form']:.3f}"
     )
     lines += [
         f"gain over {over}: {each['measured']:.3f} measured, {each['predicted']:.3f} predicted "

@@ -125,9 +125,8 @@ def run_job(job: Job) -> dict[str, Any]:
         "interval": job.interval, "block_size": BLOCK_SIZE,
     }  # fmt: skip
     with LLM(job.model, trace=records, times=Times(records), **options) as llm:
-        llm.generate(
-            [[1]] * 2, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-        )  # compiles
+        # compiles
+        llm.generate([[1]] * 2, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
         records.clear()
         params = SamplingParams(temperature=0, max_tokens=job.length, ignore_eos=True)
         began = time.perf_counter()

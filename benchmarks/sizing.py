@@ -126,9 +126,8 @@ def compare(spec: ModelSpec, model: str) -> dict[Configuration, dict[str, float]
     result = {}
     s_profiles: dict[int, SProfile] = {}
     for kv_dtype, r_workers in KINDS:
-        if (
-            r_workers not in s_profiles
-        ):  # every R-worker is a message more for the S-worker's thread
+        if r_workers not in s_profiles:
+            # Every R-worker is a message more for the S-worker's thread.
             s_profiles[r_workers] = calm_s(
                 calibrate_s(config_of(model, kv_dtype, r_workers), S_EFFORT, say)
             )

@@ -72,14 +72,20 @@ def draw(traces: list[tuple[str, list[Span]]], length: float) -> str:
         "text{font:12px sans-serif;fill:#444}.title{font-weight:bold}.in{fill:#fff;font-size:10px}"
     )
     height = y + 24
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}">'
+    )
     ground = f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>'
     return "\n".join([head, f"<style>{style}</style>", ground, *parts, "</svg>"]) + "\n"
 
 
 def box(span: Span, x: float, width: float, y: int) -> str:
     colour = COLOURS[span.lane % len(COLOURS)]
-    rect = f'<rect x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.4):.1f}" height="{ROW}" fill="{colour}"/>'
+    rect = (
+        f'<rect x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.4):.1f}" height="{ROW}" '
+        f'fill="{colour}"/>'
+    )
     shown = width > 7 * len(span.name)
     return rect + (
         f'<text x="{x + 3:.1f}" y="{y + 15}" class="in">{escape(span.name)}</text>' if shown else ""

@@ -85,8 +85,7 @@ def _stage_constraints(
             "S-time balance",
             balance,
             f"{load:,.0f} cached tokens a lane x {seconds_text(token_s)} = "
-            f"{seconds_text(load * token_s)} on one "
-            f"socket, to be done in {pace}",
+            f"{seconds_text(load * token_s)} on one socket, to be done in {pace}",
             "a larger batch, fewer tokens a sequence, a smaller KV dtype",
         ),
         Constraint(
@@ -99,8 +98,7 @@ def _stage_constraints(
             "network bytes",
             network,
             f"{bytes_text(out)} out and {bytes_text(back)} back a lane and layer: "
-            f"{seconds_text(s_side_s)} of {pace} "
-            f"on the S-worker's ports",
+            f"{seconds_text(s_side_s)} of {pace} on the S-worker's ports",
             "a faster port, more ports",
         ),
     )
@@ -142,8 +140,7 @@ def _round_trips(system: System, lane_batch: int, lanes: int, promises: Promises
         "round trips",
         _sockets_for(remote_s, hidden_s),
         f"out {out}, back {back}, latency {trip}, messages and the R-part within "
-        f"{seconds_text(hidden_s)}, the other "
-        f"lanes' time on the GPU",
+        f"{seconds_text(hidden_s)}, the other lanes' time on the GPU",
         "a lane more, a larger batch",
     )
 

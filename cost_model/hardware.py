@@ -72,8 +72,7 @@ class Gpu:
         if dtype is DType.FLOAT32:
             raise ConfigError(
                 f"dtype=float32 on {self.name}: the data file holds 16-bit matrix peaks only; use "
-                "--dtype float16 or "
-                "bfloat16, or calibrate on the device and pass its profile"
+                "--dtype float16 or bfloat16, or calibrate on the device and pass its profile"
             )
         if dtype is DType.BFLOAT16 and self.bf16_flops_per_s is None:
             raise ConfigError(

@@ -17,8 +17,10 @@ S_HOST = "s0"
 
 
 def launch_files(sizing: Sizing, model: str) -> dict[str, str]:
-    """File name → text: run.sh for mpirun and job.sbatch for Slurm; hostfile and rankfile, the same placement for other
-    launch lines; and the plan itself as plan.json. Hosts are called s0, r0, r1, …: put the true names in their place.
+    """File name → text: run.sh for mpirun and job.sbatch for Slurm; hostfile
+    and rankfile, the same placement for other launch lines; and the plan itself
+    as plan.json. Hosts are called s0, r0, r1, …: put the true names in their
+    place.
 
     Args:
         model: the model's directory, as ``fastdecode generate --model`` takes it.
@@ -51,7 +53,8 @@ def _hostfile(hosts: tuple[Host, ...], num_gpus: int) -> str:
 
 
 def _rankfile(hosts: tuple[Host, ...], num_gpus: int) -> str:
-    """One R-worker a socket, on all of its cores: its threads and its memory stay on one NUMA node."""
+    """One R-worker a socket, on all of its cores: its threads and its memory
+    stay on one NUMA node."""
     share = max(1, S_WORKER_CORES // num_gpus)
     slots = [(S_HOST, f"0:{gpu * share}-{(gpu + 1) * share - 1}") for gpu in range(num_gpus)]
     slots += [(host.name, f"{socket}:*") for host in hosts for socket in range(host.num_r_workers)]
@@ -87,8 +90,8 @@ def _summary(sizing: Sizing, plan: Plan) -> str:
     step = plan.expected
     return (
         f"# {sizing.setup.spec.name} on {sizing.system.s.name}: "
-        f"{counted(plan.sockets, 'R-worker')} on "
-        f"{counted(plan.hosts, 'host')} of {sizing.system.r.name},\n"
+        f"{counted(plan.sockets, 'R-worker')} on {counted(plan.hosts, 'host')} of "
+        f"{sizing.system.r.name},\n"
         f"# {counted(plan.batch, 'sequence')} at once in {counted(plan.lanes, 'lane')}; expected "
         f"{step.tokens_per_s:,.0f} tokens/s, {seconds_text(step.tpot_s)} a token."
     )
@@ -104,9 +107,11 @@ def _run_script(sizing: Sizing, plan: Plan, model: str, hosts: tuple[Host, ...])
     )
     return f"""#!/bin/sh
 {_summary(sizing, plan)}
-# Usage: sh run.sh IN.jsonl OUT.jsonl     (first put your hosts' names in place of {S_HOST}, r0, r1, ..., and the
-# checkpoint's directory behind --model)
-# The line is Open MPI's. fastdecode launch builds it for MPICH, too, and for a network of your choice.
+# Usage: sh run.sh IN.jsonl OUT.jsonl
+# First put your hosts' names in place of {S_HOST}, r0, r1, ..., and the
+# checkpoint's directory behind --model.
+# The line is Open MPI's. fastdecode launch builds it for MPICH, too, and for a
+# network of your choice.
 set -eu
 INPUT=$1
 OUTPUT=$2
@@ -118,13 +123,15 @@ def _sbatch(sizing: Sizing, plan: Plan, model: str) -> str:
     """A heterogeneous job: one node with GPUs, and the R-workers' nodes, whole."""
     return f"""#!/bin/bash
 {_summary(sizing, plan)}
-# Usage: sbatch job.sbatch IN.jsonl OUT.jsonl     (first add your partitions and account, and the checkpoint's
-# directory behind --model)
+# Usage: sbatch job.sbatch IN.jsonl OUT.jsonl
+# First add your partitions and account, and the checkpoint's directory behind
+# --model.
 #SBATCH --job-name=fastdecode
 #SBATCH --nodes=1 --ntasks={sizing.setup.num_gpus} --cpus-per-task={S_WORKER_CORES} \
 --gpus-per-node={sizing.setup.num_gpus}
 #SBATCH hetjob
-#SBATCH --nodes={plan.hosts} --ntasks={plan.sockets} --ntasks-per-node={plan.sockets_per_host} --exclusive --mem=0
+#SBATCH --nodes={plan.hosts} --ntasks={plan.sockets} \
+--ntasks-per-node={plan.sockets_per_host} --exclusive --mem=0
 set -eu
 INPUT=$1
 OUTPUT=$2

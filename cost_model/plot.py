@@ -128,8 +128,14 @@ def _throughput(axes: Axes, sizing: Sizing, plan: Plan, steps: list[StepPredicti
     if sizing.gpu_only is not None:
         rival = sizing.gpu_only.tokens_per_s
         axes.axhline(rival, color=_RIVAL, linestyle="--", linewidth=1.2)
-        axes.annotate(f"GPU alone: {rate_text(rival)} tokens/s", (len(steps) + 0.4, rival),
-                      xytext=(0, 4), ha="right", textcoords="offset points", color=_RIVAL)  # fmt: skip
+        axes.annotate(
+            f"GPU alone: {rate_text(rival)} tokens/s",
+            (len(steps) + 0.4, rival),
+            xytext=(0, 4),
+            ha="right",
+            textcoords="offset points",
+            color=_RIVAL,
+        )
     axes.set_ylim(
         0, 1.25 * max(*fast, 0.0 if sizing.gpu_only is None else sizing.gpu_only.tokens_per_s)
     )

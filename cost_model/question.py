@@ -53,8 +53,7 @@ class Setup:
         if self.spec.num_q_heads % self.num_gpus:
             raise ConfigError(
                 f"--gpus {self.num_gpus}: the {self.spec.num_q_heads} query heads of "
-                f"{self.spec.name} can't be split "
-                "evenly over them; try "
+                f"{self.spec.name} can't be split evenly over them; try "
                 f"{' or '.join(str(n) for n in split_counts(self.spec, self.num_gpus)[:2])}"
             )
         if isinstance(self.gpu, SProfile) and self.num_gpus != 1:
@@ -67,8 +66,7 @@ class Setup:
         if self.workload.peak_context_tokens > self.spec.max_model_len:
             raise ConfigError(
                 f"{self.spec.name} serves at most {self.spec.max_model_len} tokens a sequence; "
-                "prompt and output of "
-                f"{self.workload.peak_context_tokens} are too long for it"
+                f"prompt and output of {self.workload.peak_context_tokens} are too long for it"
             )
 
     @property

@@ -182,21 +182,19 @@ def _plan_rows(sizing: Sizing, plan: Plan) -> Iterator[tuple[str, str]]:
     tpots = f"{seconds_text(fast.tpot_s)} to {seconds_text(slow.tpot_s)}"
     yield (
         "Expected",
-        f"{rate_text(expected.tokens_per_s)} tokens/s ({rates}), {seconds_text(expected.tpot_s)} "
-        f"a token ({tpots}), "
-        f"{seconds_text(expected.latency_s)} a sequence",
+        f"{rate_text(expected.tokens_per_s)} tokens/s ({rates}), {seconds_text(expected.tpot_s)} a "
+        f"token ({tpots}), {seconds_text(expected.latency_s)} a sequence",
     )
     yield (
         "Busy",
         f"GPU {expected.s_utilisation:.0%}, R-workers {expected.r_utilisation:.0%}, S-worker's "
-        "network "
-        f"{expected.network_utilisation:.0%}",
+        f"network {expected.network_utilisation:.0%}",
     )
     yield (
         "Memory",
         f"{bytes_text(plan.kv_bytes_per_host)} of KV cache a host; "
-        f"{bytes_text(plan.s_memory_bytes)} of "
-        f"{bytes_text(sizing.system.s.usable_memory_bytes)} usable on the GPU side",
+        f"{bytes_text(plan.s_memory_bytes)} of {bytes_text(sizing.system.s.usable_memory_bytes)} "
+        "usable on the GPU side",
     )
     if sizing.cost is not None:
         cost, alone = sizing.cost, ""
@@ -279,15 +277,12 @@ def _rules(sizing: Sizing) -> str:
     goal = sizing.goal
     rules = (
         "A step takes layers x max(lanes x S, lanes x messages, lanes x out, lanes x R, lanes x "
-        "back, S + messages + "
-        "out + R + back + latency): each resource serves the lanes in turn, and no lane overtakes "
-        "itself.",
+        "back, S + messages + out + R + back + latency): each resource serves the lanes in turn, "
+        "and no lane overtakes itself.",
         "The GPU is busy if no other stage of a lane is slower than its S-part, and the lane is "
-        "back before the others "
-        "have been through the GPU.",
+        "back before the others have been through the GPU.",
         f"The batch grows until doubling it gives less than {goal.min_gain:.0%} more tokens/s or "
-        "breaks a promise; a "
-        "lane is added if it saves a fifth of the sockets.",
+        "breaks a promise; a lane is added if it saves a fifth of the sockets.",
         "Room for a whole sequence is set aside when it starts; a sequence lives on one R-worker.",
         "The range in brackets has every input better, or worse, than thought by its own relative "
         "error at once.",

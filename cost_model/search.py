@@ -105,8 +105,7 @@ def _batches(goal: Goal, max_batch: int | None) -> Iterator[list[tuple[int, int]
         if not within:
             raise ConfigError(
                 f"--batch {goal.batch}: the S-part was measured up to {max_batch} tokens in a "
-                "lane; calibrate with "
-                "larger batches"
+                "lane; calibrate with larger batches"
             )
         yield within
         return
@@ -204,10 +203,8 @@ def diagnose(
         step = plan.expected
         return best, (
             f"without keeping the GPU busy: {counted(plan.batch, 'sequence')} on "
-            f"{counted(plan.sockets, 'socket')} "
-            f"give {rate_text(step.tokens_per_s)} tokens/s; the {step.limit} sets the pace and "
-            "the GPU is busy "
-            f"{step.s_utilisation:.0%} of the time"
+            f"{counted(plan.sockets, 'socket')} give {rate_text(step.tokens_per_s)} tokens/s; the "
+            f"{step.limit} sets the pace and the GPU is busy {step.s_utilisation:.0%} of the time"
         )
     return best, _what_must_give(setup, system, goal)
 
@@ -241,11 +238,10 @@ def _what_must_give(setup: Setup, system: System, goal: Goal) -> str:
         return "more sockets than --max-sockets allows, or another --batch"
     fastest = min(plans, key=lambda plan: plan.expected.step_s)
     return (
-        "the shortest step that this hardware can make is "
-        f"{seconds_text(fastest.expected.step_s)} a token "
-        f"({seconds_text(fastest.expected.latency_s)} a sequence), with "
-        f"{counted(fastest.batch, 'sequence')} on "
-        f"{counted(fastest.sockets, 'socket')}: ask for no less"
+        f"the shortest step that this hardware can make is {seconds_text(fastest.expected.step_s)} "
+        f"a token ({seconds_text(fastest.expected.latency_s)} a sequence), with "
+        f"{counted(fastest.batch, 'sequence')} on {counted(fastest.sockets, 'socket')}: ask for no "
+        "less"
     )
 
 

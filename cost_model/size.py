@@ -279,8 +279,7 @@ def _verdict(
         offload = socket_share < break_even
         reason = (
             f"{numbers}; a socket costs {socket_share:.2g} of a GPU, and may cost "
-            f"{max(0.0, break_even):.2g} of one "
-            f"before the GPU alone gives cheaper tokens"
+            f"{max(0.0, break_even):.2g} of one before the GPU alone gives cheaper tokens"
         )
         return Verdict(offload, gain, break_even, reason)
     if gain < 1.0 + goal.min_gain or break_even < CHEAPEST_SOCKET:

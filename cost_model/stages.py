@@ -141,15 +141,13 @@ class SPart:
         if profile.shape != asked:
             raise ConfigError(
                 f"the S-part profile was measured for {profile.model} ({profile.shape}), but the "
-                "model is "
-                f"{costs.spec.name} ({asked}): calibrate with this model",
+                f"model is {costs.spec.name} ({asked}): calibrate with this model",
                 code="profile_mismatch",
             )
         if profile.dtype != costs.dtype.value:
             raise ConfigError(
                 f"the S-part profile was measured in {profile.dtype}, but the plan asks for "
-                f"{costs.dtype}: use "
-                f"--dtype {profile.dtype}, or calibrate again",
+                f"{costs.dtype}: use --dtype {profile.dtype}, or calibrate again",
                 code="profile_mismatch",
             )
         layer, prompt = fit_curve(profile.layer), fit_curve(profile.prefill)
@@ -157,8 +155,8 @@ class SPart:
         return cls(
             name=profile.machine.device,
             provenance=Provenance.MEASURED,
-            source=f"T(B) over {len(profile.step)} batch sizes in the engine, {step.form} fit, error "
-            f"{step.relative_error:.1%}",
+            source=f"T(B) over {len(profile.step)} batch sizes in the engine, {step.form} fit, "
+            f"error {step.relative_error:.1%}",
             num_layers=costs.num_layers,
             layer_s=layer,
             # The engine's own work is the difference: it isn't any layer's.
@@ -245,16 +243,15 @@ class RPart:
         if measured != asked:
             shapes = "query heads / KV heads of head size"
             raise ConfigError(
-                f"the R-part profile was measured for {measured[0]}/{measured[1]} of "
-                f"{measured[2]} ({shapes}), but "
-                f"{spec.name} has {asked[0]}/{asked[1]} of {asked[2]}: calibrate with this model",
+                f"the R-part profile was measured for {measured[0]}/{measured[1]} of {measured[2]} "
+                f"({shapes}), but {spec.name} has {asked[0]}/{asked[1]} of {asked[2]}: calibrate "
+                "with this model",
                 code="profile_mismatch",
             )
         if profile.kv_dtype != costs.kv_dtype:
             raise ConfigError(
-                f"the R-part profile was measured with a {profile.kv_dtype} KV cache, but the "
-                "plan asks for "
-                f"{costs.kv_dtype}: use --kv-dtype {profile.kv_dtype}, or calibrate again",
+                f"the R-part profile was measured with a {profile.kv_dtype} KV cache, but the plan "
+                f"asks for {costs.kv_dtype}: use --kv-dtype {profile.kv_dtype}, or calibrate again",
                 code="profile_mismatch",
             )
         fit = fit_decode(profile.decode)
@@ -262,8 +259,8 @@ class RPart:
         return cls(
             name=profile.machine.cpu,
             provenance=Provenance.MEASURED,
-            source=f"{len(profile.decode)} points, {profile.num_workers} x {profile.num_threads} threads, fit error "
-            f"{fit.relative_error:.1%}",
+            source=f"{len(profile.decode)} points, {profile.num_workers} x {profile.num_threads} "
+            f"threads, fit error {fit.relative_error:.1%}",
             call_s=fit.call_s,
             sequence_s=fit.sequence_s,
             token_s=fit.token_s,

@@ -40,10 +40,8 @@ TILE_BYTES = 1024
 NUM_TILES = 8
 CONFIG_BYTES = 64
 FILE_BYTES = CONFIG_BYTES + NUM_TILES * TILE_BYTES
-_COLUMN_BYTES, _ROWS = (
-    16,
-    48,
-)  # where a configuration holds each tile's bytes a row (uint16) and rows (uint8)
+# Where a configuration holds each tile's bytes a row (uint16) and rows (uint8).
+_COLUMN_BYTES, _ROWS = (16, 48)
 
 
 # --- permission

@@ -155,9 +155,8 @@ def _write_tile_row(job, codes, count, cells, element):
         for d in range(count):
             store_u16(cells + 2 * d, np.uint16(load_u32(codes + 4 * d)))
         return
-    signs = (
-        np.uint32(0x80) if job.dtype == INT8 else np.uint32(0)
-    )  # V's bytes are signed, K's are raised by 128
+    # V's bytes are signed, K's are raised by 128.
+    signs = np.uint32(0x80) if job.dtype == INT8 else np.uint32(0)
     shift = _shift(job.dtype, job.pack, element)
     mask = np.uint32(~np.uint32(np.uint32(0xFFFFFFFF >> (32 - 32 // job.pack)) << shift))
     for d in range(count):

@@ -162,9 +162,8 @@ def run_attend(
     )  # fmt: skip
 
     num_base_units, num_partials, most_partials = 0, 0, 0
-    partial_starts = np.zeros(
-        num_sequences, np.int64
-    )  # a sequence's number of float32 first, then their address
+    # A sequence's number of float32 first, then their address.
+    partial_starts = np.zeros(num_sequences, np.int64)
     for n in range(num_sequences):
         queries = np.int64(starts[n + 1] - starts[n])
         num_rows = queries * (job.num_q_heads // job.num_kv_heads)

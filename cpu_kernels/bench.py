@@ -110,9 +110,8 @@ class Workload:
         self.case, layout = case, case.layout
         num_blocks = case.batch * case.sequence_blocks
         self.pool = allocate_pool(layout, 1, num_blocks)[0]
-        self.tables = (
-            rng.permutation(num_blocks).astype(np.int32).reshape(case.batch, -1)
-        )  # [B, blocks]
+        # [B, blocks]
+        self.tables = rng.permutation(num_blocks).astype(np.int32).reshape(case.batch, -1)
         self._fill(rng)
         shape = (case.batch, case.num_q_heads, case.head_dim)
         self.q = reference.from_float32(rng.standard_normal(shape, np.float32), case.source)
@@ -259,12 +258,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print(
         f"{case.num_q_heads}/{case.num_kv_heads} heads of {case.head_dim}, {case.batch} x "
-        f"{case.context} tokens, "
-        f"{case.kv_dtype}, {case.num_threads} threads, {result.level}\n"
+        f"{case.context} tokens, {case.kv_dtype}, {case.num_threads} threads, {result.level}\n"
         f"{result.gb_per_s:.1f} GB/s of KV, {result.ratio:.3f} of the "
-        f"{result.ceiling_gb_per_s:.1f} GB/s that pure "
-        f"reads reach; {result.call_us:.0f} us a call, {result.tokens_per_s:.0f} tokens/s a layer; "
-        f"largest error {result.max_abs_err:.1e}"
+        f"{result.ceiling_gb_per_s:.1f} GB/s that pure reads reach; {result.call_us:.0f} us a "
+        f"call, {result.tokens_per_s:.0f} tokens/s a layer; largest error {result.max_abs_err:.1e}"
     )
     return 0
 

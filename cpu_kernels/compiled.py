@@ -125,8 +125,8 @@ def _complain(error):
         _PackageCache.complained = True
         logger.warning(
             "compiled kernels could not be read from or kept on disk, so they are compiled once "
-            "more: %s: %s; if this "
-            "comes again, name a directory that can be written to in NUMBA_CACHE_DIR",
+            "more: %s: %s; if this comes again, name a directory that can be written to in "
+            "NUMBA_CACHE_DIR",
             type(error).__name__,
             error,
         )

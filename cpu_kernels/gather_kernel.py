@@ -111,9 +111,8 @@ def _cut(emit):
 
 def _emit_bytes(builder, shares):
     signed = builder.trunc(shares, vec(I8, SIDE))
-    return builder.xor(
-        signed, constant(I8, SIDE, 0x80)
-    )  # V's bytes are signed, K's are raised by 128
+    # V's bytes are signed, K's are raised by 128.
+    return builder.xor(signed, constant(I8, SIDE, 0x80))
 
 
 def _emit_nibbles(builder, shares):

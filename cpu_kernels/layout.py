@@ -4,14 +4,20 @@ A **KV block** holds K and V of ``block_size`` tokens for all KV heads of one
 layer. K and V of one head stand side by side, both as rows of **cells**; a cell
 packs ``pack`` elements that follow each other along the summed axis::
 
-    block   [num_kv_heads]
-      head    K       cells [dim_words,   padded_tokens]     cell (w, t): dims   w*pack … of token t
-              V       cells [dim tiles, token_words, tile_dims]     cell (w, d): tokens w*pack … at dim d
-              scales  float32 [2, padded_tokens]             int8 and int4 only: of K, of V, one a token
+    block  [num_kv_heads]
+      head   K       cells [dim_words, padded_tokens]
+                     cell (w, t): dims w*pack … of token t
+             V       cells [dim tiles, token_words, tile_dims]
+                     cell (w, d): tokens w*pack … at dim d
+             scales  float32 [2, padded_tokens]
+                     int8 and int4 only: of K, of V, one a token
 
-    float32   pack 1, 32-bit cells        int8   pack 4: bytes, value + 128 in K, signed in V
-    float16   pack 1, 16-bit cells        int4   pack 8: nibbles, value + 8; byte i holds element i in its lower
-    bfloat16  pack 2, 32-bit cells               and element i + 4 in its upper half
+    float32   pack 1, 32-bit cells
+    float16   pack 1, 16-bit cells
+    bfloat16  pack 2, 32-bit cells
+    int8      pack 4: bytes, value + 128 in K, signed in V
+    int4      pack 8: nibbles, value + 8; byte i holds element i in its lower
+              and element i + 4 in its upper half
 
 so that a score needs no horizontal sum: a vector of K cells is many tokens at
 the same dims, to be multiplied with one broadcast query operand, and a vector
@@ -27,9 +33,12 @@ can be shipped between hosts as they are.
 Out of blocks, a token is what it is in no matter which block, a **stored row**
 for K and one for V of each head::
 
-    float32   float32 [head_dim]                  int8   uint8 [head_dim]: value + 128
-    float16   uint16 [head_dim], the bits         int4   uint8 [4 * ceil(head_dim / 8)]: cells as in K, and zeros
-    bfloat16  uint16 [head_dim], the bits                beyond head_dim
+    float32   float32 [head_dim]
+    float16   uint16 [head_dim], the bits
+    bfloat16  uint16 [head_dim], the bits
+    int8      uint8 [head_dim]: value + 128
+    int4      uint8 [4 * ceil(head_dim / 8)]: cells as in K, and zeros beyond
+              head_dim
 
 and for int8 and int4 float32 [2], the scales of K and of V.
 """

@@ -8,10 +8,12 @@ An **operand row** is what the small side of the product looks like in memory,
 ``ROW_BYTES`` apart from the next::
 
     dot "fma"    float32 elements
-    dot "bf16"   bfloat16 elements of the high plane; the low plane (what rounding left over) PLANE_BYTES further
+    dot "bf16"   bfloat16 elements of the high plane; the low plane (what
+                 rounding left over) PLANE_BYTES further
     dot "amx"    the same, the high plane only
-    dot "int8"   the same with bytes: element ≈ unit · (128 · high + low) for queries, both planes signed, and
-                 unit · (256 · high + low) for weights, both planes unsigned; or one plane, unit · byte
+    dot "int8"   the same with bytes: element ≈ unit · (128 · high + low) for
+                 queries, both planes signed, and unit · (256 · high + low) for
+                 weights, both planes unsigned; or one plane, unit · byte
     + 2048       float32 unit and int32 bias of a query (int8 only)
 
 The softmax leaves two vectors for each tile's weights, FACTOR_BYTES apart: what

@@ -272,9 +272,8 @@ EXP2_PRECISE = (1.0, 0.693146944, 0.240221202, 0.0555071309, 0.00967554189, 0.00
 """2^f on [-0.5, 0.5]: relative error 1.5e-7."""
 EXP2_COARSE = (0.999999285, 0.693121791, 0.240247443, 0.0559178628, 0.00957010221)
 """Relative error 2.6e-6, for what is rounded to bfloat16 anyway."""
-_ROUNDING = (
-    12582912.0 + 127.0
-)  # 1.5 · 2^23 + the exponent's bias: the sum's lowest bits are a biased exponent
+# 1.5 · 2^23 + the exponent's bias: the sum's lowest bits are a biased exponent.
+_ROUNDING = 12582912.0 + 127.0
 
 
 def emit_exp2(builder, value, has_fma: bool, coefficients):

@@ -240,9 +240,8 @@ def run_units(shared, entry, job, num_units, scratch):
     """Run ``entry(job, unit, scratch)`` for every unit, with the team at ``shared`` (0: alone)."""
     alone = shared == 0 or num_units == 1
     if not alone:
-        alone = not _exchange_if(
-            shared + _BUSY, 0, 1
-        )  # another call has the team: don't wait for it
+        # Another call has the team: don't wait for it.
+        alone = not _exchange_if(shared + _BUSY, 0, 1)
     if alone:
         for unit in range(num_units):
             _call_entry(entry, job, unit, scratch)

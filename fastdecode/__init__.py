@@ -5,8 +5,9 @@ in their DRAM and compute attention.
 
     from fastdecode import LLM, SamplingParams
 
-    with LLM("path/to/model", r_workers=2) as llm: for output in
-        llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+    with LLM("path/to/model", r_workers=2) as llm:
+        params = SamplingParams(max_tokens=32)
+        for output in llm.generate(["Once upon a time"], params):
             print(output.text)
 
 Importing the package is cheap: ``LLM``, and with it torch, is loaded when it is

@@ -182,8 +182,7 @@ class Books:
         if settled is not None and num_shared > settled:
             raise ProtocolError(
                 f"sequence {message.sequence_id} would share {num_shared} tokens of sequence "
-                f"{message.parent_id}, "
-                f"which has {settled} in every layer until its open step ends"
+                f"{message.parent_id}, which has {settled} in every layer until its open step ends"
             )
 
     def _check_members(self, begin: BeginStep) -> list[int]:
@@ -230,8 +229,7 @@ def check_hello(hello: Hello) -> None:
         if (spec.num_kv_heads, spec.head_dim) != (kv.num_kv_heads, kv.head_dim):
             raise ProtocolError(
                 f"layer {layer} attends over {spec.num_kv_heads} KV heads of {spec.head_dim}, but "
-                "the KV cache has "
-                f"{kv.num_kv_heads} of {kv.head_dim}"
+                f"the KV cache has {kv.num_kv_heads} of {kv.head_dim}"
             )
 
 
@@ -288,8 +286,7 @@ def _check_counts(begin: BeginStep, cached: NDArray[np.int64]) -> None:
             i = int(wrong.argmax())
             raise ProtocolError(
                 f"sequence {begin.sequence_ids[i]} (num_past={past[i]}, num_new={new[i]}, "
-                f"num_beyond={beyond[i]}, "
-                f"num_queries={queries[i]}, num_visible={visible[i]}): "
+                f"num_beyond={beyond[i]}, num_queries={queries[i]}, num_visible={visible[i]}): "
                 f"{rule.format(cached=cached[i])}"
             )
     for what, counts in (("appends", new), ("attends", queries)):

@@ -138,9 +138,8 @@ def serve_rank(
     )
     serve(hub, state, executor)
     hub.close()
-    if (
-        mpi_job.S_RANK in job.dead
-    ):  # it can't say itself that the job has failed, and mpirun doesn't
+    if mpi_job.S_RANK in job.dead:
+        # It can't say itself that the job has failed, and mpirun doesn't.
         logger.critical(
             "the S-worker has died: the job ends, with exit code %d", WorkerError.exit_code
         )

@@ -86,9 +86,9 @@ class InlineConnection:
             goes_on = goes_on and not self._answers.are_over
         except Exception as error:
             self._answers.send(last_words(self._name, error))
-        except (
-            BaseException
-        ):  # Ctrl-C in the middle of a layer: whoever goes on must not wait for its answer
+        except BaseException:
+            # Ctrl-C in the middle of a layer: whoever goes on must not wait for
+            # its answer.
             self._answers.send(Failed(self._name, "interrupted", "it was interrupted"))
             raise
         finally:

@@ -179,8 +179,7 @@ class KVStore:
         if not 1 <= num_shared_tokens <= num_cached:
             raise ProtocolError(
                 f"sequence {sequence_id} would share {num_shared_tokens} tokens of sequence "
-                f"{parent_id}, "
-                f"which has {num_cached} cached"
+                f"{parent_id}, which has {num_cached} cached"
             )
         if num_reserved_tokens < num_shared_tokens:
             raise ProtocolError(
@@ -255,8 +254,8 @@ class KVStore:
             i = int(over[0])
             raise CapacityError(
                 f"sequence {sequence_ids[i]} would grow to {total[i]} tokens, but room was "
-                "reserved for "
-                f"{self._reserved[rows[i]]}: reserve room for all of its tokens when it is opened"
+                f"reserved for {self._reserved[rows[i]]}: reserve room for all of its tokens when "
+                "it is opened"
             )
         sources, targets = self._copy_shared_tails(rows, past)
         self._take_blocks(rows, total)
@@ -369,8 +368,8 @@ class KVStore:
         if num_needed > self.num_available_blocks:
             raise CapacityError(
                 f"{asked}, {num_needed} of them new, but {self.num_available_blocks} of "
-                f"{self.num_blocks} "
-                "are neither in use nor reserved: try again when running sequences have ended"
+                f"{self.num_blocks} are neither in use nor reserved: try again when running "
+                "sequences have ended"
             )
 
     def _add_row(self, sequence_id: int, num_reserved_tokens: int, num_blocks: int) -> int:

@@ -104,9 +104,8 @@ def measure_r_part(
     if len(sizes) < 3:
         raise ConfigError(
             f"only {len(sizes)} sizes fit into {effort.max_kv_bytes} bytes of KV cache, of "
-            f"{kv.token_bytes} bytes a "
-            "token; 3 are needed: allow more memory, or measure fewer sequences and shorter "
-            "contexts"
+            f"{kv.token_bytes} bytes a token; 3 are needed: allow more memory, or measure fewer "
+            "sequences and shorter contexts"
         )
     before = measure_read_bandwidth(host, num_bytes=effort.read_bytes, repeats=3, clock=clock)
     decode = measure_decode(

@@ -3,9 +3,9 @@ so that no copy waits for compute.
 
 ::
 
-    compute stream   | S-step, lane A |                  | S-step, lane B | …           | S-step, lane A …
-    copy out                          | q, k, v of A |                                   ^
-    copy in                                                     | o of A | ── event ─────┘
+    compute   | S-step, lane A |                  | S-step, lane B | …           | S-step, lane A …
+    copy out                   | q, k, v of A |                                   ^
+    copy in                                              | o of A | ── event ─────┘
 
 The host waits for the device in one place: before it sends a lane's q, k and v,
 for their copy (``Staged.wait``). On a CPU nothing is copied, every wait is over

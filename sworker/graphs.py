@@ -165,9 +165,8 @@ class StepGraphs:
             self._graphs = kept
             self._uses = {key: uses for key, uses in self._uses.items() if key in kept}
             if self._stream is not None and not kept:
-                self._pool = (
-                    torch.cuda.graph_pool_handle()
-                )  # one that no graph uses any more can't be used again
+                # One that no graph uses any more can't be used again.
+                self._pool = torch.cuda.graph_pool_handle()
 
     def buffers(self, lane: int) -> LaneBuffers:
         """A lane's memory, the same at every call."""

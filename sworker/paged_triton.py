@@ -115,9 +115,8 @@ def _merge(  # type: ignore[no-untyped-def]
             tl.load(lse + split * num_outputs + row, mask=is_split, other=float("-inf")) - greatest
         )
         at = (split[:, None] * num_outputs + row) * D + d[None, :]
-        part = tl.load(
-            parts + at, mask=is_split[:, None] & (d[None, :] < D), other=0.0
-        )  # [TILE, D]
+        # [TILE, D]
+        part = tl.load(parts + at, mask=is_split[:, None] & (d[None, :] < D), other=0.0)
         total += tl.sum(part * share[:, None], axis=0)
     tl.store(out + row * D + d, total / mass, mask=d < D)
 

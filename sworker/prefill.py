@@ -291,9 +291,8 @@ def _fused(
     # KV heads as the batch and groups as the heads: GQA without copies, by
     # strides, whatever the kernel knows of it.
     queries = q.reshape(num_tokens, Hkv, G, -1).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
-    keys, values = (
-        x.transpose(0, 1)[:, None].expand(-1, G, -1, -1) for x in (k, v)
-    )  # [Hkv, G, n, D]
+    # [Hkv, G, n, D]
+    keys, values = (x.transpose(0, 1)[:, None].expand(-1, G, -1, -1) for x in (k, v))
     if lse is None:
         if not _has_kernel(queries, keys, values):
             return False
@@ -363,9 +362,8 @@ def tile_shape(
     keys than queries, so that every query of a block sees a key in its first
     tile: the window of its last query begins less than ``queries`` after that
     of its first."""
-    most = max(
-        1, (MAX_CPU_TILE_BYTES if on_cpu else MAX_TILE_BYTES) // (4 * num_q_heads)
-    )  # queries · keys
+    # queries · keys
+    most = max(1, (MAX_CPU_TILE_BYTES if on_cpu else MAX_TILE_BYTES) // (4 * num_q_heads))
     num_queries = min(num_tokens, MAX_CPU_TILE_QUERIES if on_cpu else num_tokens, math.isqrt(most))
     return num_queries, min(num_keys or num_tokens, most // num_queries)
 
@@ -424,9 +422,8 @@ def _shape_scores(
     if not (is_causal_edge or is_window_edge or slopes is not None):
         return
     places = torch.arange(key_start, key_start + num_keys, device=scores.device)
-    ahead = (
-        places - torch.arange(start, start + num_queries, device=scores.device)[:, None]
-    )  # [b, c] key - query
+    # [b, c] key - query.
+    ahead = places - torch.arange(start, start + num_queries, device=scores.device)[:, None]
     if slopes is not None:
         scores.addcmul_(slopes, ahead.float())
     if is_causal_edge:

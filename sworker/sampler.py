@@ -237,9 +237,8 @@ def _controls(
             np.ceil(np.array([p.min_p for p in params]) * _scale(logits.shape[1])),
         ]
     )
-    u, temperature, top_k, top_p, min_weight = _to_device(table, logits.device)[
-        :, :, None
-    ]  # each [n, 1]
+    # each [n, 1]
+    u, temperature, top_k, top_p, min_weight = _to_device(table, logits.device)[:, :, None]
     return _Controls(
         u=u,
         temperature=temperature.float(),
@@ -382,15 +381,13 @@ def _result(
 def _row_error(greatest: float, num_generated: int) -> RequestError:
     if greatest == -math.inf:
         return RequestError(
-            f"after {num_generated} generated tokens every token is masked: min_tokens forbids "
-            "all that the model "
-            f"could say; lower min_tokens or give fewer stop_token_ids",
+            f"after {num_generated} generated tokens every token is masked: min_tokens forbids all "
+            "that the model could say; lower min_tokens or give fewer stop_token_ids",
             code="no_token_left",
         )
     return RequestError(
         f"the model's logits hold NaN or Inf after {num_generated} generated tokens: the weights "
-        "are damaged or "
-        f"overflow their dtype; try dtype float32 or bfloat16",
+        "are damaged or overflow their dtype; try dtype float32 or bfloat16",
         code="non_finite_logits",
     )
 

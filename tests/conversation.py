@@ -169,9 +169,8 @@ class Conversation:
         # split into pairs of bfloat16, which keep 16 bits, where bfloat16 K and
         # V are multiplied as such.
         close = 3e-6 if self.kv_dtype is not DType.BFLOAT16 else 5e-5
-        both = (
-            DType.BFLOAT16 is self.kv_dtype is self.activation_dtype
-        )  # then q is rounded again, scaled
+        # Then q is rounded again, scaled.
+        both = DType.BFLOAT16 is self.kv_dtype is self.activation_dtype
         close_lse = 4e-3 if both else close
         tolerance = {DType.FLOAT32: close, DType.FLOAT16: 1e-3, DType.BFLOAT16: 8e-3}[
             self.activation_dtype

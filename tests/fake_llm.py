@@ -14,9 +14,10 @@ from fastdecode.core.sequence import Completion, PromptRequest, RequestOutput
 from fastdecode.text.codec import TextCodec
 
 CONFIG = (
-    '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, \
-"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50, \
-"max_position_embeddings": 128, "rms_norm_eps": 1e-5, "torch_dtype": "float32"}'
+    '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, '
+    '"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, '
+    '"num_key_value_heads": 1, "vocab_size": 50, "max_position_embeddings": 128, '
+    '"rms_norm_eps": 1e-5, "torch_dtype": "float32"}'
 )
 
 

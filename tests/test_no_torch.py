@@ -42,9 +42,8 @@ print(len(names))
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_without_torch(package: str) -> None:
-    forbidden = FORBIDDEN[
-        : 3 if package == "fastdecode.text" else 4
-    ]  # which is where tokenizers are read
+    # Which is where tokenizers are read.
+    forbidden = FORBIDDEN[: 3 if package == "fastdecode.text" else 4]
     command = [sys.executable, "-c", SCRIPT, package, *forbidden]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -3,8 +3,12 @@
 A line is ``{"num_prompt_tokens": 512, "num_output_tokens": 128}`` and may say
 more:
 
-``max_tokens``                     all that the scheduler knows of the output's length; if absent, it knows the length
-``arrival_s`` or ``arrival_step``  when the request arrives, in seconds or in steps, the same for all lines; 0 if absent
+``max_tokens``
+    all that the scheduler knows of the output's length; if absent, it knows the
+    length
+``arrival_s`` or ``arrival_step``
+    when the request arrives, in seconds or in steps, the same for all lines; 0
+    if absent
 """
 
 from __future__ import annotations

@@ -37,9 +37,8 @@ def blocked_attention(
     blocks = []
     for start in range(0, query.shape[2], BLOCK_TOKENS):
         end = min(start + BLOCK_TOKENS, query.shape[2])
-        scores = (
-            query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2) * scaling
-        )  # [B, Hq, block, end]
+        # [B, Hq, block, end]
+        scores = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2) * scaling
         future = torch.ones(end - start, end, dtype=torch.bool).triu(start + 1)
         weights = scores.masked_fill(future, torch.finfo(scores.dtype).min).softmax(-1)
         blocks.append(weights.to(value.dtype) @ value[:, :, :end])

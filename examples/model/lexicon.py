@@ -33,9 +33,9 @@ def _phrases(text: str) -> tuple[str, ...]:
 
 NAME_STARTS = _words(
     """
-    al am an ar bel ber bran cal car cor dal del dor el em fal fen fin gal gren hal hel il in jor kal kel
-    lan len lor mal mar mel mir nal nel nor ol or pal per quin ral ren ros sal sel shan syl tal tam til tor
-    val ver vin wen wil yor zan
+    al am an ar bel ber bran cal car cor dal del dor el em fal fen fin gal gren hal hel il in
+    jor kal kel lan len lor mal mar mel mir nal nel nor ol or pal per quin ral ren ros sal sel
+    shan syl tal tam til tor val ver vin wen wil yor zan
     """
 )
 NAME_MIDDLES = [
@@ -48,66 +48,69 @@ SHE_ENDINGS = _words("a ia ina elle ene ara ith")
 HE_ENDINGS = _words("o an ric us in or ard eth")
 SHE_NAMES = _words(
     """
-    anna alice beth clara dora edith emma flora grace hannah helen ida irene jane julia kate laura lily lucy
-    mabel martha mary nora olive paula rosa ruth sarah sophie tilda vera violet
+    anna alice beth clara dora edith emma flora grace hannah helen ida irene jane julia kate
+    laura lily lucy mabel martha mary nora olive paula rosa ruth sarah sophie tilda vera violet
     """
 )
 HE_NAMES = _words(
     """
-    adam albert arthur ben carl david edgar eric felix frank george harry henry hugo jack james john karl
-    leo louis mark martin max noah oscar otto paul peter simon thomas tom victor walter
+    adam albert arthur ben carl david edgar eric felix frank george harry henry hugo jack james
+    john karl leo louis mark martin max noah oscar otto paul peter simon thomas tom victor
+    walter
     """
 )
 
 TOWN_STARTS = _words(
     """
-    ash birch black bram brook carn clay cold crow dun east elm fair fal fern glen gold gray green hart haw
-    high holm kings lamb lang long mill moss nether north oak old pen raven red rose rush salt sand silver
-    south stone swan tarn thorn under upper wal west white wind winter wolf wood wren yar
+    ash birch black bram brook carn clay cold crow dun east elm fair fal fern glen gold gray
+    green hart haw high holm kings lamb lang long mill moss nether north oak old pen raven red
+    rose rush salt sand silver south stone swan tarn thorn under upper wal west white wind
+    winter wolf wood wren yar
     """
 )
 TOWN_ENDINGS = _words(
     """
-    bourne bridge brook bury cliff combe cross dale den field ford gate ham haven hill hurst ley mere mouth
-    port ridge stead stoke ton well wick wood worth
+    bourne bridge brook bury cliff combe cross dale den field ford gate ham haven hill hurst ley
+    mere mouth port ridge stead stoke ton well wick wood worth
     """
 )
 
 LOOKS = _words(
     """
-    red blue green yellow white black silver golden copper brass wooden glass iron clay velvet striped
-    painted broken tiny heavy round old
+    red blue green yellow white black silver golden copper brass wooden glass iron clay velvet
+    striped painted broken tiny heavy round old
     """
 )
 THINGS = _words(
     """
-    key lamp bell clock cup map coin kite drum flute hat scarf mirror spoon book candle kettle whistle
-    ribbon compass comb ring button feather fan doll ball brush bottle horn medal shell stamp thimble vase
-    lantern pipe saw hammer bowl
+    key lamp bell clock cup map coin kite drum flute hat scarf mirror spoon book candle kettle
+    whistle ribbon compass comb ring button feather fan doll ball brush bottle horn medal shell
+    stamp thimble vase lantern pipe saw hammer bowl
     """
 )
 WOODS = _words("oak pine tin iron stone willow wicker leather cedar copper")
 HOLDERS = _words("chest drawer jar basket cupboard barrel box trunk bucket crate")
 SPOTS = _phrases(
     """
-    under the stairs|behind the stove|beside the well|in the attic|by the garden gate|under the bed
-    behind the barn|in the cellar|near the window|on the top shelf|under the old bridge|in the kitchen
-    behind the church|in the boat house|by the front door|next to the piano
+    under the stairs|behind the stove|beside the well|in the attic|by the garden gate
+    under the bed|behind the barn|in the cellar|near the window|on the top shelf
+    under the old bridge|in the kitchen|behind the church|in the boat house|by the front door
+    next to the piano
     """
 )
 
 JOBS = _words(
     """
-    baker miller sailor teacher doctor farmer fisherman tailor painter carpenter gardener cook clockmaker
-    shepherd blacksmith musician weaver writer nurse potter beekeeper postman singer baker's helper judge
-    hunter shoemaker ferryman
+    baker miller sailor teacher doctor farmer fisherman tailor painter carpenter gardener cook
+    clockmaker shepherd blacksmith musician weaver writer nurse potter beekeeper postman singer
+    baker's helper judge hunter shoemaker ferryman
     """
 )
 FOODS = _phrases(
     """
-    plum cake|onion soup|apple pie|honey bread|fish stew|rice pudding|roast chicken|pea soup|lemon tart
-    mushroom pie|egg pie|cheese toast|bean stew|carrot cake|pumpkin soup|cherry jam|potato salad
-    ginger bread|barley broth|nut bread
+    plum cake|onion soup|apple pie|honey bread|fish stew|rice pudding|roast chicken|pea soup
+    lemon tart|mushroom pie|egg pie|cheese toast|bean stew|carrot cake|pumpkin soup|cherry jam
+    potato salad|ginger bread|barley broth|nut bread
     """
 )
 ANIMALS = _words("dog cat goat pony parrot goose donkey rabbit hen owl fox sheep")

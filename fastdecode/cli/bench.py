@@ -33,9 +33,9 @@ def add_bench(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench",
         help="run a plan, or its scaled-down twin here: predicted against measured",
-        description="Run the batch of a plan with R-workers as threads of this process, scaled down to what this "
-        "machine holds, and compare each quantity with what this machine's profiles predict for "
-        "it.",
+        description="Run the batch of a plan with R-workers as threads of this process, scaled "
+        "down to what this machine holds, and compare each quantity with what this machine's "
+        "profiles predict for it.",
     )
     parser.set_defaults(run=run_bench)
     parser.add_argument(
@@ -227,6 +227,5 @@ def _read(path: Path | None, kind: type[Any], option: str, letter: str) -> Any:
 def _describe(model: str, steady: SteadyBatch) -> str:
     return (
         f"{model}: {steady.batch} sequences of {steady.context_tokens} tokens in {steady.lanes} "
-        "lane(s), "
-        f"{steady.r_workers} R-worker(s)"
+        f"lane(s), {steady.r_workers} R-worker(s)"
     )

@@ -27,8 +27,8 @@ def add_calibrate(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "calibrate",
         help="measure this machine, to plan with `fastdecode size`",
-        description="Measure the S-part on a device (s), the R-part on a host (r), or the network between an S-worker "
-        "and an R-worker (net), into a profile for `size`.",
+        description="Measure the S-part on a device (s), the R-part on a host (r), or the network "
+        "between an S-worker and an R-worker (net), into a profile for `size`.",
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     _add_s(kinds)
@@ -217,10 +217,8 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     rate = kv.token_bytes / kv.num_layers / fit.token_s if fit.token_s > 0 else float("inf")
     tell(
         f"  R = {seconds_text(fit.token_s)} a cached token and layer ({rate / 1e9:.3g} GB/s of a "
-        "read ceiling of "
-        f"{ceiling / 1e9:.3g}), {seconds_text(fit.sequence_s)} a sequence, "
-        f"{seconds_text(fit.call_s)} a call; "
-        f"fit error {fit.relative_error:.1%}"
+        f"read ceiling of {ceiling / 1e9:.3g}), {seconds_text(fit.sequence_s)} a sequence, "
+        f"{seconds_text(fit.call_s)} a call; fit error {fit.relative_error:.1%}"
     )
     tell(f"wrote {args.out}; use it with: fastdecode size --cpu {args.out}")
     return 0
@@ -264,8 +262,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     link = Link.from_profile(profile)
     tell(
         f"  round trip {seconds_text(link.round_trip_s)}, {link.bytes_per_s / 1e9:.3g} GB/s each "
-        "way, a message costs "
-        f"the S-worker's thread {seconds_text(link.message_s)}"
+        f"way, a message costs the S-worker's thread {seconds_text(link.message_s)}"
     )
     tell(f"wrote {args.out}; use it with: fastdecode size --nic {args.out}")
     return 0

@@ -35,8 +35,8 @@ def add_doctor(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
         help="check MPI, versions, cores, memory and network of this host and its R-workers",
-        description="Check everything that a job needs. Alone: this host. In an MPI job: all of it. "
-        "With --r-worker: those R-workers; they serve jobs afterwards.",
+        description="Check everything that a job needs. Alone: this host. In an MPI job: all of "
+        "it. With --r-worker: those R-workers; they serve jobs afterwards.",
     )
     parser.set_defaults(run=run_doctor)
     parser.add_argument(

@@ -30,7 +30,8 @@ def add_generate(commands: Any) -> None:
         "generate",
         help="complete every prompt of a JSON Lines file",
         description="Complete every prompt of a JSON Lines file. Input lines: "
-        '{"id": ..., "prompt": "..."} or {"id": ..., "prompt_token_ids": [...]}, with sampling parameters beside.',
+        '{"id": ..., "prompt": "..."} or {"id": ..., "prompt_token_ids": [...]}, '
+        "with sampling parameters beside.",
     )
     parser.set_defaults(run=_generate)
     files = parser.add_argument_group("files")

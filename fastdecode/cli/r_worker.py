@@ -30,10 +30,10 @@ def add_r_worker(commands: Any) -> None:
     parser = commands.add_parser(
         "r-worker",
         help="serve as an R-worker, in an MPI job or at an address",
-        description="Serve as an R-worker. In an MPI job: mpirun -n 1 fastdecode generate ... : -n 3 fastdecode "
-        "r-worker. At an address: fastdecode r-worker --bind tcp://HOST:PORT, and on the "
-        "S-worker's host fastdecode "
-        "generate --transport zmq --r-worker tcp://HOST:PORT ...",
+        description="Serve as an R-worker. In an MPI job: "
+        "mpirun -n 1 fastdecode generate ... : -n 3 fastdecode r-worker. "
+        "At an address: fastdecode r-worker --bind tcp://HOST:PORT, and on the S-worker's host "
+        "fastdecode generate --transport zmq --r-worker tcp://HOST:PORT ...",
     )
     parser.set_defaults(run=_r_worker)
     resources = parser.add_argument_group("resources")
@@ -85,8 +85,8 @@ def add_r_worker(commands: Any) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="when the S-worker is lost, which may be the network's doing, listen for it so long, without its cache "
-        "(default: 60)",
+        help="when the S-worker is lost, which may be the network's doing, listen for it so long, "
+        "without its cache (default: 60)",
     )
     address.add_argument(
         "--model-hash", metavar="HASH", help="serve S-workers that run this model only"

@@ -53,9 +53,9 @@ def add_run_batch(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "run-batch",
         help="answer a file of OpenAI batch lines; can be interrupted and resumed",
-        description="Answer every line of a file, OpenAI batch lines or those of `generate`. Answers are appended as "
-        "they finish. Whatever ends the job, the same command with --resume goes on where it "
-        "stopped.",
+        description="Answer every line of a file, OpenAI batch lines or those of `generate`. "
+        "Answers are appended as they finish. Whatever ends the job, the same command with "
+        "--resume goes on where it stopped.",
     )
     parser.set_defaults(run=run_run_batch)
     _add_files(parser)
@@ -112,7 +112,8 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help='what a line\'s "model" may say; repeatable (default: DIR as given, and its last part)',
+        help='what a line\'s "model" may say; repeatable '
+        "(default: DIR as given, and its last part)",
     )
     group.add_argument(
         "--run-seed",

@@ -29,9 +29,9 @@ def add_simulate(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "simulate",
         help="compare schedules on a trace, without hardware",
-        description="Run the real scheduler over a trace of requests, on simulated workers and a virtual clock. Trace "
-        'lines: {"num_prompt_tokens": 512, "num_output_tokens": 128}, optionally with "max_tokens" and "arrival_s" or '
-        '"arrival_step".',
+        description="Run the real scheduler over a trace of requests, on simulated workers and a "
+        'virtual clock. Trace lines: {"num_prompt_tokens": 512, "num_output_tokens": 128}, '
+        'optionally with "max_tokens" and "arrival_s" or "arrival_step".',
     )
     parser.set_defaults(run=run_simulate)
     parser.add_argument(
@@ -58,15 +58,15 @@ def _add_hardware(group: Any) -> None:
         "--s-time",
         default="0.02",
         metavar="T",
-        help="seconds of the S-part of a lane's step: a number, or a table over its tokens like 1:0.010,256:0.016 "
-        "(default: %(default)s)",
+        help="seconds of the S-part of a lane's step: a number, or a table over its tokens like "
+        "1:0.010,256:0.016 (default: %(default)s)",
     )
     group.add_argument(
         "--r-time",
         action="append",
         metavar="R",
-        help="seconds of the R-part for each cached token, or a table over cached tokens; once for all R-workers, or "
-        "once for each (default: 1e-6)",
+        help="seconds of the R-part for each cached token, or a table over cached tokens; once for "
+        "all R-workers, or once for each (default: 1e-6)",
     )
     group.add_argument(
         "--link-time",

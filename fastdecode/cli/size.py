@@ -27,8 +27,9 @@ def add_size(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "size",
         help="plan: which batch and how many CPU sockets keep a GPU busy",
-        description="Which batch and how many CPU sockets keep a GPU busy, what limits it, and whether it is worth it. "
-        "From datasheets, or from profiles that `fastdecode calibrate` measured.",
+        description="Which batch and how many CPU sockets keep a GPU busy, what limits it, and "
+        "whether it is worth it. From datasheets, or from profiles that `fastdecode calibrate` "
+        "measured.",
     )
     parser.set_defaults(run=run_size)
     what = parser.add_argument_group("what to run")

@@ -97,18 +97,15 @@ class RPart:
     prompt_attention: str = option(
         "auto",
         "who attends the tokens of prompts: the S-worker (s), merged with what R-workers make of "
-        "earlier chunks, or "
-        "the R-workers (r), like tokens that decode; auto: s on a GPU, else r, whose kernels are "
-        "faster on a CPU "
-        "than torch's",
+        "earlier chunks, or the R-workers (r), like tokens that decode; auto: s on a GPU, else r, "
+        "whose kernels are faster on a CPU than torch's",
         choices=PROMPT_ATTENTION,
         metavar="WHO",
     )
     r_workers: int = option(
         1,
         "R-workers to start in this process: threads; a single one beside an S-part on the same "
-        "cores works in the "
-        "S-worker's own thread",
+        "cores works in the S-worker's own thread",
         low=1,
         high=MAX_R_WORKERS,
     )
@@ -135,8 +132,7 @@ class RPart:
     kv_memory_gb: float | None = option(
         None,
         "KV cache of each R-worker, in GB of 1e9 bytes; default: half of the memory that the "
-        "S-part leaves free, "
-        "shared out",
+        "S-part leaves free, shared out",
         low=1e-6,
         high=1e6,
         unit="GB",
@@ -195,8 +191,8 @@ class Batching:
     lanes: int | None = option(
         None,
         "parts of the running batch that take turns on the S-worker; auto (default): as many as "
-        "pay by what steps "
-        "turn out to take where S-part and R-part have hardware of their own, else 1",
+        "pay by what steps turn out to take where S-part and R-part have hardware of their own, "
+        "else 1",
         low=1,
         high=64,
         auto=True,
@@ -243,8 +239,7 @@ class Batching:
     length_quantile: float | None = option(
         None,
         "reserve KV blocks by this quantile of finished lengths, and suspend and recompute "
-        "sequences that outgrow "
-        "them when blocks have run out; default: for max_tokens",
+        "sequences that outgrow them when blocks have run out; default: for max_tokens",
         low=1e-6,
         high=1.0,
         unit="all lengths",
@@ -285,9 +280,9 @@ class Cluster:
 
     transport: str = option(
         "auto",
-        "R-workers are: inproc (in this process), mpi (the job's other ranks), zmq (at "
-        "addresses); auto: zmq if "
-        "addresses are given, else mpi if a launcher started this process, else inproc",
+        "R-workers are: inproc (in this process), mpi (the job's other ranks), zmq (at addresses); "
+        "auto: zmq if addresses are given, else mpi if a launcher started this process, else "
+        "inproc",
         choices=TRANSPORTS,
         metavar="HOW",
     )
@@ -403,8 +398,7 @@ class EngineConfig:
                 raise ConfigError(
                     Given(name),
                     " is for R-workers that this process starts; those at addresses have their "
-                    "own: give "
-                    f"{theirs} to each fastdecode r-worker instead",
+                    f"own: give {theirs} to each fastdecode r-worker instead",
                 )
 
     def _check_none_of_r_workers(self) -> None:

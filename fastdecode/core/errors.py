@@ -2,16 +2,16 @@
 
 ::
 
-    FastDecodeError                    anything we raise on purpose
-    ├── ConfigError                    an option or a combination of options makes no sense        (exit 2)
-    │   └── MissingExtraError          a needed optional dependency is not installed               (exit 2)
-    ├── ModelError                     a model directory can't be used                             (exit 2)
-    │   ├── UnsupportedModelError      we don't implement this architecture or feature
-    │   └── CheckpointError            its files are missing, broken or don't match the config
-    ├── RequestError                   one request is bad; all others go on                        (exit 3)
-    ├── CapacityError                  out of KV blocks or memory; a refusal, never a crash
-    ├── ProtocolError                  a peer sent something that the protocol forbids
-    └── WorkerError                    a worker failed, named by its rank or thread                (exit 4)
+    FastDecodeError                 anything we raise on purpose
+    ├── ConfigError                 an option or a combination of options makes no sense  (exit 2)
+    │   └── MissingExtraError       a needed optional dependency is not installed         (exit 2)
+    ├── ModelError                  a model directory can't be used                       (exit 2)
+    │   ├── UnsupportedModelError   we don't implement this architecture or feature
+    │   └── CheckpointError         its files are missing, broken or don't match the config
+    ├── RequestError                one request is bad; all others go on                  (exit 3)
+    ├── CapacityError               out of KV blocks or memory; a refusal, never a crash
+    ├── ProtocolError               a peer sent something that the protocol forbids
+    └── WorkerError                 a worker failed, named by its rank or thread          (exit 4)
 
 Every error has a ``code`` (stable, snake_case, for machines) and a message for
 people that names the input, the reason and the mend. What crosses a user or

@@ -4,14 +4,15 @@ files.
 Workers fill these dataclasses; ``cost_model`` fits them; nothing here measures.
 A profile file is one JSON object:
 
-=============  =========================================================================================
+=============  =================================================================
 ``format``     always ``"fastdecode.profile"``
 ``version``    ``SCHEMA_VERSION``; another one is refused
-``kind``       ``"s"`` (S-part on a device), ``"r"`` (R-part on a host) or ``"net"`` (between two hosts)
-the rest       the fields of ``SProfile``, ``RProfile`` or ``NetProfile`` below, nested objects for nested
-               dataclasses, arrays for tuples; no field may be missing, none may
-               be added
-=============  =========================================================================================
+``kind``       ``"s"`` (S-part on a device), ``"r"`` (R-part on a host) or
+               ``"net"`` (between two hosts)
+the rest       the fields of ``SProfile``, ``RProfile`` or ``NetProfile`` below,
+               nested objects for nested dataclasses, arrays for tuples; no
+               field may be missing, none may be added
+=============  =================================================================
 
 Every measurement is kept as all its repeats, in seconds, so that a reader can
 judge the spread.

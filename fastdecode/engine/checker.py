@@ -63,8 +63,8 @@ class RequestChecker:
         if len(token_ids) >= limit:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens; the model's limit is {limit} for prompt "
-                "and completion "
-                f"together, so at most {limit - 1} leave room for an answer: shorten the prompt",
+                f"and completion together, so at most {limit - 1} leave room for an answer: "
+                "shorten the prompt",
                 code="prompt_too_long",
             )
         room = limit - len(token_ids)

@@ -347,7 +347,8 @@ def _as_chats(messages: object) -> list[Sequence[Message]]:
         chats = [chats]
     if not all(_is_chat(chat) for chat in chats):
         raise RequestError(
-            'messages must be a conversation or a list of them: each a list of {"role": "…", "content": "…"}',
+            "messages must be a conversation or a list of them: each a list of "
+            '{"role": "…", "content": "…"}',
             code="invalid_messages",
         )
     return chats

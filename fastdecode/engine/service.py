@@ -311,9 +311,8 @@ class EngineService(Generic[T]):
     def _obey(self, timeout_s: float | None) -> None:
         with contextlib.suppress(Empty):
             self._inbox.get(timeout_s != 0, timeout_s)()
-            for _ in range(
-                self._inbox.qsize()
-            ):  # and no more, or who asks much would starve the steps
+            for _ in range(self._inbox.qsize()):
+                # And no more, or who asks much would starve the steps.
                 self._inbox.get_nowait()()
 
 

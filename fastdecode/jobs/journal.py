@@ -249,9 +249,8 @@ def _scan(path: Path, identify: Identify, last_line: int) -> tuple[Recovered, in
             if torn_at is not None:
                 raise ConfigError(
                     f"line {torn_at} of {path} is no answer, but lines after it are: that isn't "
-                    "how an interrupted run "
-                    "ends, so somebody else has written there; restore the file, or start anew "
-                    "with --overwrite"
+                    "how an interrupted run ends, so somebody else has written there; restore the "
+                    "file, or start anew with --overwrite"
                 )
             _note(found, answer, identify, last_line, f"line {place} of {path}")
             good_bytes += len(raw)

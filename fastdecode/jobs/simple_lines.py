@@ -39,8 +39,11 @@ def _prompt_of(line: dict[str, Any]) -> Prompt:
         raise RequestError('give either "prompt" or "prompt_token_ids"', code="invalid_prompt")
     if "prompt" in line:
         if not isinstance(line["prompt"], str):
-            text = f'"prompt" must be a string, not {type(line["prompt"]).__name__} (token ids go in "prompt_token_ids")'
-            raise RequestError(text, code="invalid_prompt")
+            raise RequestError(
+                f'"prompt" must be a string, not {type(line["prompt"]).__name__} '
+                '(token ids go in "prompt_token_ids")',
+                code="invalid_prompt",
+            )
         return utf8(line["prompt"], "prompt")
     if not isinstance(line["prompt_token_ids"], list):
         raise RequestError('"prompt_token_ids" must be a list of token ids', code="invalid_prompt")

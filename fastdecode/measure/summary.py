@@ -77,9 +77,8 @@ def _shares(s: dict[str, Any]) -> str:
         return "no R-workers: the S-worker's device attended, too"
     return (
         f"of each step on average: S-part {s['s_share']:.0%}, waiting for R-workers "
-        f"{s['wait_share']:.0%} "
-        f"(the busiest of {s['r_workers']} R-workers computed {s['r_share']:.0%} of the time; "
-        f"on average they idled {s['r_idle']:.0%})"
+        f"{s['wait_share']:.0%} (the busiest of {s['r_workers']} R-workers computed "
+        f"{s['r_share']:.0%} of the time; on average they idled {s['r_idle']:.0%})"
     )
 
 

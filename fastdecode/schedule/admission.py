@@ -1,13 +1,16 @@
 """When may the head of a lane's queue start, and on which R-worker? The
 policies that ``--schedule`` chooses among.
 
-=================  ===============================================================================================
+=================  =============================================================
 ``Greedy``         whenever there is room
-``Synchronized``   a full batch at once; the next one when all of it has ended (what the paper compares with)
-``FixedF``         a micro-batch every F steps (FastDecode, section "Sequence-level load-stabilizing schedule")
-``Stabilized``     as soon as the projected load of an R-worker stays within its limit (the same section, Algorithm 1);
-                   in ``fastdecode.schedule.stabilized``
-=================  ===============================================================================================
+``Synchronized``   a full batch at once; the next one when all of it has ended
+                   (what the paper compares with)
+``FixedF``         a micro-batch every F steps (FastDecode, section
+                   "Sequence-level load-stabilizing schedule")
+``Stabilized``     as soon as the projected load of an R-worker stays within its
+                   limit (the same section, Algorithm 1); in
+                   ``fastdecode.schedule.stabilized``
+=================  =============================================================
 
 Room for its KV blocks, among the running sequences and in the step's prefill
 budget is needed whatever the policy; the scheduler sees to that. With nothing

@@ -10,7 +10,8 @@ state the load h steps from now will be the limit again, but only a part of it
 is due to sequences that have started by now; the others will have run for up to
 h steps. So at a horizon of h steps the sequences that have started may use only
 
-    W_lim · (1 - G(h)),   G(h) = mean load of a sequence over its first h steps / its load over all of its steps,
+    W_lim · (1 - G(h)),   G(h) = mean load of a sequence over its first h steps
+                                 / its load over all of its steps,
 
 which for equal lengths S from nothing is the W_lim·(1 - (h/S)²) that an even
 stagger has. From an empty system this is also the ramp that a cold start needs.
@@ -43,9 +44,8 @@ class Headroom:
     """Learns from the sequences of one lane what those that start later will need."""
 
     def __init__(self) -> None:
-        self._started: deque[tuple[int, int, int]] = deque(
-            maxlen=_WINDOW
-        )  # first length, number of steps, peak
+        # First length, number of steps, peak.
+        self._started: deque[tuple[int, int, int]] = deque(maxlen=_WINDOW)
         self._num_new = 0
         self._reached_end = 1.0
         self._peak = 0

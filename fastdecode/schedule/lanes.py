@@ -4,11 +4,12 @@ each lane reads the weights anew.
 When B sequences with W cached tokens step in k lanes, all of them have stepped
 once after at least
 
-=========================  ==========================================================================
-k · T_S(B/k)               the S-worker does one lane after the other
-k · T_R(W/k)               so does the busiest R-worker
-T_S(B/k) + T_R(W/k) + L    a lane's own way: S-part, out, R-part, back; L is what the way out and back takes
-=========================  ==========================================================================
+=======================  =====================================================
+k · T_S(B/k)             the S-worker does one lane after the other
+k · T_R(W/k)             so does the busiest R-worker
+T_S(B/k) + T_R(W/k) + L  a lane's own way: S-part, out, R-part, back; L is what
+                         the way out and back takes
+=======================  =====================================================
 
 and after the greatest of these if the lanes fill each other's gaps. The third
 falls as k grows until it is below the others: with lanes of a given size, at k

@@ -174,9 +174,8 @@ class LoadControl:
         if room < 0:
             raise CapacityError(
                 f"{new.num_sequences} sequences of {new.target_length} tokens are a load of "
-                f"{new.peak} tokens, above "
-                f"the limit of {self.limit}: start fewer at once, lower max_tokens, or raise the "
-                "load limit",
+                f"{new.peak} tokens, above the limit of {self.limit}: start fewer at once, lower "
+                "max_tokens, or raise the load limit",
                 code="exceeds_load_limit",
             )
         start = max(new.start, self._latest_start)
@@ -279,8 +278,8 @@ class FixedInterval:
         if num_sequences == 0:
             raise CapacityError(
                 f"one sequence of {target_length} tokens every {interval} steps is a load of "
-                f"{one.peak} tokens, above "
-                f"the limit of {limit}: lengthen the interval or raise the load limit",
+                f"{one.peak} tokens, above the limit of {limit}: lengthen the interval or raise "
+                "the load limit",
                 code="exceeds_load_limit",
             )
         return replace(one, num_sequences=num_sequences)

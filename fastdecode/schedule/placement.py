@@ -91,19 +91,16 @@ class BlockLedger:
                 more = "or take smaller parts (--split-tokens)"
             raise CapacityError(
                 f"the prompt and max_tokens may fill {num_tokens} cached tokens "
-                f"({self.blocks_for(num_tokens)} KV "
-                f"blocks), but {who} {most} blocks ({most * self.block_size} tokens): shorten one "
-                "of the two, give "
-                f"R-workers more memory (--kv-memory-gb), {more}"
+                f"({self.blocks_for(num_tokens)} KV blocks), but {who} {most} blocks "
+                f"({most * self.block_size} tokens): shorten one of the two, give R-workers more "
+                f"memory (--kv-memory-gb), {more}"
             )
         sizes = self.part_sizes(num_tokens)
         if len(sizes) > self._most_parts:
             raise CapacityError(
                 f"the sequence may grow to {num_tokens} cached tokens, {len(sizes)} parts of "
-                f"{sizes[0]}, but its "
-                f"queries can go to {self._most_parts} parts at most: lower max_tokens, or let "
-                "parts be longer "
-                "(--split-tokens)",
+                f"{sizes[0]}, but its queries can go to {self._most_parts} parts at most: lower "
+                "max_tokens, or let parts be longer (--split-tokens)",
                 code="too_many_parts",
             )
 

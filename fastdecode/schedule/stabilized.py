@@ -86,8 +86,8 @@ class Stabilized:
         if self._are_given and sum(sizes) > most:
             raise CapacityError(
                 f"the sequence may grow to {sum(sizes)} cached tokens, but {self._limited} leaves "
-                "it no more than "
-                f"{most} {where}: lower max_tokens, or raise the load limit (--load-limit)",
+                f"it no more than {most} {where}: lower max_tokens, or raise the load limit "
+                "(--load-limit)",
                 code="exceeds_load_limit",
             )
 

@@ -109,8 +109,7 @@ class TextCodec:
         if self._encoder is None:
             raise RequestError(
                 "the prompt is text, but the model directory has no tokenizer.json: give "
-                "prompt_token_ids, or add "
-                "the model's tokenizer.json",
+                "prompt_token_ids, or add the model's tokenizer.json",
                 code="no_tokenizer",
             )
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
@@ -138,8 +137,7 @@ class TextCodec:
         if params.stop:
             raise RequestError(
                 "stop strings need text, but the model directory has no tokenizer.json: use "
-                "stop_token_ids, or add "
-                "the model's tokenizer.json",
+                "stop_token_ids, or add the model's tokenizer.json",
                 code="no_tokenizer",
             )
         return SequenceText(NoDetokenizer())

@@ -89,8 +89,7 @@ class Encoder:
         if span is not None and num_bytes > (limit - 1) * span:
             raise RequestError(
                 f"the prompt has {num_bytes} bytes, too many for the model's limit of {limit} "
-                "tokens for "
-                f"prompt and completion together: shorten the prompt",
+                "tokens for prompt and completion together: shorten the prompt",
                 code="prompt_too_long",
             )
 

@@ -45,9 +45,8 @@ def open_service(opening: dict[str, Any]) -> tuple[None, Answer]:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     for text in ("", TRIAL_TEXT):
-        with contextlib.suppress(
-            Exception
-        ):  # a small vocabulary may lack letters; a panic is no Exception
+        with contextlib.suppress(Exception):
+            # A small vocabulary may lack letters; a panic is no Exception.
             tokenizer.encode(text)
     tokenizer.decode(list(range(tokenizer.get_vocab_size())), skip_special_tokens=False)
 

@@ -3,8 +3,10 @@ fields; no message has code of its own.
 
 A message travels as a **head** (bytes) and a **body** (its arrays, raw)::
 
-    head   | header | each array: dtype, dims | ints and floats | other fields | crc32 |
-    header | magic 4s | version u16 | opcode u8 | 0 u8 | epoch u32 | head_bytes u32 | body_bytes u64 |
+    head   | header | each array: dtype, dims | ints and floats | other fields
+           | crc32 |
+    header | magic 4s | version u16 | opcode u8 | 0 u8 | epoch u32
+           | head_bytes u32 | body_bytes u64 |
     body   | array | pad to 64 | array | pad to 64 | ... | array |
 
 Everything is little-endian; ``fields`` says how "other fields" are written. An
@@ -354,8 +356,7 @@ def _read_new_head(data: bytes | memoryview, max_body_bytes: int) -> Head:
     if version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the peer speaks protocol version {version}, this side {PROTOCOL_VERSION}: install "
-            "the same FastDecode on "
-            "every host",
+            "the same FastDecode on every host",
             code="protocol_version",
         )
     layout = _BY_OPCODE.get(opcode)

@@ -1,33 +1,41 @@
 """Every message between an S-worker and an R-worker. This docstring is the
 protocol.
 
-==================  ===========  ============================================================================
-message             direction    meaning, and the answer
-==================  ===========  ============================================================================
-``Hello``           S → R        protocol version, role, holder, model, KV cache and attention of every layer →
-                                 ``Welcome``; said again, the holder begins
-                                 anew: sequences, cache and open steps are
-                                 forgotten
-``OpenSequence``    S → R        reserve room for a new sequence → ``Accepted`` or ``Refused``
-``ForkSequence``    S → R        a new sequence that starts with a prefix of its parent's cached tokens (blocks are
-                                 shared, copied on write) → ``Accepted`` or
-                                 ``Refused``
-``ExtendSequence``  S → R        enlarge an open sequence's room → ``Accepted`` or ``Refused``
-``CloseSequence``   S → R        free a sequence's blocks; no answer
-``BeginStep``       S → R        which sequences step, how many tokens each appends and attends; travels once a
-                                 step and lane, not once a layer; no answer
-``Attend``          S → R        one layer of the lane's step: append k and v, attend q → ``AttendResult``, always
-``Inspect``         S → R        tell about yourself; before this peer's ``Hello`` → ``Report``
-``Shutdown``        S → R        this peer leaves, its caches are dropped; the R-worker ends with its last S-worker;
-                                 no answer
-``Welcome``         R → S        the worker's name and capacity
-``Accepted``        R → S        the sequence is open
-``Refused``         R → S        the sequence is not open, and why (out of blocks); nothing was changed
-``Report``          R → S        the worker's host, and what it would offer
-``AttendResult``    R → S        o (and log-sum-exp, if the step asked for it), and the seconds it took
-``Failed``          R → S        the peer broke the protocol, or a kernel failed: the worker stops serving this peer;
-                                 the only message that comes unasked
-==================  ===========  ============================================================================
+==================  =========  =====================================================
+message             direction  meaning, and the answer
+==================  =========  =====================================================
+``Hello``           S → R      protocol version, role, holder, model, KV cache and
+                               attention of every layer → ``Welcome``; said again,
+                               the holder begins anew: sequences, cache and open
+                               steps are forgotten
+``OpenSequence``    S → R      reserve room for a new sequence → ``Accepted`` or
+                               ``Refused``
+``ForkSequence``    S → R      a new sequence that starts with a prefix of its
+                               parent's cached tokens (blocks are shared, copied on
+                               write) → ``Accepted`` or ``Refused``
+``ExtendSequence``  S → R      enlarge an open sequence's room → ``Accepted`` or
+                               ``Refused``
+``CloseSequence``   S → R      free a sequence's blocks; no answer
+``BeginStep``       S → R      which sequences step, how many tokens each appends
+                               and attends; travels once a step and lane, not once a
+                               layer; no answer
+``Attend``          S → R      one layer of the lane's step: append k and v, attend
+                               q → ``AttendResult``, always
+``Inspect``         S → R      tell about yourself; before this peer's ``Hello`` →
+                               ``Report``
+``Shutdown``        S → R      this peer leaves, its caches are dropped; the
+                               R-worker ends with its last S-worker; no answer
+``Welcome``         R → S      the worker's name and capacity
+``Accepted``        R → S      the sequence is open
+``Refused``         R → S      the sequence is not open, and why (out of blocks);
+                               nothing was changed
+``Report``          R → S      the worker's host, and what it would offer
+``AttendResult``    R → S      o (and log-sum-exp, if the step asked for it), and
+                               the seconds it took
+``Failed``          R → S      the peer broke the protocol, or a kernel failed: the
+                               worker stops serving this peer; the only message that
+                               comes unasked
+==================  =========  =====================================================
 
 **Peers and roles.** An R-worker has several peers, and a peer's first message
 says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` a

@@ -112,9 +112,8 @@ def fuse_checked(model: Model, kernels: Kernels) -> bool:
     """
     fused: dict[nn.Module, nn.Module] = {}  # by what it replaces; layers share a rotary table
     for module in model.modules():
-        assert all(
-            x.is_contiguous() for x in module.parameters(recurse=False)
-        )  # kernels go by addresses
+        # Kernels go by addresses.
+        assert all(x.is_contiguous() for x in module.parameters(recurse=False))
         if isinstance(module, RotaryTable):
             assert module.table.is_contiguous()
             fused[module] = FusedRotary(module, kernels)

@@ -105,9 +105,8 @@ def _exp(x):
     is there, above 88 it is infinite."""
     is_huge = x > np.float32(88.0)
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    shifted = x * np.float32(1.4426950408889634) + np.float32(
-        12582912.0
-    )  # 1.5 · 2^23: the fraction drops off
+    # 1.5 · 2^23: the fraction drops off.
+    shifted = x * np.float32(1.4426950408889634) + np.float32(12582912.0)
     n = shifted - np.float32(12582912.0)
     r = x - n * np.float32(0.693145751953125)
     r = r - n * np.float32(1.428606765330187e-06)
@@ -129,9 +128,8 @@ def _elements(job, field, first, size, dtype):
     return carray(_at(job[field] + first * itemsize), (size,), dtype)
 
 
-@njit(
-    fastmath={"reassoc", "contract"}, error_model="numpy"
-)  # so that sums may be vectors; NaN and Inf stay themselves
+# So that sums may be vectors; NaN and Inf stay themselves.
+@njit(fastmath={"reassoc", "contract"}, error_model="numpy")
 def _norm_row(x, added, weight, total, out, eps, offset):
     size, none = len(x), out[0]
     squares = np.float32(0.0)

@@ -148,8 +148,7 @@ def _plan(checkpoint: Checkpoint, spec: ModelSpec, model: Model) -> list[_Placem
     if missing:
         raise CheckpointError(
             f"{checkpoint.directory} lacks {_some(missing)}, which its config.json calls for. The "
-            "weights are "
-            f"incomplete or of another model: fetch them again."
+            "weights are incomplete or of another model: fetch them again."
         )
     _refuse_unexpected(checkpoint, spec, names, {placement.entry.name for placement in placements})
     return sorted(placements, key=lambda p: (p.entry.file.name, p.entry.offset))
@@ -162,8 +161,8 @@ def _find_prefix(checkpoint: Checkpoint, names: CheckpointNames) -> str:
             return prefix
     raise CheckpointError(
         f"{checkpoint.directory} lacks the token embedding {names.prefixes[0]}{embedding}.weight. "
-        "The weights are "
-        f"incomplete or of another architecture than config.json says: fetch them again."
+        "The weights are incomplete or of another architecture than config.json says: fetch them "
+        "again."
     )
 
 
@@ -215,8 +214,8 @@ def _check(
     if entry.dtype not in _DTYPES:
         raise CheckpointError(
             f"{entry.file}: {entry.name!r} has the dtype {entry.dtype}, not one of "
-            f"{', '.join(_DTYPES)}. Use the "
-            f"checkpoint in float32, float16 or bfloat16 that it was made from."
+            f"{', '.join(_DTYPES)}. Use the checkpoint in float32, float16 or bfloat16 that it was "
+            "made from."
         )
 
 
@@ -234,9 +233,8 @@ def _refuse_unexpected(
     if unexpected:
         raise CheckpointError(
             f"{checkpoint.directory} holds {_some(unexpected)}, for which the architecture "
-            f"{spec.architecture} in its "
-            "config.json has no place. Leaving them out would give wrong text: fetch the config "
-            "that belongs to them."
+            f"{spec.architecture} in its config.json has no place. Leaving them out would give "
+            "wrong text: fetch the config that belongs to them."
         )
 
 
@@ -268,14 +266,13 @@ def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             try:
                 storage = torch.empty(parameter.shape, dtype=dtype, device=device)
-            except (
-                RuntimeError
-            ):  # torch.OutOfMemoryError is one, but a CPU's allocator raises it bare
+            except RuntimeError:
+                # torch.OutOfMemoryError is one, but a CPU's allocator raises it
+                # bare.
                 size_gib = model.spec.num_parameters * dtype.itemsize / (1 << 30)
                 raise CapacityError(
-                    f"{model.spec.name} takes {size_gib:.1f} GiB in {dtype}, which {device} "
-                    "hasn't free. Choose a "
-                    f"smaller dtype, another device or a smaller model."
+                    f"{model.spec.name} takes {size_gib:.1f} GiB in {dtype}, which {device} hasn't "
+                    "free. Choose a smaller dtype, another device or a smaller model."
                 ) from None
             setattr(module, name, nn.Parameter(storage, requires_grad=False))
         if isinstance(module, RotaryTable):

@@ -23,9 +23,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., size] → same
         if not self.offset:
             return F.rms_norm(x, self.size, self.weight, self.eps)
-        weight = (
-            self.weight.float() + self.offset
-        )  # the sum of a small weight and 1 doesn't fit 16 bits
+        # The sum of a small weight and 1 doesn't fit 16 bits.
+        weight = self.weight.float() + self.offset
         return F.rms_norm(x.float(), self.size, weight, self.eps).to(x.dtype)
 
 

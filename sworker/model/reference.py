@@ -68,9 +68,8 @@ def causal_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Te
     if spec.logit_softcap is not None:
         scores = spec.logit_softcap * torch.tanh(scores / spec.logit_softcap)
     keys = torch.arange(length, device=q.device)
-    distance = (
-        keys[None, :] - keys[length - num_queries :, None]
-    )  # [n, L]: key's position - query's position
+    # [n, L]: key's position - query's position.
+    distance = keys[None, :] - keys[length - num_queries :, None]
     if spec.alibi_slopes is not None:
         scores = scores + torch.tensor(spec.alibi_slopes, device=q.device)[:, None, None] * distance
     hidden = distance > 0

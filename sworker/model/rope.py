@@ -30,9 +30,8 @@ class RotaryTable(nn.Module):
 
     def fill(self, device: torch.device) -> None:
         positions = torch.arange(self.max_len, dtype=torch.float32)
-        angles = positions[:, None] * frequencies(
-            self.spec, positions
-        )  # [max_len, num_frequencies]
+        # [max_len, num_frequencies]
+        angles = positions[:, None] * frequencies(self.spec, positions)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * self.spec.attention_factor
         self.table = table.to(device)
 

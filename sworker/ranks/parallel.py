@@ -4,8 +4,14 @@ S-steps.
 Every pass of rank 0 is announced to the others, unit by unit, and all compute
 their share of it::
 
-    rank 0      tell BEGIN, ids, positions | S-step | gather q, k, v | R-workers … | tell ADVANCE | scatter o | S-step …
-    ranks 1 …   hear                       | S-step | gather q, k, v |             | hear         | scatter o | S-step …
+    rank 0                        ranks 1 …
+    tell BEGIN, ids, positions    hear
+    S-step                        S-step
+    gather q, k, v                gather q, k, v
+    R-workers …
+    tell ADVANCE                  hear
+    scatter o                     scatter o
+    S-step …                      S-step …
 
 Only rank 0 schedules, samples, and talks to R-workers, in whole heads. So
 R-workers, transports, failures and placement know nothing of ranks. The price:
@@ -178,8 +184,7 @@ class Ranks:
         if self._out_of_step:
             raise WorkerError(
                 f"S-worker {self.shard.rank} of {self.shard.size} broke off a step before, in "
-                "which the others wait "
-                "for it: see what was told then, and start the job again",
+                "which the others wait for it: see what was told then, and start the job again",
                 code="tp_out_of_step",
             )
         try:
@@ -223,9 +228,9 @@ class Ranks:
         if error is not None and not ended:
             what += f": {_brief(error)}"
         return WorkerError(
-            f"{names} {what}. Without its part of every layer the job can't go on: see that "
-            "rank's own output, and "
-            "start the job again (fastdecode run-batch --resume keeps what is done)",
+            f"{names} {what}. Without its part of every layer the job can't go on: see that rank's "
+            "own output, and start the job again (fastdecode run-batch --resume keeps what is "
+            "done)",
             code="tp_rank_lost",
         )
 

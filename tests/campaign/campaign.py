@@ -1,7 +1,8 @@
 """Jobs whose R-workers are killed, stopped or terminated at random moments, and
 jobs that are told to stop.
 
-    make campaign                       # or, with options: python tests/campaign/campaign.py --losses 20 --minutes 5
+    make campaign
+    python tests/campaign/campaign.py --losses 20 --minutes 5    # with options
 
 Every job's answers, greedy and sampled, are held against those of an
 undisturbed one. Counted are jobs that **hung**, that were **lost** (an answer

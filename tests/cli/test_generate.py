@@ -106,9 +106,8 @@ def test_bad_lines_cost_the_good_ones_nothing(run: Run) -> None:
     assert all(answer["error"]["message"] for answer in out if "error" in answer)
     assert out[0] == alone
     assert out[-1] == {**alone, "id": "last"}
-    assert (
-        "temperature" in next(a for a in out if a["id"] == "m")["error"]["message"]
-    )  # what was probably meant
+    # What was probably meant.
+    assert "temperature" in next(a for a in out if a["id"] == "m")["error"]["message"]
 
 
 def test_several_completions_and_logprobs(run: Run) -> None:

@@ -169,9 +169,8 @@ def test_a_replacement_at_the_same_address_joins(
         with running([*command, "--worker-silence-s", "60"], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             jobs[0].kill()
-            s_worker.processes()[0].send_signal(
-                signal.SIGSTOP
-            )  # or all might be done before the replacement is there
+            # Or all might be done before the replacement is there.
+            s_worker.processes()[0].send_signal(signal.SIGSTOP)
             with r_workers(addresses[0].rpartition(":")[2]):
                 s_worker.processes()[0].send_signal(signal.SIGCONT)
                 # It outlives the other one, so that the end is the replacement's work.

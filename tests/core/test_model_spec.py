@@ -380,8 +380,8 @@ _ROPE = st.dictionaries(
     st.sampled_from(["type", "rope_type", "factor", "low_freq_factor", "high_freq_factor",
                      "short_factor", "beta_fast", "original_max_position_embeddings", "rope_theta",
                      "partial_rotary_factor", "mscale"]),
-    _JSON | st.sampled_from(["linear", "dynamic", "llama3", "yarn", "longrope"]) | st.floats(0,
-        100),
+    _JSON | st.sampled_from(["linear", "dynamic", "llama3", "yarn", "longrope"])
+    | st.floats(0, 100),
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
-"""Which way every constraint moves: at a given batch and number of lanes, worse hardware and stricter promises never
-lower the number of sockets, and more bandwidth never raises it. None ("no number suffices") is above every number.
+"""Which way every constraint moves: at a given batch and number of lanes, worse
+hardware and stricter promises never lower the number of sockets, and more
+bandwidth never raises it. None ("no number suffices") is above every number.
 """
 
 from __future__ import annotations

@@ -52,9 +52,8 @@ def test_tile_operations(rows, words, columns):
     )
     total = rng.standard_normal((20, 24), np.float32)
     x = reference.to_float32(a, "bfloat16")[:rows, : 2 * words].astype(np.float64)
-    pairs = reference.to_float32(b, "bfloat16")[:words, : 2 * columns].astype(
-        np.float64
-    )  # [words, (columns, 2)]
+    # [words, (columns, 2)]
+    pairs = reference.to_float32(b, "bfloat16")[:words, : 2 * columns].astype(np.float64)
     y = pairs.reshape(words, columns, 2).swapaxes(1, 2).reshape(2 * words, columns)
     expected = total.copy()
     expected[:rows, :columns] = total[:rows, :columns] + x @ y

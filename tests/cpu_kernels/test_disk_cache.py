@@ -29,7 +29,8 @@ def subtract(a, b):
     return a - b
 
 if "full" in sys.argv:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file may grow: writing fails as on a full disk
+    # No file may grow: writing fails as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 for function in (add, subtract):
     address_of(function, int64, int64)
     print("loaded" if function.stats.cache_hits else "compiled", function(5, 3))

@@ -34,10 +34,8 @@ from fastdecode.wire.messages import (
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=20, n=3, ignore_eos=True)
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3": {
-        "num_attention_heads": 10,
-        "num_key_value_heads": 5,
-    },  # 5 KV heads: uneven among 2 and 3
+    # 5 KV heads: uneven among 2 and 3.
+    "qwen3": {"num_attention_heads": 10, "num_key_value_heads": 5},
     "bloom": {},  # a slope for each head
     "gemma2": {},
 }

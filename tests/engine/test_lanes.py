@@ -60,9 +60,8 @@ def test_regrouping_changes_no_token(schedule: str, tiny_checkpoint: Callable[..
         lanes, count = itertools.cycle([3, 1, 4, 2]), itertools.count()
 
         def regroup(running: RunningEngine) -> None:
-            running.engine.set_num_lanes(
-                next(lanes)
-            )  # what ends while lanes come to rest is told like anything else
+            # What ends while lanes come to rest is told like anything else.
+            running.engine.set_num_lanes(next(lanes))
 
         def on_delta() -> None:
             if next(count) % 5 == 4:

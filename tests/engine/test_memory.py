@@ -129,9 +129,8 @@ def test_lanes_that_there_is_memory_for() -> None:
     asked = resolved(141, lanes=2)
     assert (asked.most_lanes, asked.adapts_lanes) == (2, False)
     assert ample.memory.staging_bytes == 4 * asked.memory.staging_bytes
-    assert (
-        ample.memory.activation_bytes > asked.memory.activation_bytes
-    )  # one lane draws twice as many tokens at once
+    # One lane draws twice as many tokens at once.
+    assert ample.memory.activation_bytes > asked.memory.activation_bytes
     most = [resolved(gb / 20, gpu_memory_fraction=1.0).most_lanes for gb in range(390, 367, -1)]
     assert (
         most == sorted(most, reverse=True)

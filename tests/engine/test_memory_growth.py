@@ -38,9 +38,8 @@ def test_2000_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., P
         for length in (180, 90, 40)
     ]
     with (
-        mock.patch.object(
-            resolve, "_uses_graphs", return_value=True
-        ),  # units in fixed memory, not captured
+        # Units in fixed memory, not captured.
+        mock.patch.object(resolve, "_uses_graphs", return_value=True),
         mock.patch.object(
             s_worker,
             "StepGraphs",

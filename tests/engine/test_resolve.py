@@ -48,9 +48,8 @@ def resolved(tiny_checkpoint: Callable[..., Path]) -> Resolve:
 def test_every_rank_has_a_gpu_of_its_own(resolved: Resolve) -> None:
     assert resolved(4, device="cuda:1").device == torch.device("cuda", 1)
     assert [resolved(4, rank, device="cuda:1", tp=3).device.index for rank in range(3)] == [1, 2, 3]
-    assert (
-        resolved(1, 1, device="cuda", tp=2).device.index == 0
-    )  # where the launcher shows each rank one GPU
+    # Where the launcher shows each rank one GPU.
+    assert resolved(1, 1, device="cuda", tp=2).device.index == 0
     with pytest.raises(
         ConfigError, match="GPU 2 of S-worker 2 isn't there, torch sees 2 CUDA devices"
     ):

@@ -175,9 +175,8 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
 
 
 def test_an_input_that_changes_under_the_run_is_told(make_job: Callable[..., Job]) -> None:
-    job = make_job(
-        lines=[openai(f"id-{i}", user="x" * 4000) for i in range(NUM_LINES)]
-    )  # more than is read at once
+    # More than is read at once.
+    job = make_job(lines=[openai(f"id-{i}", user="x" * 4000) for i in range(NUM_LINES)])
 
     def change() -> None:
         job.input.write_text(job.input.read_text().replace("id-29", "id-77"))

@@ -21,20 +21,19 @@ from fastdecode.text.codec import TextCodec
 NOW = datetime(2026, 2, 3, 4, 5)
 
 TEMPLATES = {
-    "chatml": "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + "
-    "'<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ "
+    "chatml": "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + "
+    "message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ "
     "'<|im_start|>assistant\\n' }}{% endif %}",
-    "llama2": "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
-    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
-    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if loop.index0 == 0 and system_message %}{% set content = '<<SYS>>\\n' + system_message + "
-    "'\\n<</SYS>>\\n\\n' "
-    "+ message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}"
-    "{% if message['role'] == 'user' %}{{ '[INST] ' + content | trim + ' [/INST]' }}"
-    "{% elif message['role'] == 'assistant' %}{{ ' ' + content | trim + ' ' + eos_token }}{% "
-    "endif %}{% endfor %}",
+    "llama2": "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = "
+    "messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set "
+    "loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in "
+    "loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ "
+    "raise_exception('roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if "
+    "loop.index0 == 0 and system_message %}{% set content = '<<SYS>>\\n' + system_message + "
+    "'\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% "
+    "endif %}{% if message['role'] == 'user' %}{{ '[INST] ' + content | trim + ' [/INST]' }}{% "
+    "elif message['role'] == 'assistant' %}{{ ' ' + content | trim + ' ' + eos_token }}{% endif "
+    "%}{% endfor %}",
     "blocks": """
 {%- set ns = namespace(count=0) %}
 {%- macro head(role) -%}

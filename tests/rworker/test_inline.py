@@ -105,9 +105,8 @@ def test_works_when_it_is_waited_for() -> None:
     connection.send(HELLO)
     connection.send(OpenSequence(0, 10))
     connection.send(CloseSequence(0))
-    connection.send(
-        OpenSequence(0, 10)
-    )  # refused as a protocol error, were the one before not closed by then
+    # Refused as a protocol error, were the one before not closed by then.
+    connection.send(OpenSequence(0, 10))
     hub = SoleHub(connection)
     assert isinstance(hub.receive_any()[1], Welcome)
     assert [hub.receive_any(), hub.receive_any()] == [(WORKER, Accepted(0))] * 2

@@ -97,7 +97,9 @@ def test_the_latest_arrivals_are_suspended_and_resume_where_they_were() -> None:
     for length in (
         1,
         9,
-    ):  # what is expected of the others: 1 token, and 9 of those that get further
+    ):
+        # What is expected of the others: 1 token, and 9 of those that get
+        # further.
         harness.arrive(1, (length,), length)
     harness.run_out()
     for _ in range(3):

@@ -73,9 +73,8 @@ def run(
         Machine(0.0, 1e-3, 1e-6, 0.0),  # in balance, an instant network: two
         Machine(0.0, 1e-3, 1e-6, 20e-3),  # a slow network: three or more
         Machine(0.0, 1e-3, 1e-6, 60e-3),
-        Machine(
-            30e-3, 1e-4, 0.2e-6, 0.0
-        ),  # little R-part, and each lane reads the weights anew: one
+        # Little R-part, and each lane reads the weights anew: one.
+        Machine(30e-3, 1e-4, 0.2e-6, 0.0),
         Machine(5e-3, 1e-3, 1e-6, 10e-3),
     ],
 )

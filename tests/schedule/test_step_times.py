@@ -88,9 +88,8 @@ def test_prompts_count_at_their_average(chunk: int) -> None:
         prompts.append(rng.randrange(chunk) + 100 - batch)
         part = RPartTime(load, prompts[-1], truth.r_part_s(0, load) + store_s * prompts[-1])
         times.observe(batch, prompts[-1], truth.s_part_s(batch) + prompt_s * prompts[-1], {0: part})
-        times.observe(
-            0, 5000, 99.0, {0: RPartTime(0, 5000, 99.0)}
-        )  # nothing decodes: what it took is no matter
+        # Nothing decodes: what it took is no matter.
+        times.observe(0, 5000, 99.0, {0: RPartTime(0, 5000, 99.0)})
     mean = sum(prompts) / len(prompts)
     assert times.r_part_s(0, 20_000) == pytest.approx(
         truth.r_part_s(0, 20_000) + store_s * mean, rel=1e-6

@@ -58,9 +58,8 @@ def test_regrouped_lanes_leave_no_graph_that_nobody_can_use(
                     graphs.run(lane, 1, bucket)
         assert graphs.num_graphs == 8
         graphs.regroup(2)
-        assert (
-            graphs.buckets.parts == 4 and graphs.num_graphs == 6
-        )  # there is no bucket of 144 any more
+        # There is no bucket of 144 any more.
+        assert graphs.buckets.parts == 4 and graphs.num_graphs == 6
         graphs.regroup(1)
         assert graphs.buckets.parts == 8 and graphs.num_graphs == 3
         graphs._max_graphs = 4

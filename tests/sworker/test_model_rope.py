@@ -77,7 +77,6 @@ def test_table_turns_in_float32_and_rounds_once() -> None:
     positions = torch.tensor([0, 5, 63], dtype=torch.int32)
     exact = table(x.bfloat16().float(), positions)
     assert torch.equal(table(x.bfloat16(), positions), exact.bfloat16())
-    torch.testing.assert_close(
-        exact.norm(dim=-1), x.bfloat16().float().norm(dim=-1)
-    )  # it only turns
+    # it only turns
+    torch.testing.assert_close(exact.norm(dim=-1), x.bfloat16().float().norm(dim=-1))
     assert torch.equal(exact[0], x.bfloat16().float()[0]), "position 0 doesn't turn"

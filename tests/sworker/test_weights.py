@@ -114,8 +114,8 @@ def test_shards(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
         ("llama", {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}),
         ("gpt2", {}, {"transformer.h.1.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
                       "transformer.h.1.attn.masked_bias": torch.tensor(-1e4)}),
-        ("gpt_neox", {}, {"gpt_neox.layers.2.attention.bias": torch.ones(1, 1, 8, 8,
-            dtype=torch.uint8),
+        ("gpt_neox", {}, {"gpt_neox.layers.2.attention.bias":
+                              torch.ones(1, 1, 8, 8, dtype=torch.uint8),
                           "gpt_neox.layers.2.attention.masked_bias": torch.tensor(-1e9),
                           "gpt_neox.layers.2.attention.rotary_emb.inv_freq": torch.ones(3)}),
     ],

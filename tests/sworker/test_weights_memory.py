@@ -25,7 +25,8 @@ from pathlib import Path
 from sworker.load.weights import load_model
 
 def memory(field):  # bytes
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(field)]
     return int(line.split()[1]) << 10
 
 large, tiny, dtype = sys.argv[1], sys.argv[2], getattr(torch, sys.argv[3])

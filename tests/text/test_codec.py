@@ -103,9 +103,8 @@ def test_a_byte_run_shows_when_it_ends(kind: str) -> None:
     first = " The" if kind == "gemma" else "The"
     assert pieces_of(kind, ids) == [first, "", "", "", "", "", "你éa", ""]
     assert pieces_of(kind, ids[:-1])[-1] == "你é"
-    assert (
-        pieces_of(kind, ids[:-2])[-1] == "\ufffd" * 4
-    )  # as the library decodes a run with a broken end
+    # As the library decodes a run with a broken end.
+    assert pieces_of(kind, ids[:-2])[-1] == "\ufffd" * 4
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "metaspace", "wordpiece"])
@@ -119,7 +118,9 @@ def test_output_continues_the_text_of_its_prompt(kind: str, data: st.DataObject)
     prompt = data.draw(st.lists(st.sampled_from(sound), min_size=1, max_size=10))
     output = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=20))
     if all(tokenizer.decode([token]) == "" for token in prompt):
-        return  # then the output begins the text, and how much of its space is dropped hangs on the decoder
+        # Then the output begins the text, and how much of its space is dropped
+        # hangs on the decoder.
+        return
     whole = tokenizer.decode(prompt + output)
     assert "".join(pieces_of(kind, output, prompt)) == whole[len(tokenizer.decode(prompt)) :]
 

@@ -28,8 +28,8 @@ from fastdecode.text.token_span import max_bytes_per_token
 LIMITS = Limits(memory_bytes=512 << 20, cpu_s=1, open_cpu_s=1, slowness=30)
 NOW = datetime(2026, 2, 3)
 LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 

@@ -176,10 +176,12 @@ def test_golden_bytes_of_arrays() -> None:
     o = np.arange(4, dtype=np.uint16).reshape(1, 2, 2)
     lse = np.array([[1.0, -2.0]], np.float32)
     head = unhex(
-        "46445750 0300 44 00 07000000 58000000 4800000000000000"  # header: AttendResult, epoch 7, 88 + 72 bytes
+        "46445750 0300 44 00 07000000"  # header: AttendResult, epoch 7
+        "58000000 4800000000000000"  # 88 + 72 bytes
         "02000000 01000000 02000000 02000000"  # o: uint16 [1, 2, 2]
         "01000000 01000000 02000000"  # lse: float32 [1, 2]
-        "0900000000000000 0100000000000000 0300000000000000 000000000000e03f"  # step, lane, layer, compute_s
+        "0900000000000000 0100000000000000"  # step, lane
+        "0300000000000000 000000000000e03f"  # layer, compute_s
     )
     body = unhex("0000 0100 0200 0300") + bytes(56) + unhex("0000803f 000000c0")
     whole = in_one_piece(AttendResult(9, 1, 3, o, lse, 0.5), epoch=7).tobytes()
@@ -196,9 +198,11 @@ def test_golden_bytes_of_a_step() -> None:
         np.array([5], np.int32),
     )
     head = unhex(
-        "46445750 0300 05 00 00000000 65000000 4401000000000000"  # header: BeginStep, 101 + 324 bytes
-        "04000000 01000000 03000000 01000000 03000000 01000000"  # sequence_ids: int64 [1]; int32 [1] each
-        "03000000 01000000 03000000 01000000 03000000 01000000"
+        "46445750 0300 05 00 00000000"  # header: BeginStep
+        "65000000 4401000000000000"  # 101 + 324 bytes
+        "04000000 01000000"  # sequence_ids: int64 [1]
+        "03000000 01000000 03000000 01000000 03000000 01000000"  # int32 [1] each
+        "03000000 01000000 03000000 01000000"
         "0900000000000000 0100000000000000 ffffffffffffffff 01"  # step, lane, holder, want_lse
     )
     numbers = [1 << 36, 64, 0, 1, 64, 5]
@@ -219,7 +223,8 @@ def test_golden_bytes_of_nested_fields() -> None:
         "0100000000000000 0000000000000000 0000000000000000"  # protocol_version, holder, max_blocks
         "03000000 616263"  # model_hash
         "0100000000000000 0200000000000000 4000000000000000 02 2000000000000000"  # kv
-        "01000000 0400000000000000 0200000000000000 4000000000000000 000000000000c03f"  # one layer: heads, dim, scale
+        "01000000 0400000000000000 0200000000000000"  # one layer: heads
+        "4000000000000000 000000000000c03f"  # dim, scale
         "00 00 01 0000000000003e40"  # no window, no slopes, a soft-cap
         "01 00"  # activation_dtype, role
     )

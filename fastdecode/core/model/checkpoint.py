@@ -116,8 +116,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory} is not a directory. A model is a local directory in the Hugging Face "
-            "layout (config.json, "
-            f"*.safetensors); models are never downloaded: fetch it first, e.g. with `hf download`."
+            "layout (config.json, *.safetensors); models are never downloaded: fetch it first, "
+            "e.g. with `hf download`."
         )
     if not (directory / "config.json").is_file():
         raise CheckpointError(

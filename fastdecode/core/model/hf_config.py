@@ -92,9 +92,10 @@ def refuse_features(reader: ConfigReader) -> None:
 
 def _refuse_feature(reader: ConfigReader, name: str, feature: str) -> UnsupportedModelError:
     mends = {
-        "auto_map": "Code that comes with a checkpoint is never run. If the weights are those of a plain "
-        "architecture that FastDecode implements, delete the field",
-        "quantization_config": "Use the checkpoint in float32, float16 or bfloat16 that it was made from",
+        "auto_map": "Code that comes with a checkpoint is never run. If the weights are those of a "
+        "plain architecture that FastDecode implements, delete the field",
+        "quantization_config": "Use the checkpoint in float32, float16 or bfloat16 that it was "
+        "made from",
     }
     mend = mends.get(name, "Use a checkpoint without it")
     return UnsupportedModelError(

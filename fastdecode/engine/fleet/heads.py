@@ -51,9 +51,8 @@ def share_heads(num_q_heads: int, num_kv_heads: int, num_workers: int) -> list[H
     """
     if num_workers > num_kv_heads:
         raise ConfigError(
-            f"{num_workers} R-workers can't share {num_kv_heads} KV heads: start {num_kv_heads} "
-            "at most, or place by "
-            "sequence (--r-partition sequences)"
+            f"{num_workers} R-workers can't share {num_kv_heads} KV heads: start {num_kv_heads} at "
+            "most, or place by sequence (--r-partition sequences)"
         )
     group = num_q_heads // num_kv_heads
     bounds = [num_kv_heads * i // num_workers for i in range(num_workers + 1)]
@@ -280,9 +279,8 @@ class HeadsHub:
 
     def _lose(self, worker: int, error: WorkerError) -> None:
         if isinstance(error, PeerLostError):
-            error = WorkerError(
-                error.message, code=error.code
-            )  # its index means something to the parts' hub only
+            # Its index means something to the parts' hub only.
+            error = WorkerError(error.message, code=error.code)
         if worker not in self.dead:
             self.dead[worker] = error
             logger.error(

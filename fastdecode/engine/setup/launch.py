@@ -123,8 +123,7 @@ class RunningEngine:
         config, resolved = self.resolved.config, self.resolved
         tell(
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
-            f"{resolved.dtype}) on "
-            f"{describe_device(resolved)}: {resolved.memory}"
+            f"{resolved.dtype}) on {describe_device(resolved)}: {resolved.memory}"
         )
         if config.s_part.tp > 1:
             self._ranks = meet_ranks(

@@ -169,9 +169,8 @@ def _unit_row_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     inner = spec.intermediate_size // sizes.num_shards
     ups = 2 if spec.gated_mlp else 1
     in_mlp = 2 * spec.hidden_size + (ups + 2) * inner
-    in_attention = sum(_qkv_sizes(spec, sizes)) * (
-        2 * sizes.itemsize + 2 * 4
-    )  # rotated, and raised to float32
+    # Rotated, and raised to float32.
+    in_attention = sum(_qkv_sizes(spec, sizes)) * (2 * sizes.itemsize + 2 * 4)
     return in_mlp * sizes.itemsize + in_attention
 
 

@@ -40,9 +40,8 @@ def _tell_of_spinning() -> None:
     if torch.get_num_threads() > 1 and spins_on(os.environ):
         logger.warning(
             "torch was imported before fastdecode, so its idle threads spin for milliseconds: "
-            "beside other work on "
-            "these cores this is several times slower. Import fastdecode first, or set "
-            "GOMP_SPINCOUNT=3000"
+            "beside other work on these cores this is several times slower. Import fastdecode "
+            "first, or set GOMP_SPINCOUNT=3000"
         )
 
 

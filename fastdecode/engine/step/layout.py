@@ -11,13 +11,13 @@ queries it attends come first::
 Three kinds of row follow from how many tokens a sequence brings and has (see
 ``fastdecode.wire.messages``):
 
-=================  ============================  ============================  ======================
-sequence brings    the holder attends            the S-worker attends          o is
-=================  ============================  ============================  ======================
-1 token            past and the token            nothing                       the holder's
-a later chunk      the past                      the chunk, causally           both, merged by lse
-a first chunk      nothing (it stores k, v)      the chunk, causally           the S-worker's
-=================  ============================  ============================  ======================
+===============  ========================  ====================  ===================
+sequence brings  the holder attends        the S-worker attends  o is
+===============  ========================  ====================  ===================
+1 token          past and the token        nothing               the holder's
+a later chunk    the past                  the chunk, causally   both, merged by lse
+a first chunk    nothing (it stores k, v)  the chunk, causally   the S-worker's
+===============  ========================  ====================  ===================
 
 Rows of a holder that attends prompts are all of the first kind: it attends past
 and chunk, causally, and the S-worker nothing.

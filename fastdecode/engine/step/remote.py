@@ -190,8 +190,8 @@ class RemoteStep:
         if span is None or (result.step, result.layer) != due or result.layer > self._layer:
             raise ProtocolError(
                 f"{self._plan.fleet.peer(holder)} answered for step {result.step}, layer "
-                f"{result.layer}, "
-                f"where (step, layer) {due} was due: are both ends of the same version?"
+                f"{result.layer}, where (step, layer) {due} was due: are both ends of the same "
+                "version?"
             )
         self._answered[holder] += 1
         self.r_compute_s[holder] += result.compute_s
@@ -288,9 +288,8 @@ class RemoteStep:
                 and self._staging.is_home
                 and queries == slice(0, self._o.shape[0])
             ):
-                self._o = as_tensor(
-                    result.o, self._o.dtype
-                )  # lent until the lane's next Attend: o is used by then
+                # Lent until the lane's next Attend: o is used by then.
+                self._o = as_tensor(result.o, self._o.dtype)
             else:
                 self._staging.receive(result.o, self._o, queries)
             return

@@ -273,9 +273,8 @@ def connect_workers(
     ranks = roles.r_workers(job)
     if not ranks:
         raise ConfigError(
-            f"all {job.size} MPI ranks are S-workers (tp={roles.num_s_workers}): start more "
-            "ranks, which will be "
-            "R-workers",
+            f"all {job.size} MPI ranks are S-workers (tp={roles.num_s_workers}): start more ranks, "
+            "which will be R-workers",
             code="too_few_ranks",
         )
     peers = [(rank, f"R-worker rank {rank}") for rank in ranks]
@@ -295,8 +294,7 @@ def connect_to_s_workers(
     if job.rank in roles.peers:
         raise ConfigError(
             f"an R-worker was started as rank {job.rank}, the S-worker's: begin the mpirun line "
-            "with "
-            "-n 1 fastdecode generate ... and let the R-workers follow behind a colon"
+            "with -n 1 fastdecode generate ... and let the R-workers follow behind a colon"
         )
     peers = [(rank, f"the S-worker (rank {rank})") for rank in roles.peers]
     return MpiHub(job, peers, frozenset(get_args(ToRWorker)), tag=tag, pulse_s=PULSE_S)

@@ -242,9 +242,8 @@ def check_size(size: int, launched: int, library: str) -> None:
     )
     raise ConfigError(
         f"the launcher started {launched} ranks, but {library} sees {size}: the launcher belongs "
-        "to another MPI than "
-        f"the library that mpi4py loaded. Use {launcher}, or install mpi4py for your launcher's "
-        "MPI",
+        f"to another MPI than the library that mpi4py loaded. Use {launcher}, or install mpi4py "
+        "for your launcher's MPI",
         code="mpi_launcher_mismatch",
     )
 
@@ -330,8 +329,7 @@ def receive_text(job: MpiJob, rank: int, timeout_s: float) -> str:
     if text is None:
         raise WorkerError(
             f"rank {rank} hasn't come to meet the other S-workers in {timeout_s:g} s: does it "
-            "hang, or was it started "
-            "with other options than rank 0?",
+            "hang, or was it started with other options than rank 0?",
             code="tp_connect_failed",
         )
     return text
@@ -353,8 +351,7 @@ def _look_for_text(job: MpiJob, rank: int) -> str | None:
     if has_left:
         raise WorkerError(
             f"rank {rank} has ended before it met the other S-workers, as its own output then "
-            "says, or was started as "
-            "an R-worker: the first tp ranks are S-workers",
+            "says, or was started as an R-worker: the first tp ranks are S-workers",
             code="tp_rank_lost",
         )
     return None

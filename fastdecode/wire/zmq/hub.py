@@ -207,9 +207,8 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
             return None
         if len(data) == 1:
             return None
-        if (
-            data.__array_interface__["data"][0] % _ITEM_ALIGNMENT
-        ):  # small messages lie where they lay in the stream
+        if data.__array_interface__["data"][0] % _ITEM_ALIGNMENT:
+            # Small messages lie where they lay in the stream.
             aligned = self._pool.take(len(data))
             aligned[:] = data
             data = aligned
@@ -385,7 +384,6 @@ class ZmqHub:
 def _unreachable(peer: str, timeout_s: float) -> WorkerError:
     return WorkerError(
         f"can't reach {peer} within {timeout_s:g} s: does fastdecode r-worker --bind run there, "
-        "and does the network "
-        "let us through?",
+        "and does the network let us through?",
         code="worker_unreachable",
     )

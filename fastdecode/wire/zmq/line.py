@@ -41,8 +41,10 @@ _RECONNECT_MS: Final = 100
 
 _REFUSED: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused our key: is --key the same file on every host?",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it doesn't speak our protocol: does only one side have a --key?",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up while we shook hands: is --key the same on both sides?",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it doesn't speak our protocol: does only one side have a "
+    "--key?",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up while we shook hands: is --key the same on "
+    "both sides?",
 }
 _EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(_REFUSED)
 

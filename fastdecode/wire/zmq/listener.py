@@ -266,9 +266,8 @@ class ZmqListener:
 
     def _drop(self, reason: str) -> None:
         self._num_dropped += 1
-        if (
-            self._num_dropped & (self._num_dropped - 1) == 0
-        ):  # the 1st, 2nd, 4th, 8th, … so that no log is flooded
+        if self._num_dropped & (self._num_dropped - 1) == 0:
+            # The 1st, 2nd, 4th, 8th, … so that no log is flooded.
             logger.warning(
                 "%s: dropped what a stranger sent (%d so far): %s",
                 self.address,
