@@ -30,8 +30,9 @@ class AttentionSpec:
     visible tokens.
 
     The query at position p sees the keys j with ``p - sliding_window < j <= p``
-    (no lower bound without a window). ``f(s) = logit_softcap · tanh(s /
-    logit_softcap)``; the ALiBi bias is ``alibi_slopes[h] · (j - p)``.
+    (no lower bound without a window).
+    ``f(s) = logit_softcap · tanh(s / logit_softcap)``; the ALiBi bias is
+    ``alibi_slopes[h] · (j - p)``.
     """
 
     num_q_heads: int

@@ -177,8 +177,8 @@ class LLM:
         continues prompts.
 
         Args:
-            messages: a conversation, or several: ``[{"role": "user", "content":
-                "…"}, …]``.
+            messages: a conversation, or several:
+                ``[{"role": "user", "content": "…"}, …]``.
             params: for all conversations, or one each.
             chat_template: a file to use in place of the model's own.
             add_generation_prompt: end prompts with what begins the assistant's

@@ -4,9 +4,10 @@ A line is ``{"custom_id", "method": "POST", "url", "body"}``.
 
 An answer is ``{"id", "custom_id", "response": {"status_code", "request_id",
 "body"}, "error": null}``. The body is a ``text_completion`` or
-``chat.completion`` object, or with a status of 400 and above ``{"error":
-{"message", "type", "param", "code"}}``. ``id`` is ``batch_req_<run>_<line
-number>``: opaque to its reader, and what a resumed run finds its place by.
+``chat.completion`` object, or with a status of 400 and above
+``{"error": {"message", "type", "param", "code"}}``. ``id`` is
+``batch_req_<run>_<line number>``: opaque to its reader, and what a resumed run
+finds its place by.
 """
 
 from __future__ import annotations

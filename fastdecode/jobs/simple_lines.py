@@ -1,11 +1,11 @@
 """The lines of ``fastdecode generate``: a request a line in, an answer a line
 out.
 
-An input line is ``{"id": …, "prompt": "…"}`` or ``{"id": …, "prompt_token_ids":
-[…]}``, with any sampling parameter beside it. An output line is ``{"id",
-"text", "token_ids", "finish_reason", "usage"}`` (``"completions"`` instead of
-the middle three when n > 1, ``"logprobs"`` when asked for), or ``{"id",
-"error": {"code", "message"}}``.
+An input line is ``{"id": …, "prompt": "…"}`` or
+``{"id": …, "prompt_token_ids": […]}``, with any sampling parameter beside it.
+An output line is ``{"id", "text", "token_ids", "finish_reason", "usage"}``
+(``"completions"`` instead of the middle three when n > 1, ``"logprobs"`` when
+asked for), or ``{"id", "error": {"code", "message"}}``.
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ cache kept here as another one's replica: it stores, and never attends
 **Holders.** A holder is a cache. ``Hello`` opens one for the peer that says it,
 and nobody else may use it; a second peer that wants a holder that is taken, or
 one beside which there is no memory left, is refused as ``busy``. A peer may
-open several. Only then do messages name the holder that they are for: ``holder
-= THE_ONLY`` means the one that the peer has. Answers don't name it: an R-worker
-answers a peer in the order in which it was asked. When a peer goes, its caches
-go with it; others stay.
+open several. Only then do messages name the holder that they are for:
+``holder = THE_ONLY`` means the one that the peer has. Answers don't name it: an
+R-worker answers a peer in the order in which it was asked. When a peer goes,
+its caches go with it; others stay.
 
 One lane has at most one step open at a holder; within a step, layers come in
 order 0 … num_layers - 1, and the last layer's ``Attend`` closes the step.
@@ -62,15 +62,16 @@ the same both times. T_kv sums ``num_new`` and T_q sums ``num_queries`` over the
 step's sequences, in the order of ``sequence_ids``.
 
 Queries of one sequence are its last ``num_queries`` tokens: the query i of a
-sequence stands at position ``num_past + num_new + num_beyond - num_queries +
-i`` and sees keys up to its own position, below ``num_visible``, and inside the
-layer's window. So one contract covers decode (``num_new = num_queries = 1``,
+sequence stands at position
+``num_past + num_new + num_beyond - num_queries + i`` and sees keys up to its
+own position, below ``num_visible``, and inside the layer's window. So one
+contract covers decode (``num_new = num_queries = 1``,
 ``num_visible = num_past + 1``), a prompt's first chunk, attended on the
 S-worker (``num_queries = 0``), its later chunks, whose past alone is attended
-here and merged there by log-sum-exp (``num_queries = num_new``, ``num_visible =
-num_past``), and several new tokens attended here causally (``num_queries =
-num_new``, ``num_visible = num_past + num_new``). A query that sees no key at
-all gets o = 0 and a log-sum-exp of -inf.
+here and merged there by log-sum-exp (``num_queries = num_new``,
+``num_visible = num_past``), and several new tokens attended here causally
+(``num_queries = num_new``, ``num_visible = num_past + num_new``). A query that
+sees no key at all gets o = 0 and a log-sum-exp of -inf.
 
 A long sequence may be **split**: consecutive tokens of it, its **parts**, are
 on several R-workers, each a sequence of its own to them, with positions from 0.
