@@ -171,10 +171,8 @@ def layers(setup: Setup) -> Rows:
 
 def _eager_layers(setup: Setup, model: Model, batch: int) -> Callable[[], None]:
     spec = model.spec
-    x, o = (
-        setup.random(batch, spec.hidden_size),
-        setup.random(batch, spec.num_q_heads, spec.head_dim),
-    )
+    x = setup.random(batch, spec.hidden_size)
+    o = setup.random(batch, spec.num_q_heads, spec.head_dim)
     positions = torch.arange(batch, device=setup.device)
 
     def run() -> None:

@@ -202,11 +202,9 @@ class Bench:
         """``CYCLES`` cycles in so many lanes; the first one isn't counted."""
         self._engine.set_num_lanes(lanes)
         self.cycle()
-        waited, r_part, started = (
-            self._engine._pipeline.wait_s,
-            self._sums.r_part_s,
-            time.perf_counter(),
-        )
+        waited = self._engine._pipeline.wait_s
+        r_part = self._sums.r_part_s
+        started = time.perf_counter()
         for _ in range(CYCLES):
             self.cycle()
         cycle_s = (time.perf_counter() - started) / CYCLES

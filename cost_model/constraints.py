@@ -148,10 +148,8 @@ def _round_trips(system: System, lane_batch: int, lanes: int, promises: Promises
 def _room_and_latency(
     system: System, lane_batch: int, lanes: int, promises: Promises
 ) -> tuple[Constraint, ...]:
-    kv_bytes, s_bytes = (
-        system.r_memory_bytes(lane_batch, lanes),
-        system.s_memory_bytes(lane_batch, lanes),
-    )
+    kv_bytes = system.r_memory_bytes(lane_batch, lanes)
+    s_bytes = system.s_memory_bytes(lane_batch, lanes)
     limit_s = promises.step_limit_s
     cycle_limit_s = limit_s / system.costs.num_layers
 

@@ -222,10 +222,8 @@ def append_unit(variant, job_address, head, scratch):
         _write_row(job, codes, cells, offset % job.pack)
         if job.dtype >= INT8:
             if job.source == job.dtype:
-                k_scale, v_scale = (
-                    load_f32(job.scales + 8 * row),
-                    load_f32(job.scales + 8 * row + 4),
-                )
+                k_scale = load_f32(job.scales + 8 * row)
+                v_scale = load_f32(job.scales + 8 * row + 4)
             store_f32(base + job.scale_offset + 4 * offset, k_scale)
             store_f32(base + job.scale_offset + 4 * (job.padded_tokens + offset), v_scale)
 
@@ -243,21 +241,17 @@ def run_append(entry, team, scratch, fields, pool, k, v, scales, slots, first_he
     job.pool, job.slots = pool.ctypes.data, slots.ctypes.data
     job.k, job.v, job.scales = k.ctypes.data, v.ctypes.data, scales.ctypes.data
     job.num_heads, job.first_head, job.row_bytes = k.shape[1], first_head, k.shape[2] * k.itemsize
-    job.num_tokens, job.source, job.dtype, job.pack = (
-        slots.shape[0],
-        shape.source,
-        shape.dtype,
-        shape.pack,
-    )
+    job.num_tokens = slots.shape[0]
+    job.source = shape.source
+    job.dtype = shape.dtype
+    job.pack = shape.pack
     job.head_dim, job.block_size = shape.head_dim, shape.block_size
     job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
     job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
     job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
-    job.dim_words, job.tile_dims, job.tile_bytes = (
-        shape.dim_words,
-        shape.tile_dims,
-        shape.tile_bytes,
-    )
+    job.dim_words = shape.dim_words
+    job.tile_dims = shape.tile_dims
+    job.tile_bytes = shape.tile_bytes
     run_units(team, entry, jobs.ctypes.data, k.shape[1], scratch)
     keep_alive(jobs)
     return True

@@ -100,11 +100,9 @@ def _fill_job(
     job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
     job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
     job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
-    job.dim_words, job.tile_dims, job.tile_bytes = (
-        shape.dim_words,
-        shape.tile_dims,
-        shape.tile_bytes,
-    )
+    job.dim_words = shape.dim_words
+    job.tile_dims = shape.tile_dims
+    job.tile_bytes = shape.tile_bytes
     job.chunk_blocks = max(1, CHUNK_TOKENS // shape.block_size)
 
 

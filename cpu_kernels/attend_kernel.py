@@ -234,10 +234,8 @@ def _add_block(
     if variant.pack == 2 and left > 0:
         num_words = (num_tokens - left) // variant.pack
         _copy_last_step(variant, job, values, num_words, left, spare)
-        last, tile_bytes = (
-            weights + num_words * variant.word_bytes,
-            4 * variant.step_words * job.tile_dims,
-        )
+        last = weights + num_words * variant.word_bytes
+        tile_bytes = 4 * variant.step_words * job.tile_dims
         _add_values(
             variant, job, file, spare, tile_bytes, variant.step_words, ahead, last, factors, state,
             num_tiles, rescaling,

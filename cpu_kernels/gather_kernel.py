@@ -254,10 +254,8 @@ def _gather_v(job, shape, base, offset, count, rows, row_bytes, scratch):
 @part
 def _gather_scales(shape, base, offset, count, scales, row_bytes):
     for token in range(count):
-        source, target = (
-            base + shape.scale_offset + 4 * (offset + token),
-            scales + token * row_bytes,
-        )
+        source = base + shape.scale_offset + 4 * (offset + token)
+        target = scales + token * row_bytes
         store_f32(target, load_f32(source))
         store_f32(target + 4, load_f32(source + 4 * shape.padded_tokens))
 

@@ -162,11 +162,9 @@ def _run_region(typingctx, shared):
 @part
 def _work(shared, scratch):
     """Claim units until none is left."""
-    entry, job, num_units = (
-        load_i64(shared + _ENTRY),
-        load_i64(shared + _JOB),
-        load_i64(shared + _NUM_UNITS),
-    )
+    entry = load_i64(shared + _ENTRY)
+    job = load_i64(shared + _JOB)
+    num_units = load_i64(shared + _NUM_UNITS)
     while True:
         unit = fetch_add(shared + _NEXT_UNIT, 1)
         if unit >= num_units:

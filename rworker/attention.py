@@ -103,10 +103,8 @@ class AttentionExecutor:
         self._warm_up(prepare)
         warm = self._clock()
         layout, num_layers = prepare.layout, len(prepare.attention)
-        total_bytes, free_bytes = (
-            num_layers * prepare.num_blocks * layout.block_bytes,
-            self._free_bytes(),
-        )
+        total_bytes = num_layers * prepare.num_blocks * layout.block_bytes
+        free_bytes = self._free_bytes()
         if total_bytes > free_bytes:  # the system would promise it, and kill whoever fills it
             raise CapacityError(
                 f"the KV cache would take {total_bytes} bytes, but {free_bytes} are free here: "

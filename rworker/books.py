@@ -256,12 +256,10 @@ def blocks_within(num_bytes: int, block_bytes: int, hello: Hello) -> int:
 
 def _check_counts(begin: BeginStep, cached: NDArray[np.int64]) -> None:
     """``cached``: the worker's own token counts, [N]."""
-    past, new, queries, visible = (
-        begin.num_past,
-        begin.num_new,
-        begin.num_queries,
-        begin.num_visible,
-    )
+    past = begin.num_past
+    new = begin.num_new
+    queries = begin.num_queries
+    visible = begin.num_visible
     beyond = (
         np.zeros_like(cached) if begin.num_beyond is None else begin.num_beyond.astype(np.int64)
     )

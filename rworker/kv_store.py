@@ -186,10 +186,8 @@ class KVStore:
                 f"sequence {sequence_id} reserves {num_reserved_tokens} tokens, fewer than the "
                 f"{num_shared_tokens} that it shares with sequence {parent_id}"
             )
-        num_blocks, num_shared = (
-            self._blocks_for(num_reserved_tokens),
-            self._blocks_for(num_shared_tokens),
-        )
+        num_blocks = self._blocks_for(num_reserved_tokens)
+        num_shared = self._blocks_for(num_shared_tokens)
         has_tail = num_shared_tokens % self.block_size != 0
         num_needed = num_blocks - num_shared + has_tail
         self._check_room(num_reserved_tokens, num_blocks, num_needed)

@@ -372,12 +372,10 @@ def _tiled(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None
 ) -> None:
     """The queries are the last of the keys' tokens: q [n, Hq, D], k and v [L, Hkv, D]."""
-    num_tokens, num_past, Hkv, G = (
-        q.shape[0],
-        k.shape[0] - q.shape[0],
-        spec.num_kv_heads,
-        spec.group_size,
-    )
+    num_tokens = q.shape[0]
+    num_past = k.shape[0] - q.shape[0]
+    Hkv = spec.num_kv_heads
+    G = spec.group_size
     keys = k.transpose(0, 1).float()  # [Hkv, L, D]
     values = v.transpose(0, 1).float()
     tile_queries, tile_keys = tile_shape(

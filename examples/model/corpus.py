@@ -216,10 +216,8 @@ def conversation(draw: Draw, size: int) -> Document:
         if own:
             question, reply = f"Do you remember {topic.ask_own}?", f"Yes, {topic.answer_you}."
         else:
-            question, reply = (
-                f"Tell me again {topic.ask_other}.",
-                f"{topic.answer_me[0].upper()}{topic.answer_me[1:]}.",
-            )
+            question = f"Tell me again {topic.ask_other}."
+            reply = f"{topic.answer_me[0].upper()}{topic.answer_me[1:]}."
         page.write(f"{speakers[asker]}: {question.format_map(slots)}\n{speakers[answerer]}:")
         page.answer(topic.topic, f" {reply.format_map(slots)}")
         page.write("\n")

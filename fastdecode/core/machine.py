@@ -73,11 +73,9 @@ def _group_rooms(cgroups: Path, own: Path) -> Iterator[int]:
             root, cached = cgroups, "inactive_file"
             names = ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
-            root, names, cached = (
-                cgroups / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-                "total_inactive_file",
-            )
+            root = cgroups / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            cached = "total_inactive_file"
         else:
             continue
         group = root / path.lstrip("/")

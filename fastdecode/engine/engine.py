@@ -164,11 +164,9 @@ class Engine:
             WorkerError: no R-worker is left. ``abandon`` is all that can be
                 done then.
         """
-        started, wait_s, num_steps = (
-            time.perf_counter(),
-            self._pipeline.wait_s,
-            self.stats.num_steps,
-        )
+        started = time.perf_counter()
+        wait_s = self._pipeline.wait_s
+        num_steps = self.stats.num_steps
         outputs: list[RequestOutput] = []
         is_prefill = False
         if self._watch.lanes is not None:

@@ -59,10 +59,8 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
         f"S-part: {len(effort.batches)} batch sizes, {len(effort.prompts)} prompt lengths, "
         f"{effort.repeats} repeats"
     )
-    s_worker, of_s = (
-        make_s_worker(spec, model, resolved),
-        () if resolved.prompts_on_r else effort.prompts,
-    )
+    s_worker = make_s_worker(spec, model, resolved)
+    of_s = () if resolved.prompts_on_r else effort.prompts
     times = measure_s_part(s_worker, effort.batches, of_s, repeats=effort.repeats)
     del s_worker, model
     tell(

@@ -274,10 +274,8 @@ def _content(content: object, where: str) -> str:
 
 
 def _chat_logprobs(body: dict[str, Any]) -> dict[str, Any]:
-    wanted, top = (
-        _boolean(body, "logprobs", " in a chat; how many is top_logprobs"),
-        body.get("top_logprobs"),
-    )
+    wanted = _boolean(body, "logprobs", " in a chat; how many is top_logprobs")
+    top = body.get("top_logprobs")
     if top is not None and not wanted:
         refuse("top_logprobs", "needs logprobs: true")
     if wanted is None:

@@ -113,11 +113,9 @@ class LoadControl:
         if not batches:
             return self
         control = LoadControl(self.limit)
-        control._live, control._loads, control._latest_start = (
-            self._live[:],
-            self._loads[:],
-            self._latest_start,
-        )
+        control._live = self._live[:]
+        control._loads = self._loads[:]
+        control._latest_start = self._latest_start
         for batch in batches:
             control.add(batch)
         return control
@@ -224,10 +222,8 @@ class LoadControl:
 
     def _add_load(self, batch: MicroBatch, since: int, *, sign: int) -> None:
         """Change W by the micro-batch's load, at the end steps from ``since`` on."""
-        first, last = (
-            bisect_left(self._live, since, key=_END),
-            bisect_right(self._live, batch.end, key=_END),
-        )
+        first = bisect_left(self._live, since, key=_END)
+        last = bisect_right(self._live, batch.end, key=_END)
         for index in range(first, last):
             self._loads[index] += sign * batch.load_at(self._live[index].end)
 

@@ -112,11 +112,9 @@ def add_norm(
 def _normed(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    size, num_heads, x_head = (
-        x.shape[-1],
-        x.shape[1] if x.dim() == 3 else 1,
-        x.stride(1) if x.dim() == 3 else 0,
-    )
+    size = x.shape[-1]
+    num_heads = x.shape[1] if x.dim() == 3 else 1
+    x_head = x.stride(1) if x.dim() == 3 else 0
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if added is None else torch.empty_like(out)
     block = triton.next_power_of_2(size)

@@ -47,11 +47,9 @@ class Layer(nn.Module):
 
     def __init__(self, spec: ModelSpec, rope: RotaryTable | None) -> None:
         super().__init__()
-        self.num_q_heads, self.num_kv_heads, self.head_dim = (
-            spec.num_q_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-        )
+        self.num_q_heads = spec.num_q_heads
+        self.num_kv_heads = spec.num_kv_heads
+        self.head_dim = spec.head_dim
         self.parallel, self.placement = spec.parallel_residual, spec.norm_placement
         self.rope = rope
         self.attn_norm, self.mlp_norm = make_norm(spec), make_norm(spec)

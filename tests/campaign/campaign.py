@@ -94,11 +94,9 @@ class Campaign:
     def __init__(self, directory: Path, seed: int) -> None:
         self._directory = directory
         self._random = random.Random(seed)
-        self._model, self._input, self._output = (
-            directory / "model",
-            directory / "in.jsonl",
-            directory / "out.jsonl",
-        )
+        self._model = directory / "model"
+        self._input = directory / "in.jsonl"
+        self._output = directory / "out.jsonl"
         self._model.mkdir()
         write_checkpoint(self._model, llama_config(**SHAPE, max_position_embeddings=2048), "random")
         self._input.write_text("".join(json.dumps(line) + "\n" for line in lines()))

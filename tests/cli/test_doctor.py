@@ -116,11 +116,9 @@ def test_at_addresses_where_a_job_is_served_afterwards(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
-    model, source, output = (
-        str(tiny_checkpoint("llama")),
-        tmp_path / "in.jsonl",
-        tmp_path / "out.jsonl",
-    )
+    model = str(tiny_checkpoint("llama"))
+    source = tmp_path / "in.jsonl"
+    output = tmp_path / "out.jsonl"
     source.write_text('{"id": 1, "prompt_token_ids": [5], "max_tokens": 2, "temperature": 0}\n')
     command = [
         *FASTDECODE,

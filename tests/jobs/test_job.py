@@ -33,12 +33,10 @@ def test_answers_come_as_they_finish_and_each_once(make_job: Callable[..., Job])
 
 
 def test_seeds_come_from_the_run_and_the_id_alone(make_job: Callable[..., Job]) -> None:
-    job, again, other, backwards = (
-        make_job("1"),
-        make_job("2"),
-        make_job("3"),
-        make_job("4", LINES[::-1]),
-    )
+    job = make_job("1")
+    again = make_job("2")
+    other = make_job("3")
+    backwards = make_job("4", LINES[::-1])
     job.run(run_seed=7)
     again.run(run_seed=7, llm=FakeLLM(width=2))
     other.run(run_seed=8)

@@ -137,10 +137,8 @@ def test_a_run_tells_every_step_of_every_lane_and_worker(
         "kv_memory_gb": 0.01,
         "lanes": num_lanes,
     }
-    prompts, params = (
-        [[5, 6, 7], [8, 9], [10], [11] * 6],
-        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
-    )
+    prompts = [[5, 6, 7], [8, 9], [10], [11] * 6]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     with LLM(model, **options) as llm:
         untraced = llm.generate(prompts, params)
     with open_trace(tmp_path / "t.json") as trace, LLM(model, trace=trace, **options) as llm:

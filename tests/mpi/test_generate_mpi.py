@@ -176,11 +176,9 @@ def test_one_rank_is_too_few(job: Callable[..., tuple[list[str], Path, str]]) ->
     assert "1 MPI rank" in outcome.output and "Traceback" not in outcome.output
 
 
-WHOLE, HEADS, PARTS = (
-    ["--r-partition", "sequences"],
-    ["--r-partition", "heads"],
-    ["--split-tokens", "64"],
-)
+WHOLE = ["--r-partition", "sequences"]
+HEADS = ["--r-partition", "heads"]
+PARTS = ["--split-tokens", "64"]
 
 
 @pytest.mark.parametrize(

@@ -237,10 +237,8 @@ def test_worked_closed_form() -> None:
 
 
 def test_worked_interval_that_does_not_divide() -> None:
-    given_, expected = (
-        CASES["interval does not divide length"]["inputs"],
-        CASES["interval does not divide length"]["expected"],
-    )
+    given_ = CASES["interval does not divide length"]["inputs"]
+    expected = CASES["interval does not divide length"]["expected"]
     interval = FixedInterval.of(given_["B"], given_["S"], given_["F"])
     assert interval.num_sequences == given_["M"]
     assert interval.peak == expected["W_peak"] != expected["closed_form_invalid"]
@@ -256,10 +254,8 @@ def played(interval: FixedInterval, num_micro_batches: int) -> LoadControl:
 
 
 def test_worked_fixed_interval_from_a_cold_start() -> None:
-    given_, expected = (
-        CASES["fixed interval from a cold start"]["inputs"],
-        CASES["fixed interval from a cold start"]["expected"],
-    )
+    given_ = CASES["fixed interval from a cold start"]["inputs"]
+    expected = CASES["fixed interval from a cold start"]["expected"]
     interval = FixedInterval(given_["m"], given_["F"], given_["S"])
     assert [k * interval.interval for k in range(given_["n"])] == expected["start_steps"]
     assert played(interval, given_["n"]).peak() == interval.peak == expected["max_load"]

@@ -319,10 +319,8 @@ def test_merging_with_nothing_is_exact() -> None:
 
 def test_merging_is_symmetric_and_survives_extreme_scores() -> None:
     o_a, o_b = torch.full((4, 1, 2), 1.0), torch.full((4, 1, 2), 3.0)
-    lse_a, lse_b = (
-        torch.tensor([[500.0], [-500.0], [1e30], [0.0]]),
-        torch.tensor([[0.0], [-500.0], [-1e30], [math.log(3)]]),
-    )
+    lse_a = torch.tensor([[500.0], [-500.0], [1e30], [0.0]])
+    lse_b = torch.tensor([[0.0], [-500.0], [-1e30], [math.log(3)]])
     o, lse = merge_attention(o_a, lse_a, o_b, lse_b)
     torch.testing.assert_close(o[:, 0, 0], torch.tensor([1.0, 2.0, 1.0, 2.5]))
     torch.testing.assert_close(

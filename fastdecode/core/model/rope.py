@@ -183,10 +183,8 @@ def _yarn(config: ConfigReader, rope: ConfigReader, base: RopeSpec) -> tuple[Rop
 
     attention_factor = rope.optional_number("attention_factor", high=1e6)
     if attention_factor is None:
-        top, bottom = (
-            rope.optional_number("mscale", high=1e6),
-            rope.optional_number("mscale_all_dim", high=1e6),
-        )
+        top = rope.optional_number("mscale", high=1e6)
+        bottom = rope.optional_number("mscale_all_dim", high=1e6)
         attention_factor = mscale(top) / mscale(bottom) if top and bottom else mscale(1.0)
     spec = RopeSpec(
         base.kind,

@@ -341,10 +341,8 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
         raise ConfigError(Given("device", name), ": the S-part runs on cpu or cuda")
     if device.type == "cpu":
         return device
-    index, count = (
-        (device.index or 0) + rank,
-        torch.cuda.device_count() if torch.cuda.is_available() else 0,
-    )
+    index = (device.index or 0) + rank
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if rank and count == 1:
         index = device.index or 0  # the launcher shows every rank a GPU of its own
     if index >= count:
