@@ -14,6 +14,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import psutil
 from messages_for_tests import answer
 
 from fastdecode.core.errors import FastDecodeError, WorkerError
@@ -93,6 +94,12 @@ class Puppet:
 
     def close(self) -> None:
         self.call("close")
+
+    def kill(self) -> None:
+        """End its process; it is gone when this returns."""
+        process = psutil.Process(self.pid)
+        process.kill()
+        process.wait(WAIT_S)
 
 
 class LocalPuppet:

@@ -335,7 +335,7 @@ def test_an_r_worker_that_was_killed_is_noticed_at_once(stage: Stage, hub: ZmqHu
     assert hub.receive_any(WAIT_S) == (1, Accepted(5))
     connections[1].send(attend(4000))
     started = time.monotonic()
-    os.kill(stage.puppets[1].pid, signal.SIGKILL)
+    stage.puppets[1].kill()
     assert code_of(lambda: hub.receive_any(WAIT_S), connections[1].peer, "is lost") == CLOSED
     assert time.monotonic() - started < 5.0  # heartbeats alone would need that long
     assert code_of(lambda: connections[1].send(attend(1)), connections[1].peer) == CLOSED
@@ -352,7 +352,7 @@ def test_a_silent_r_worker_is_lost(stage: Stage) -> None:
         os.kill(stage.puppets[0].pid, signal.SIGSTOP)
         assert code_of(lambda: connection.receive(WAIT_S), "is lost", "silent") == CLOSED
     finally:
-        os.kill(stage.puppets[0].pid, signal.SIGKILL)
+        stage.puppets[0].kill()
         hub.close()
 
 
