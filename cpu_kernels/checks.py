@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from cpu_kernels.attend_driver import BAD_BLOCK, BAD_CONTEXT, BAD_POSITION
+from cpu_kernels.attention.driver import BAD_BLOCK, BAD_CONTEXT, BAD_POSITION
 from cpu_kernels.layout import CARRIERS, SOURCES, BlockLayout
 
 _UINT8, _INT32, _INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
@@ -153,7 +153,7 @@ def check_attend(
     source: str,
 ) -> None:
     """Raises ValueError, naming the argument, unless the arrays fit each other.
-    Values: ``attend_driver``."""
+    Values: ``attention.driver``."""
     _pool(layout, pool_layer)
     carrier, int32 = _source(source), _INT32
     num_rows, num_q_heads = q.shape[:2] if q.ndim == 3 else (None, None)
@@ -183,7 +183,7 @@ def raise_bad_value(
     query_positions: NDArray[np.int32],
     context_lens: NDArray[np.int32],
 ) -> NoReturn:
-    """Says what ``attend_driver.check_values`` found."""
+    """Says what ``attention.driver.check_values`` found."""
     if code == BAD_CONTEXT:
         most = block_tables.shape[1] * layout.block_size
         raise ValueError(f"context_lens[{index}]={context_lens[index]} is not within 0..{most}")

@@ -13,18 +13,18 @@ import numpy as np
 from numba import int64
 from numpy.typing import NDArray
 
-from cpu_kernels.amx import TILE_ROWS
-from cpu_kernels.amx_products import MAX_TOTALS
-from cpu_kernels.append_kernel import append_unit
-from cpu_kernels.attend_driver import MAX_PARTIALS
-from cpu_kernels.attend_kernel import attend_unit
-from cpu_kernels.compiled import address_of
-from cpu_kernels.gather_kernel import gather_unit
+from cpu_kernels.attention.amx_products import MAX_TOTALS
+from cpu_kernels.attention.driver import MAX_PARTIALS
+from cpu_kernels.attention.kernel import attend_unit
+from cpu_kernels.codegen.amx import TILE_ROWS
+from cpu_kernels.codegen.compiled import address_of
 from cpu_kernels.isa import ISA_VARIABLE, Isa, default_level, find_level, host_levels
 from cpu_kernels.layout import DTYPES, BlockLayout, aligned_bytes
 from cpu_kernels.read_kernel import copy_unit, read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.team import SCRATCH_BYTES, Team
+from cpu_kernels.tokens.append import append_unit
+from cpu_kernels.tokens.gather import gather_unit
 from cpu_kernels.variant import Variant, VariantType, plain_variant
 
 logger = logging.getLogger(__name__)

@@ -58,7 +58,7 @@ def host_levels() -> tuple[Isa, ...]:
     registers where there are any."""
     import llvmlite.binding as llvm
 
-    from cpu_kernels.amx import ask_permission
+    from cpu_kernels.codegen.amx import ask_permission
 
     features = llvm.get_host_cpu_features()
     usable = []

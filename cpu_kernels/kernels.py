@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpu_kernels import attend_driver
 from cpu_kernels.amx_check import disagreement
-from cpu_kernels.append_kernel import run_append
-from cpu_kernels.attend_driver import run_attend
+from cpu_kernels.attention import driver
+from cpu_kernels.attention.driver import run_attend
 from cpu_kernels.checks import (
     check_append,
     check_attend,
@@ -29,9 +28,10 @@ from cpu_kernels.dispatch import (
     thread_partials,
     thread_scratch,
 )
-from cpu_kernels.gather_kernel import run_gather
 from cpu_kernels.layout import BlockLayout
 from cpu_kernels.team import OpenMPTeam, Team
+from cpu_kernels.tokens.append import run_append
+from cpu_kernels.tokens.gather import run_gather
 
 _NO_SLOPES = np.zeros(0, np.float32)
 _NO_LSE = np.zeros((0, 0), np.float32)
@@ -218,8 +218,8 @@ def attend(
     plan = plan_attend(
         layout, num_q_heads // layout.num_kv_heads, source, ragged, level, compare_levels
     )
-    room, code, index = 0, attend_driver.MORE_ROOM, 0
-    while code == attend_driver.MORE_ROOM:
+    room, code, index = 0, driver.MORE_ROOM, 0
+    while code == driver.MORE_ROOM:
         code, index = run_attend(
             plan.entry,
             plan.tile_rows,
@@ -239,10 +239,10 @@ def attend(
             _NO_LSE if lse is None else lse,
             float(scale),
             float(logit_softcap or 0.0),
-            min(sliding_window or 0, attend_driver.MAX_POSITION),
+            min(sliding_window or 0, driver.MAX_POSITION),
         )
         room = index
-    if code != attend_driver.OK:
+    if code != driver.OK:
         raise_bad_value(
             code,
             index,

@@ -11,9 +11,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cpu_kernels.compiled import entry
-from cpu_kernels.memory import as_record, emit_prefetch, keep_alive, store_i64
-from cpu_kernels.simd import I8, I32, I64, TileType, call, fold_lanes, load_at, pointer, vec
+from cpu_kernels.codegen.compiled import entry
+from cpu_kernels.codegen.memory import as_record, emit_prefetch, keep_alive, store_i64
+from cpu_kernels.codegen.simd import I8, I32, I64, TileType, call, fold_lanes, load_at, pointer, vec
 from cpu_kernels.team import run_units
 
 READ_JOB = np.dtype(

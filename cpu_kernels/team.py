@@ -32,10 +32,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cpu_kernels.compiled import address_of, entry, part
+from cpu_kernels.codegen.compiled import address_of, entry, part
+from cpu_kernels.codegen.memory import load_i64, store_i64
+from cpu_kernels.codegen.simd import I8, I32, I64, call, pointer
 from cpu_kernels.layout import aligned_bytes
-from cpu_kernels.memory import load_i64, store_i64
-from cpu_kernels.simd import I8, I32, I64, call, pointer
 
 # Fields of the shared memory, in bytes; those that are written during a call
 # have cache lines of their own.

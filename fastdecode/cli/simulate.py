@@ -185,7 +185,7 @@ def _add_schedule(group: Any) -> None:
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Simulate every mode and print the outcome. Returns the exit code."""
-    from cost_model.plot import check_plot
+    from cost_model.plans.plot import check_plot
     from cost_model.simulate.plot import plot
     from cost_model.simulate.report import as_json, as_text
     from cost_model.simulate.simulator import Outcome, Simulator

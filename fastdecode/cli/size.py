@@ -16,8 +16,8 @@ from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.hardware import Hardware
-    from cost_model.question import CpuSource, Goal, GpuSource, NicSource, Setup
-    from cost_model.size import Sizing
+    from cost_model.plans.question import CpuSource, Goal, GpuSource, NicSource, Setup
+    from cost_model.plans.size import Sizing
 
 EXIT_INFEASIBLE = 1
 
@@ -139,10 +139,10 @@ def _add_goal(parser: argparse.ArgumentParser) -> None:
 def run_size(args: argparse.Namespace) -> int:
     """Answer one question. Returns the exit code."""
     from cost_model.hardware import Hardware
-    from cost_model.plot import check_plot, save_plot
-    from cost_model.question import Prices
-    from cost_model.report import as_json, as_text
-    from cost_model.size import size
+    from cost_model.plans.plot import check_plot, save_plot
+    from cost_model.plans.question import Prices
+    from cost_model.plans.report import as_json, as_text
+    from cost_model.plans.size import size
 
     if args.plot is not None:
         check_plot(args.plot)
@@ -167,7 +167,7 @@ def read_setup(args: argparse.Namespace, hardware: Hardware) -> Setup:
     Raises:
         ConfigError: an option makes no sense; names it and what it may be.
     """
-    from cost_model.question import Setup
+    from cost_model.plans.question import Setup
     from cost_model.shapes import read_model
     from cost_model.workload import parse_kv_dtype
 
@@ -189,7 +189,7 @@ def read_setup(args: argparse.Namespace, hardware: Hardware) -> Setup:
 
 def read_goal(args: argparse.Namespace) -> Goal:
     """The promises that the options name. Raises ConfigError where they make no sense."""
-    from cost_model.question import Goal
+    from cost_model.plans.question import Goal
 
     return Goal(
         latency_s=args.latency,
@@ -261,7 +261,7 @@ def _profile(name: str, option: str, kind: type[Any], letter: str) -> Any:
 
 
 def _emit(sizing: Sizing, directory: Path, model: str) -> None:
-    from cost_model.launch import launch_files
+    from cost_model.plans.launch import launch_files
 
     if sizing.plan is None:
         raise ConfigError("--emit: there is no plan to launch")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.closed_forms import whole
-from cost_model.size import max_batch_within_latency, required_cpus
+from cost_model.plans.size import max_batch_within_latency, required_cpus
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
 

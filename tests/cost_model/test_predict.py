@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.closed_forms import required_cpus
-from cost_model.constraints import Promises, gpu_busy_constraints
+from cost_model.plans.constraints import Promises, gpu_busy_constraints
 from cost_model.predict import LaneTimes, System
 from cost_model.shapes import CONFIGS
 from cost_model.stages import Link, Provenance, RPart, SPart

@@ -10,11 +10,11 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_model.constraints import Promises, gpu_busy_constraints
 from cost_model.hardware import Cpu, Gpu, Hardware, Nic
-from cost_model.question import Goal, Setup
+from cost_model.plans.constraints import Promises, gpu_busy_constraints
+from cost_model.plans.question import Goal, Setup
+from cost_model.plans.size import size
 from cost_model.shapes import model_named
-from cost_model.size import size
 from cost_model.workload import Workload
 from fastdecode.core.dtype import DType
 

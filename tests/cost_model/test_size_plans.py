@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from cost_model.gpu_only import gpu_only_memory_bytes, gpu_only_step_s
 from cost_model.hardware import Hardware
-from cost_model.question import Goal, Prices, Setup
+from cost_model.plans.gpu_only import gpu_only_memory_bytes, gpu_only_step_s
+from cost_model.plans.question import Goal, Prices, Setup
+from cost_model.plans.size import size
 from cost_model.shapes import model_named
-from cost_model.size import size
 from cost_model.workload import Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cost_model.hardware import Hardware
+from cost_model.plans.question import Goal, Setup
+from cost_model.plans.size import size
 from cost_model.predict import System
-from cost_model.question import Goal, Setup
 from cost_model.shapes import model_named
-from cost_model.size import size
 from cost_model.stages import Link, Provenance, RPart, SPart
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType

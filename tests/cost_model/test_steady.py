@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.hardware import Hardware
+from cost_model.plans.question import Setup
 from cost_model.predict import System
-from cost_model.question import Setup
 from cost_model.shapes import model_named
 from cost_model.steady import Quantity, SteadyBatch, predict_steady, scale_down
 from cost_model.workload import Workload

@@ -14,8 +14,9 @@ import pytest
 from numba import njit
 
 import cpu_kernels
-from cpu_kernels import BlockLayout, allocate_pool, amx, dispatch, isa, reference
-from cpu_kernels.amx import TILE_UNITS, SoftTiles, soft_multiply
+from cpu_kernels import BlockLayout, allocate_pool, dispatch, isa, reference
+from cpu_kernels.codegen import amx
+from cpu_kernels.codegen.amx import TILE_UNITS, SoftTiles, soft_multiply
 from cpu_kernels.dispatch import choose_variant, plan_attend, tiles_work
 from cpu_kernels.isa import LEVELS, SOFT_AMX, Isa
 from cpu_kernels.kernels import compare_levels
@@ -156,7 +157,7 @@ def test_where_tiles_are_used(layout, group_size, source, ragged, dot):
 COMPILE = """
 from numba import int64
 from cpu_kernels import BlockLayout
-from cpu_kernels.attend_kernel import attend_unit
+from cpu_kernels.attention.kernel import attend_unit
 from cpu_kernels.dispatch import choose_variant
 from cpu_kernels.isa import LEVELS
 from cpu_kernels.variant import VariantType

@@ -9,7 +9,7 @@ import pytest
 
 import cpu_kernels
 from cpu_kernels import BlockLayout, allocate_pool, dispatch, reference
-from cpu_kernels.attend_driver import MAX_PARTIALS
+from cpu_kernels.attention.driver import MAX_PARTIALS
 from cpu_kernels.isa import host_levels
 
 SEED = 20240321

@@ -18,7 +18,7 @@ SCRIPT = """
 import logging, resource, sys
 from numba import int64
 logging.basicConfig(stream=sys.stdout, format="log: %(message)s")
-from cpu_kernels.compiled import address_of, entry
+from cpu_kernels.codegen.compiled import address_of, entry
 
 @entry
 def add(a, b):
@@ -49,7 +49,7 @@ def test_machine_code_of_other_sources_is_left_alone(tmp_path: Path) -> None:
     )
     first = _compiled(tree, tmp_path / "cache")
     assert first and _compiled(tree, tmp_path / "cache") == first
-    for path in (tree / "cpu_kernels").glob("*.py"):
+    for path in (tree / "cpu_kernels").rglob("*.py"):
         path.write_text(path.read_text().replace("VariantType", "KindOfVariant"))
     second = _compiled(tree, tmp_path / "cache")
     assert first < second

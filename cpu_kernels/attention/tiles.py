@@ -19,16 +19,16 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cpu_kernels.amx_products import (
+from cpu_kernels.attention.amx_products import (
     AmxTileType,
     accumulate_totals,
     load_state,
     store_totals,
     zero_totals,
 )
-from cpu_kernels.memory import emit_prefetch
-from cpu_kernels.operands import BF16, BIAS, FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, UNIT
-from cpu_kernels.simd import (
+from cpu_kernels.attention.operands import BF16, BIAS, FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, UNIT
+from cpu_kernels.codegen.memory import emit_prefetch
+from cpu_kernels.codegen.simd import (
     F32,
     I8,
     I16,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cost_model.hardware import Cpu, Gpu, Nic
+from cost_model.plans.question import Goal, Setup
 from cost_model.predict import System
 from cost_model.quantities import bytes_text, rate_text, seconds_text
-from cost_model.question import Goal, Setup
 from cost_model.stages import Provenance
 
 

@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, lower_builtin, register_model, type_callable
 
-from cpu_kernels.compiled import part
+from cpu_kernels.codegen.compiled import part
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cpu_kernels.simd import (
+from cpu_kernels.codegen.simd import (
     EXP2_PRECISE,
     F32,
     I16,

@@ -24,10 +24,10 @@ from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-from cpu_kernels.amx import NUM_TILES, TILE_UNITS, clear_config, set_tile
-from cpu_kernels.compiled import part
-from cpu_kernels.operands import FACTOR_BYTES, ROW_BYTES
-from cpu_kernels.simd import F32, I1, I64, broadcast, load_at, store_at, vec
+from cpu_kernels.attention.operands import FACTOR_BYTES, ROW_BYTES
+from cpu_kernels.codegen.amx import NUM_TILES, TILE_UNITS, clear_config, set_tile
+from cpu_kernels.codegen.compiled import part
+from cpu_kernels.codegen.simd import F32, I1, I64, broadcast, load_at, store_at, vec
 
 WORDS = 16
 """Cells that a product sums up: 32 elements."""

@@ -2,7 +2,7 @@
 offload at all.
 
 How it chooses. A candidate is a lane's batch and a number of lanes; its sockets
-are the most that any constraint (``cost_model.constraints``) asks for. Of the
+are the most that any constraint (``constraints``) asks for. Of the
 lanes, the fewest are taken, unless one more saves a fifth of the sockets. Of
 the batches, the smallest is taken from which doubling gives less than
 ``min_gain`` more tokens a second, or would break a promise. If no candidate
@@ -19,19 +19,19 @@ from dataclasses import dataclass, replace
 from cost_model.closed_forms import RequiredCpus as RequiredCpus
 from cost_model.closed_forms import max_batch_within_latency as max_batch_within_latency
 from cost_model.closed_forms import required_cpus as required_cpus
-from cost_model.constraints import (
+from cost_model.hardware import Gpu, Hardware, Nic
+from cost_model.plans.constraints import (
     BUSY,
     Constraint,
     Promises,
     best_effort_constraints,
     gpu_busy_constraints,
 )
-from cost_model.gpu_only import GpuOnly, best_gpu_only
-from cost_model.hardware import Gpu, Hardware, Nic
+from cost_model.plans.gpu_only import GpuOnly, best_gpu_only
+from cost_model.plans.question import Goal, Prices, Setup, split_counts
+from cost_model.plans.search import Plan, choose, diagnose, find_plans, plan_of
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.quantities import counted, rate_text
-from cost_model.question import Goal, Prices, Setup, split_counts
-from cost_model.search import Plan, choose, diagnose, find_plans, plan_of
 from fastdecode.core.measurement import RProfile
 
 # Without prices: no market sells a server socket with its memory for less than

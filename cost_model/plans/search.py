@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from cost_model.constraints import (
+from cost_model.hardware import Gpu
+from cost_model.plans.constraints import (
     Constraint,
     Promises,
     best_effort_constraints,
     gpu_busy_constraints,
 )
-from cost_model.hardware import Gpu
+from cost_model.plans.question import MAX_BATCH, Goal, Setup, split_counts
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.quantities import counted, rate_text, seconds_text
-from cost_model.question import MAX_BATCH, Goal, Setup, split_counts
 from fastdecode.core.errors import ConfigError
 
 # A lane more must save this part of the sockets.

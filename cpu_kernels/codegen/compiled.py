@@ -32,6 +32,7 @@ from numba.core.compiler import Compiler
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = Path(__file__).parents[1]
 _CHECKSUM_BYTES = sha256().digest_size
 
 
@@ -66,7 +67,7 @@ class _PartCompiler(Compiler):
 @cache
 def _sources_digest():
     digest = sha256(numba.__version__.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

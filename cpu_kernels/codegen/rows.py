@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpu_kernels import elements
-from cpu_kernels.compiled import part
-from cpu_kernels.elements import BFLOAT16, FLOAT32
-from cpu_kernels.lanes import (
+from cpu_kernels.codegen import elements
+from cpu_kernels.codegen.compiled import part
+from cpu_kernels.codegen.elements import BFLOAT16, FLOAT32
+from cpu_kernels.codegen.lanes import (
     fill_lanes,
     load_brains,
     load_halves,
@@ -19,7 +19,7 @@ from cpu_kernels.lanes import (
     store_halves,
     store_lanes,
 )
-from cpu_kernels.memory import store_f32
+from cpu_kernels.codegen.memory import store_f32
 
 
 @part

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 
+from cost_model.plans.report import as_json
+from cost_model.plans.search import Plan
+from cost_model.plans.size import Sizing
 from cost_model.quantities import counted, seconds_text
-from cost_model.report import as_json
-from cost_model.search import Plan
-from cost_model.size import Sizing
 from fastdecode.wire.mpirun_line import Host, JobLine
 
 # Cores of the S-worker's host: it drives the GPUs, samples, and moves q, k, v and o.

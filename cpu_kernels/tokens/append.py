@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpu_kernels.compiled import entry, part
-from cpu_kernels.elements import float_to_brain, float_to_half, read_row
-from cpu_kernels.memory import (
+from cpu_kernels.codegen.compiled import entry, part
+from cpu_kernels.codegen.elements import float_to_brain, float_to_half, read_row
+from cpu_kernels.codegen.memory import (
     as_record,
     bits_of,
     keep_alive,

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpu_kernels.attend_kernel import CHUNK_TOKENS, JOB, MAX_ROWS, UNIT_FIELDS
-from cpu_kernels.compiled import entry, part
-from cpu_kernels.memory import as_record, keep_alive
-from cpu_kernels.merge_kernel import PARTIAL_HEADER
+from cpu_kernels.attention.kernel import CHUNK_TOKENS, JOB, MAX_ROWS, UNIT_FIELDS
+from cpu_kernels.attention.merge import PARTIAL_HEADER
+from cpu_kernels.codegen.compiled import entry, part
+from cpu_kernels.codegen.memory import as_record, keep_alive
 from cpu_kernels.shape import SHAPE
 from cpu_kernels.team import run_units
 

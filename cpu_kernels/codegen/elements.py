@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpu_kernels.compiled import part
-from cpu_kernels.memory import bits_of, float_of, load_f32, load_u16, store_f32, store_u16
+from cpu_kernels.codegen.compiled import part
+from cpu_kernels.codegen.memory import bits_of, float_of, load_f32, load_u16, store_f32, store_u16
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # the order of layout.SOURCES
 

@@ -2,7 +2,7 @@
 # Everything here runs inside Numba's type inference and code generation, whose
 # types are not Python's.
 """Reading tokens' K and V out of their blocks, as they are stored: the inverse
-of ``append_kernel``.
+of ``append``.
 
 Consecutive tokens of a block, a **run**, are read together: 16 tokens of K's
 rows of cells are turned into 16 rows of words, for a word of a stored row is a
@@ -17,8 +17,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cpu_kernels.compiled import entry, part
-from cpu_kernels.memory import (
+from cpu_kernels.codegen.compiled import entry, part
+from cpu_kernels.codegen.memory import (
     as_record,
     keep_alive,
     load_f32,
@@ -27,8 +27,8 @@ from cpu_kernels.memory import (
     store_f32,
     store_u8,
 )
+from cpu_kernels.codegen.simd import I8, I16, I32, broadcast, constant, load_at, store_at, vec
 from cpu_kernels.shape import SHAPE
-from cpu_kernels.simd import I8, I16, I32, broadcast, constant, load_at, store_at, vec
 from cpu_kernels.team import run_units
 
 GATHER_JOB = np.dtype(

@@ -27,7 +27,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cpu_kernels.simd import (
+from cpu_kernels.codegen.simd import (
     F32,
     I8,
     I16,

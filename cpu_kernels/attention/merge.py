@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpu_kernels.compiled import part
-from cpu_kernels.memory import load_f32, load_i32, load_i64, store_f32
-from cpu_kernels.rows import add_row, copy_row, fill_row, write_row
-from cpu_kernels.simd import exp2_scalar
+from cpu_kernels.codegen.compiled import part
+from cpu_kernels.codegen.memory import load_f32, load_i32, load_i64, store_f32
+from cpu_kernels.codegen.rows import add_row, copy_row, fill_row, write_row
+from cpu_kernels.codegen.simd import exp2_scalar
 
 LN_2 = 0.6931471805599453
 PARTIAL_HEADER = 16

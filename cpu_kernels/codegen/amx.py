@@ -20,9 +20,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from cpu_kernels.compiled import part
-from cpu_kernels.elements import brain_to_float
-from cpu_kernels.memory import (
+from cpu_kernels.codegen.compiled import part
+from cpu_kernels.codegen.elements import brain_to_float
+from cpu_kernels.codegen.memory import (
     load_f32,
     load_u8,
     load_u16,
@@ -33,7 +33,7 @@ from cpu_kernels.memory import (
     store_u16,
     store_u32,
 )
-from cpu_kernels.simd import I8, I64, call, pointer
+from cpu_kernels.codegen.simd import I8, I64, call, pointer
 
 TILE_ROWS = 16
 TILE_BYTES = 1024

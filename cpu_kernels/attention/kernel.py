@@ -25,10 +25,38 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpu_kernels.amx import FILE_BYTES
-from cpu_kernels.amx_products import configure_tiles, release_tiles
-from cpu_kernels.compiled import entry, part
-from cpu_kernels.memory import (
+from cpu_kernels.attention.amx_products import configure_tiles, release_tiles
+from cpu_kernels.attention.merge import merge_chunks, write_result
+from cpu_kernels.attention.operands import (
+    BIAS,
+    FACTOR_BYTES,
+    PLANE_BYTES,
+    ROW_BYTES,
+    UNIT,
+    copy_masked,
+    store_query,
+)
+from cpu_kernels.attention.softmax import (
+    LOG2_E,
+    find_maxima,
+    scale_values,
+    shape_scores,
+    weigh_scores,
+)
+from cpu_kernels.attention.tiles import (
+    accumulate_scores,
+    accumulate_values,
+    begin_low_scores,
+    begin_low_values,
+    begin_values,
+    end_values,
+    prefetch_share,
+    store_scores,
+    zero_scores,
+)
+from cpu_kernels.codegen.amx import FILE_BYTES
+from cpu_kernels.codegen.compiled import entry, part
+from cpu_kernels.codegen.memory import (
     as_record,
     load_f32,
     load_i32,
@@ -40,31 +68,9 @@ from cpu_kernels.memory import (
     store_row_maxima,
     store_row_sums,
 )
-from cpu_kernels.merge_kernel import merge_chunks, write_result
-from cpu_kernels.operands import (
-    BIAS,
-    FACTOR_BYTES,
-    PLANE_BYTES,
-    ROW_BYTES,
-    UNIT,
-    copy_masked,
-    store_query,
-)
-from cpu_kernels.rows import clear_tail, fill_row, read_row
-from cpu_kernels.simd import maximum, splat
-from cpu_kernels.softmax_kernel import LOG2_E, find_maxima, scale_values, shape_scores, weigh_scores
+from cpu_kernels.codegen.rows import clear_tail, fill_row, read_row
+from cpu_kernels.codegen.simd import maximum, splat
 from cpu_kernels.team import fetch_add
-from cpu_kernels.tiles import (
-    accumulate_scores,
-    accumulate_values,
-    begin_low_scores,
-    begin_low_values,
-    begin_values,
-    end_values,
-    prefetch_share,
-    store_scores,
-    zero_scores,
-)
 
 CHUNK_TOKENS = 1024
 MAX_ROWS = 128

@@ -6,10 +6,10 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cost_model.plans.search import Plan
+from cost_model.plans.size import Sizing
 from cost_model.predict import StepPrediction
 from cost_model.quantities import counted, rate_text, seconds_text
-from cost_model.search import Plan
-from cost_model.size import Sizing
 from fastdecode.core.errors import ConfigError, imports_for
 
 if TYPE_CHECKING:

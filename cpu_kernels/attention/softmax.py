@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpu_kernels.compiled import part
-from cpu_kernels.lanes import (
+from cpu_kernels.attention.operands import FACTOR_BYTES, ROW_BYTES, store_weights
+from cpu_kernels.codegen.compiled import part
+from cpu_kernels.codegen.lanes import (
     count_lanes,
     exp2_lanes,
     fill_lanes,
@@ -20,9 +21,17 @@ from cpu_kernels.lanes import (
     spread_lanes,
     store_lanes,
 )
-from cpu_kernels.memory import load_rows, load_scalars, store_rows
-from cpu_kernels.operands import FACTOR_BYTES, ROW_BYTES, store_weights
-from cpu_kernels.simd import exp2, fma, iota, keep_within, maximum, splat, tanh, zero_if_infinite
+from cpu_kernels.codegen.memory import load_rows, load_scalars, store_rows
+from cpu_kernels.codegen.simd import (
+    exp2,
+    fma,
+    iota,
+    keep_within,
+    maximum,
+    splat,
+    tanh,
+    zero_if_infinite,
+)
 
 LOG2_E = 1.4426950408889634
 _TINY = np.float32(1e-30)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cost_model.constraints import Constraint
-from cost_model.inputs import inputs_of
+from cost_model.plans.constraints import Constraint
+from cost_model.plans.inputs import inputs_of
+from cost_model.plans.search import Plan
+from cost_model.plans.size import Sizing
 from cost_model.quantities import bytes_text, counted, rate_text, round_to, seconds_text
-from cost_model.search import Plan
-from cost_model.size import Sizing
 
 FORMAT = "fastdecode.plan"
 VERSION = 1

@@ -1,0 +1,1 @@
+"""Attention over blocks of cached K and V: one kernel, by parts."""

@@ -1,0 +1,1 @@
+"""Tokens' K and V into blocks, and out of them."""
