@@ -7,11 +7,11 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
@@ -23,6 +23,8 @@ else:
 
 MIB = 1 << 20
 GIB = 1 << 30
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -258,58 +260,37 @@ def _number(row: Mapping[str, Any], name: str) -> float:
     return value
 
 
+def _optional(row: Mapping[str, Any], name: str) -> float | None:
+    return _number(row, name) if name in row else None
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], str], Any]] = {
+    "str": lambda row, name: row[name],
+    "int": lambda row, name: int(row[name]),
+    "float": _number,
+    "float | None": _optional,
+    "Efficiency": _efficiency,
+}
+"""How a field is read, by its type."""
+
+
+def _read(kind: Callable[..., _Kind], name: str, row: Mapping[str, Any], **given: int) -> _Kind:
+    """A row of the file: all fields of ``kind`` but its name and what is ``given``."""
+    rest = {
+        field.name: _READERS[str(field.type)](row, field.name)
+        for field in fields(kind)  # type: ignore[arg-type]
+        if field.name != "name" and field.name not in given
+    }
+    return kind(name=name, **given, **rest)
+
+
 def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
-    return Gpu(
-        name=name,
-        source=row["source"],
-        fp16_flops_per_s=_number(row, "fp16_flops_per_s"),
-        bf16_flops_per_s=_number(row, "bf16_flops_per_s") if "bf16_flops_per_s" in row else None,
-        memory_bytes=int(_number(row, "memory_mib")) * MIB,
-        memory_bytes_per_s=_number(row, "memory_bytes_per_s"),
-        pcie_bytes_per_s=_number(row, "pcie_bytes_per_s"),
-        peer_bytes_per_s=_number(row, "peer_bytes_per_s"),
-        power_w=_number(row, "power_w"),
-        compute_efficiency=_efficiency(row, "compute_efficiency"),
-        memory_efficiency=_efficiency(row, "memory_efficiency"),
-        link_efficiency=_efficiency(row, "link_efficiency"),
-        memory_usable=_efficiency(row, "memory_usable"),
-        layer_overhead_s=_number(row, "layer_overhead_s"),
-        all_reduce_s=_number(row, "all_reduce_s"),
-        relative_error=_number(row, "relative_error"),
-    )
+    return _read(Gpu, name, row, memory_bytes=int(_number(row, "memory_mib")) * MIB)
 
 
 def _cpu(name: str, row: Mapping[str, Any]) -> Cpu:
-    return Cpu(
-        name=name,
-        source=row["source"],
-        cores=int(row["cores"]),
-        base_ghz=_number(row, "base_ghz"),
-        fp32_flops_per_cycle=int(row["fp32_flops_per_cycle"]),
-        memory_channels=int(row["memory_channels"]),
-        transfers_per_s=_number(row, "transfers_per_s"),
-        memory_bytes=int(row["memory_gib"]) * GIB,
-        memory_source=row["memory_source"],
-        sockets_per_host=int(row["sockets_per_host"]),
-        power_w=_number(row, "power_w"),
-        read_efficiency=_efficiency(row, "read_efficiency"),
-        attention_efficiency=_efficiency(row, "attention_efficiency"),
-        compute_efficiency=_efficiency(row, "compute_efficiency"),
-        memory_usable=_efficiency(row, "memory_usable"),
-        call_s=_number(row, "call_s"),
-        relative_error=_number(row, "relative_error"),
-    )
+    return _read(Cpu, name, row, memory_bytes=int(row["memory_gib"]) * GIB)
 
 
 def _nic(name: str, row: Mapping[str, Any]) -> Nic:
-    return Nic(
-        name=name,
-        source=row["source"],
-        line_bits_per_s=_number(row, "line_bits_per_s"),
-        round_trip_s=_number(row, "round_trip_s"),
-        round_trip_source=row["round_trip_source"],
-        message_s=_number(row, "message_s"),
-        message_source=row["message_source"],
-        line_efficiency=_efficiency(row, "line_efficiency"),
-        relative_error=_number(row, "relative_error"),
-    )
+    return _read(Nic, name, row)

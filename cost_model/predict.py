@@ -108,7 +108,7 @@ class System:
     @cached_property
     def attended_tokens(self) -> float:
         """Keys that a running sequence sees a layer, averaged."""
-        return self.costs.attended_tokens(self.workload)
+        return self.workload.attended_tokens(self.costs.spec)
 
     def scaled(self, sign: int) -> System:
         """Everything slower (+1) or faster (-1) by its own relative error, to
@@ -224,14 +224,3 @@ class System:
         sequences = max(1.0, lane_batch / sockets)
         room_s = self.s_s(lane_batch) / self.r.pace - self.r.call_s - self.r.sequence_s * sequences
         return max(0, int(sockets * room_s / self.r.token_s)) if self.r.token_s > 0 else 0
-
-    def s_memory_bytes(self, lane_batch: int, lanes: int) -> float:
-        """GPU memory: weights, one lane's activations and every lane's staging
-        of q, k, v, o; all GPUs together."""
-        costs = self.costs
-        staging = lanes * lane_batch * (costs.out_bytes + costs.back_bytes)
-        return costs.weight_bytes + lane_batch * costs.peak_activation_bytes + staging
-
-    def r_memory_bytes(self, lane_batch: int, lanes: int) -> float:
-        """KV cache on all R-workers. Room for a sequence's end is set aside when it starts."""
-        return lane_batch * lanes * self.workload.peak_context_tokens * self.costs.kv_bytes

@@ -39,6 +39,57 @@ class Provenance(str, Enum):
 
 
 @dataclass(frozen=True)
+class _Roofline:
+    """GPUs of one node that share every layer, as peaks that they reach: seconds of the S-part."""
+
+    gpu: Gpu
+    num_gpus: int
+    costs: TokenCosts
+    flops_per_s: float
+    """Of all of them."""
+    bytes_per_s: float
+    """Of each one's memory."""
+
+    @classmethod
+    def of(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> _Roofline:
+        """Raises ConfigError if the GPU doesn't compute in the costs' dtype."""
+        flops_per_s = num_gpus * gpu.flops_per_s(costs.dtype) * gpu.compute_efficiency.value
+        bytes_per_s = gpu.memory_bytes_per_s * gpu.memory_efficiency.value
+        return cls(gpu, num_gpus, costs, flops_per_s, bytes_per_s)
+
+    def all_reduce_s(self, batch: float) -> float:
+        """Of one token's hidden states for each of the batch."""
+        if self.num_gpus == 1:
+            return 0.0
+        ring = 2 * (self.num_gpus - 1) / self.num_gpus
+        num_bytes = batch * self.costs.spec.hidden_size * self.costs.dtype.size_bytes
+        peer_bytes_per_s = self.gpu.peer_bytes_per_s * self.gpu.link_efficiency.value
+        return self.gpu.all_reduce_s + ring * num_bytes / peer_bytes_per_s
+
+    def layer_s(self, batch: float) -> float:
+        """Of one layer."""
+        weight_bytes = self.costs.layer_weight_bytes / self.num_gpus
+        memory_s = (weight_bytes + self.costs.layer_activation_bytes * batch) / self.bytes_per_s
+        compute_s = self.costs.layer_flops * batch / self.flops_per_s
+        busy_s = max(memory_s, compute_s)
+        return busy_s + self.gpu.layer_overhead_s + 2 * self.all_reduce_s(batch)
+
+    def head_s(self, batch: float) -> float:
+        """Of the logits."""
+        logits_bytes = 8.0 * self.costs.spec.vocab_size * batch
+        num_bytes = (self.costs.head_weight_bytes + logits_bytes) / self.num_gpus
+        compute_s = self.costs.head_flops * batch / self.flops_per_s
+        return max(num_bytes / self.bytes_per_s, compute_s) + self.gpu.layer_overhead_s
+
+    def prompt_s(self, tokens: float) -> float:
+        """Of a prompt, all layers. It joins the step of a running batch, which
+        reads the weights anyway."""
+        attention_flops = self.costs.attention_flops * tokens * tokens / 2
+        layer_s = (self.costs.layer_flops * tokens + attention_flops) / self.flops_per_s
+        return self.costs.num_layers * (layer_s + 2 * self.all_reduce_s(tokens))
+
+
+@dataclass(frozen=True)
 class SPart:
     """The S-part of one model on one set of GPUs."""
 
@@ -84,47 +135,17 @@ class SPart:
         Raises:
             ConfigError: the GPU doesn't compute in this dtype.
         """
-        flops_per_s = num_gpus * gpu.flops_per_s(costs.dtype) * gpu.compute_efficiency.value
-        bytes_per_s = gpu.memory_bytes_per_s * gpu.memory_efficiency.value
-        peer_bytes_per_s = gpu.peer_bytes_per_s * gpu.link_efficiency.value
-
-        def all_reduce_s(batch: float) -> float:
-            if num_gpus == 1:
-                return 0.0
-            ring = 2 * (num_gpus - 1) / num_gpus
-            return (
-                gpu.all_reduce_s
-                + ring * batch * costs.spec.hidden_size * costs.dtype.size_bytes / peer_bytes_per_s
-            )
-
-        def layer_s(batch: float) -> float:
-            memory_s = (
-                costs.layer_weight_bytes / num_gpus + costs.layer_activation_bytes * batch
-            ) / bytes_per_s
-            compute_s = costs.layer_flops * batch / flops_per_s
-            return max(memory_s, compute_s) + gpu.layer_overhead_s + 2 * all_reduce_s(batch)
-
-        def head_s(batch: float) -> float:
-            logits_bytes = 8.0 * costs.spec.vocab_size * batch
-            memory_s = (costs.head_weight_bytes + logits_bytes) / num_gpus / bytes_per_s
-            return max(memory_s, costs.head_flops * batch / flops_per_s) + gpu.layer_overhead_s
-
-        def prompt_s(tokens: float) -> float:
-            # Prompts join the step of a running batch, which reads the weights anyway.
-            attention_flops = costs.attention_flops * tokens * tokens / 2
-            layer = (costs.layer_flops * tokens + attention_flops) / flops_per_s
-            return costs.num_layers * (layer + 2 * all_reduce_s(tokens))
-
+        roof = _Roofline.of(gpu, num_gpus, costs)
         return cls(
             name=gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}",
             provenance=Provenance.DATASHEET,
             source=gpu.source,
             num_layers=costs.num_layers,
-            layer_s=layer_s,
-            head_s=head_s,
-            prompt_s=prompt_s,
+            layer_s=roof.layer_s,
+            head_s=roof.head_s,
+            prompt_s=roof.prompt_s,
             usable_memory_bytes=num_gpus * gpu.usable_memory_bytes,
-            kv_read_bytes_per_s=num_gpus * bytes_per_s,
+            kv_read_bytes_per_s=num_gpus * roof.bytes_per_s,
             host_link_bytes_per_s=num_gpus * gpu.pcie_bytes_per_s * gpu.link_efficiency.value,
             power_w=num_gpus * gpu.power_w,
             relative_error=gpu.relative_error,

@@ -102,6 +102,13 @@ class Workload:
             high - low
         )
 
+    def attended_tokens(self, spec: ModelSpec) -> float:
+        """Keys that a running sequence sees a layer, averaged over sequences and layers."""
+        windows = [attention.sliding_window for attention in spec.attention]
+        kinds = {window: windows.count(window) for window in windows}
+        total = sum(count * self.mean_attended_tokens(window) for window, count in kinds.items())
+        return total / len(windows)
+
 
 @dataclass(frozen=True)
 class TokenCosts:
@@ -192,12 +199,3 @@ class TokenCosts:
     def attention_flops(self) -> float:
         """Of one query over one key, all heads of one layer: q·k and p·v."""
         return 4.0 * self.spec.num_q_heads * self.spec.head_dim
-
-    def attended_tokens(self, workload: Workload) -> float:
-        """Keys that a running sequence sees a layer, averaged over sequences and layers."""
-        windows = [attention.sliding_window for attention in self.spec.attention]
-        kinds = {window: windows.count(window) for window in windows}
-        total = sum(
-            count * workload.mean_attended_tokens(window) for window, count in kinds.items()
-        )
-        return total / len(windows)

@@ -233,10 +233,8 @@ def gathered_decode(
         out: [N, Hq, D], dense, written.
     """
     Hkv, G, D = spec.num_kv_heads, spec.group_size, spec.head_dim
-    on_cpu = q.device.type == "cpu"
-    most = (MAX_CPU_GATHERED_BYTES if on_cpu else MAX_GATHERED_BYTES) // (
-        Hkv * D * keys.element_size()
-    )
+    room = MAX_CPU_GATHERED_BYTES if q.device.type == "cpu" else MAX_GATHERED_BYTES
+    most = room // (Hkv * D * keys.element_size())
     lens = torch.from_numpy(context_lens).to(q.device)  # [N]
     for members, first, last in _groups(context_lens, spec.sliding_window, most):
         rows = torch.from_numpy(members).to(q.device)  # [n]
@@ -250,11 +248,8 @@ def gathered_decode(
         # Past a table's end stands some block's id, whose slots may hold
         # anything, NaN included: what isn't seen is read from the query's own
         # slot.
-        own = (
-            tables[rows].gather(1, ((ends - 1) // block_size).long()).long() * block_size
-            + (ends - 1) % block_size
-        )
-        slots = torch.where(hidden, own, slots).long()
+        own_block = tables[rows].gather(1, ((ends - 1) // block_size).long()).long()
+        slots = torch.where(hidden, own_block * block_size + (ends - 1) % block_size, slots)
         k, v = (x[slots].transpose(1, 2) for x in (keys, values))  # [n, Hkv, c, D]
         queries = q[rows].view(-1, Hkv, G, D)
         o = _attend_group(queries, k, v, hidden, places - (ends - 1), spec, slopes)

@@ -11,6 +11,8 @@ Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton  # type: ignore[import-not-found]  # not there on a CPU
 import triton.language as tl  # type: ignore[import-not-found]
@@ -150,15 +152,11 @@ def paged_decode(
     Hkv, G = spec.num_kv_heads, spec.group_size
     most = longest if spec.sliding_window is None else min(longest, spec.sliding_window)
     splits = num_splits(num_rows * Hkv, most, _num_sms(q.device))
-    split_tokens = -(-most // splits)
-    split_tokens += -split_tokens % TILE
+    split_tokens = triton.cdiv(most, splits * TILE) * TILE
     # As few launches as may be: with one split its result is the result.
-    o = (
-        out
-        if splits == 1
-        else torch.empty((splits, num_rows, Hq, D), dtype=torch.float32, device=q.device)
-    )
-    lse = torch.empty((splits, num_rows, Hq), dtype=torch.float32, device=q.device)
+    empty = partial(torch.empty, dtype=torch.float32, device=q.device)
+    o = out if splits == 1 else empty((splits, *q.shape))
+    lse = empty((splits, num_rows, Hq))
     cap = spec.logit_softcap or 1.0
     with on_device(q):
         _decode[(num_rows, Hkv, splits)](

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import TokenLogprob
+from sworker.penalties import adjust, to_device
 from sworker.sampling_state import SamplingState, uniforms, validate_for_vocab
 
 __all__ = ["SampledToken", "SamplingState", "sample", "validate_for_vocab"]
@@ -100,11 +101,11 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
     assert all(state.vocab_size == logits.shape[1] for state in states)
     if not states:
         return []
-    _adjust(logits, states)
+    adjust(logits, states)
     results = _choose(logits, states, SHORT_LIST)
     again = [row for row, result in enumerate(results) if result is None]
     if again:
-        rows = _to_device(np.array(again), logits.device)
+        rows = to_device(np.array(again), logits.device)
         redone = _choose(logits[rows], [states[row] for row in again], logits.shape[1])
         for row, result in zip(again, redone, strict=True):
             results[row] = result
@@ -114,53 +115,6 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
 def _sure(result: SampledToken | None) -> SampledToken:
     assert result is not None, "a list as long as the vocabulary leaves no row undecided"
     return result
-
-
-# --- bias, penalties, masks
-# ------------------------------------------------------------------------------
-
-
-def _adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    """Apply logit_bias, min_tokens and penalties in place. Only the tokens
-    concerned are touched.
-
-    The min_tokens mask adds -inf, so it may as well come first: no penalty
-    moves -inf, and a NaN stays a NaN.
-    """
-    device = logits.device
-    additive = _entries([(row, entry) for row, s in enumerate(states) if (entry := s.additive)])
-    if additive is not None:
-        rows, ids, values = (_to_device(x, device) for x in additive)
-        logits[rows, ids] += values
-    penalised = [(row, entry) for row, s in enumerate(states) if (entry := s.penalised)]
-    entries = _entries(penalised)
-    if entries is None:
-        return
-    rows, ids, counts = (_to_device(x, device) for x in entries)
-    lengths = [len(entry[0]) for _, entry in penalised]
-    of_rows = [states[row].params for row, _ in penalised]
-    factors = np.array(
-        [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in of_rows],
-        np.float32,
-    )
-    repetition, frequency, presence = _to_device(
-        np.repeat(factors, lengths, axis=0).T.copy(), device
-    )
-    picked = logits[rows, ids]
-    picked = torch.where(picked > 0, picked / repetition, picked * repetition)
-    logits[rows, ids] = picked - frequency * counts - presence * (counts > 0)
-
-
-def _entries(
-    of_rows: list[tuple[int, tuple[NDArray[np.int64], NDArray[np.float32]]]],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]] | None:
-    """Per-row (ids, values) as flat (rows, ids, values); no (row, id) occurs twice."""
-    if not of_rows:
-        return None
-    lengths = [len(ids) for _, (ids, _) in of_rows]
-    rows = np.repeat(np.array([row for row, _ in of_rows]), lengths)
-    ids = np.concatenate([ids for _, (ids, _) in of_rows])
-    return rows, ids, np.concatenate([values for _, (_, values) in of_rows])
 
 
 # --- the draw
@@ -177,10 +131,10 @@ def _choose(
     decided = torch.ones(num_rows, dtype=torch.bool, device=logits.device)
     whole, truncated = _split(states)
     for rows in _blocks(whole, vocab_size):
-        at = _to_device(rows, logits.device)
+        at = to_device(rows, logits.device)
         tokens[at] = _draw_whole(logits[at], greatest[at, None], _controls(states, rows, logits))
     for rows in _blocks(truncated, vocab_size):
-        at = _to_device(rows, logits.device)
+        at = to_device(rows, logits.device)
         columns = _num_columns([states[row].params.top_k for row in rows], short_list, vocab_size)
         controls = _controls(states, rows, logits)
         tokens[at], decided[at] = _draw_truncated(logits[at], greatest[at, None], controls, columns)
@@ -189,7 +143,7 @@ def _choose(
     )
     found = []
     for rows in _blocks(asking, vocab_size):
-        at = _to_device(rows, logits.device)
+        at = to_device(rows, logits.device)
         count = min(vocab_size, max(states[row].params.logprobs or 0 for row in rows))
         found.append(_logprobs(logits[at], greatest[at, None], tokens[at, None], count))
     # From here on the host waits for the device.
@@ -237,8 +191,9 @@ def _controls(
             np.ceil(np.array([p.min_p for p in params]) * _scale(logits.shape[1])),
         ]
     )
-    # each [n, 1]
-    u, temperature, top_k, top_p, min_weight = _to_device(table, logits.device)[:, :, None]
+    u, temperature, top_k, top_p, min_weight = to_device(table, logits.device)[
+        :, :, None
+    ]  # each [n, 1]
     return _Controls(
         u=u,
         temperature=temperature.float(),
@@ -396,7 +351,3 @@ def _blocks(rows: NDArray[np.int64], vocab_size: int) -> Iterator[NDArray[np.int
     size = max(1, MAX_BLOCK_ELEMENTS // vocab_size)
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
-
-
-def _to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

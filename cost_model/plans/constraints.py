@@ -38,8 +38,21 @@ class Promises:
     """The R-part must fit even if it takes this much longer than predicted: 0.1 is a tenth."""
 
 
+def s_memory_bytes(system: System, lane_batch: int, lanes: int) -> float:
+    """GPU memory: weights, one lane's activations and every lane's staging of
+    q, k, v, o; all GPUs together."""
+    costs = system.costs
+    staging = lanes * lane_batch * (costs.out_bytes + costs.back_bytes)
+    return costs.weight_bytes + lane_batch * costs.peak_activation_bytes + staging
+
+
+def r_memory_bytes(system: System, lane_batch: int, lanes: int) -> float:
+    """KV cache on all R-workers. Room for a sequence's end is set aside when it starts."""
+    return lane_batch * lanes * system.workload.peak_context_tokens * system.costs.kv_bytes
+
+
 def s_worker_fits(system: System, lane_batch: int, lanes: int) -> bool:
-    return at_most(system.s_memory_bytes(lane_batch, lanes), system.s.usable_memory_bytes)
+    return at_most(s_memory_bytes(system, lane_batch, lanes), system.s.usable_memory_bytes)
 
 
 def gpu_busy_constraints(
@@ -148,8 +161,8 @@ def _round_trips(system: System, lane_batch: int, lanes: int, promises: Promises
 def _room_and_latency(
     system: System, lane_batch: int, lanes: int, promises: Promises
 ) -> tuple[Constraint, ...]:
-    kv_bytes = system.r_memory_bytes(lane_batch, lanes)
-    s_bytes = system.s_memory_bytes(lane_batch, lanes)
+    kv_bytes = r_memory_bytes(system, lane_batch, lanes)
+    s_bytes = s_memory_bytes(system, lane_batch, lanes)
     limit_s = promises.step_limit_s
     cycle_limit_s = limit_s / system.costs.num_layers
 

@@ -43,7 +43,7 @@ def _goal_input(name: str, value: str, is_default: bool) -> Input:
 
 def _model_inputs(setup: Setup, system: System) -> tuple[Input, ...]:
     costs, workload = system.costs, setup.workload
-    attended = costs.attended_tokens(workload)
+    attended = system.attended_tokens
     spread = (
         "load-stabilised: outputs of running sequences are spread evenly"
         if workload.start_interval_steps == 1

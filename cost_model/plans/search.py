@@ -14,6 +14,9 @@ from cost_model.plans.constraints import (
     Promises,
     best_effort_constraints,
     gpu_busy_constraints,
+    r_memory_bytes,
+    s_memory_bytes,
+    s_worker_fits,
 )
 from cost_model.plans.question import MAX_BATCH, Goal, Setup, split_counts
 from cost_model.predict import MAX_LANES, StepPrediction, System
@@ -146,8 +149,8 @@ def plan_of(
         fast=system.scaled(-1).predict(lane_batch, lanes, sockets),
         slow=system.scaled(+1).predict(lane_batch, lanes, sockets),
         constraints=rows,
-        kv_bytes=system.r_memory_bytes(lane_batch, lanes),
-        s_memory_bytes=system.s_memory_bytes(lane_batch, lanes),
+        kv_bytes=r_memory_bytes(system, lane_batch, lanes),
+        s_memory_bytes=s_memory_bytes(system, lane_batch, lanes),
         load_limit_tokens=system.load_limit_tokens(lane_batch, sockets - goal.survive),
     )
 
@@ -225,7 +228,7 @@ def _capped(row: Constraint, goal: Goal) -> Constraint:
 
 def _what_must_give(setup: Setup, system: System, goal: Goal) -> str:
     """Nothing runs: the least relaxation that would."""
-    if system.s_memory_bytes(1, 1) > system.s.usable_memory_bytes:
+    if not s_worker_fits(system, 1, 1):
         return _enough_gpus(setup)
     relaxed = Promises(float("inf"), goal.headroom)
     lanes = range(1, MAX_LANES + 1) if goal.lanes is None else (goal.lanes,)
@@ -250,7 +253,7 @@ def _enough_gpus(setup: Setup) -> str:
         return "a device with more memory: the weights don't fit into the measured one"
     for num_gpus in split_counts(setup.spec, setup.num_gpus):
         system = replace(setup, num_gpus=num_gpus).system()
-        if system.s_memory_bytes(1, 1) <= system.s.usable_memory_bytes:
+        if s_worker_fits(system, 1, 1):
             return f"--gpus {num_gpus}: the weights fit into {num_gpus} x {setup.gpu.name}"
     return (
         f"a larger GPU: the weights don't fit into as many {setup.gpu.name} as its heads can be "

@@ -16,7 +16,8 @@ import torch
 
 from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
-from sworker.ranks.parallel import Ranks, mirror
+from sworker.ranks.group import Ranks
+from sworker.ranks.parallel import mirror
 from sworker.ranks.sharding import Shard, parallelize
 
 if __name__ == "__main__":

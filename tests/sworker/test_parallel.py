@@ -22,8 +22,9 @@ from fastdecode.core.errors import ConfigError, WorkerError
 from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
 from sworker.model.reference import ReferenceAttention
-from sworker.ranks.parallel import ParallelSWorker, Ranks
-from sworker.ranks.peers import PeerWatch
+from sworker.ranks.group import Ranks
+from sworker.ranks.parallel import ParallelSWorker
+from sworker.ranks.peers import Peers
 from sworker.ranks.sharding import Shard, parallelize
 from sworker.worker import SWorker
 
@@ -173,20 +174,19 @@ def test_an_error_of_its_own_is_not_blamed_on_another_rank(
 def test_collectives_on_a_gpu_are_aborted_when_a_rank_has_ended() -> None:
     """They wouldn't notice. NCCL's part is played: it needs two GPUs."""
     data = mock.Mock()
-    ranks = Ranks(Shard(0, 2), torch.device("cuda", 0), data, mock.Mock())
+    peers = Peers(Shard(0, 2), torch.device("cuda", 0), data, patience_s=60)
     ended = threading.Event()
     data._get_backend.return_value.abort.side_effect = ended.set
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        ranks._watch = PeerWatch({1: process.pid}, ranks._on_end)
-        ranks.check()
+        peers.watch({1: process.pid})
+        peers.check()
         process.kill()
         assert ended.wait(20)
     with pytest.raises(WorkerError, match="S-worker 1 of 2 has ended"):
-        ranks.check()
-    assert ranks._stuck is not None
-    with mock.patch.object(dist, "destroy_process_group"):
-        ranks.close()
-    assert ranks._stuck.finished.is_set()  # this process needn't be ended any more
+        peers.check()
+    assert peers.stuck is not None
+    assert not peers.close()
+    assert peers.stuck.finished.is_set()  # this process needn't be ended any more
 
 
 def test_heads_that_do_not_divide(paths: list[Path]) -> None:

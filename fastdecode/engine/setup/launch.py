@@ -45,7 +45,7 @@ from sworker.dtypes import torch_dtype
 from sworker.kernels.threads import openmp_library
 from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
-from sworker.ranks.parallel import Ranks
+from sworker.ranks.group import Ranks
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)

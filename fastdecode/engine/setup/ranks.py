@@ -25,7 +25,8 @@ from fastdecode.wire.mpi import job as mpi_job
 from sworker.dtypes import torch_dtype
 from sworker.kernels.fused import fuse
 from sworker.load.weights import load_model
-from sworker.ranks.parallel import JOINING_TIMEOUT_S, Ranks, mirror
+from sworker.ranks.group import JOINING_TIMEOUT_S, Ranks
+from sworker.ranks.parallel import mirror
 from sworker.ranks.sharding import Shard, parallelize
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from sworker.graphs import StepGraphs
 from sworker.kernels.fused import fuse
 from sworker.kernels.packing import pack
 from sworker.model.skeleton import Model
-from sworker.ranks.parallel import ParallelSWorker, Ranks
+from sworker.ranks.group import Ranks
+from sworker.ranks.parallel import ParallelSWorker
 from sworker.ranks.sharding import parallelize
 from sworker.worker import SWorker
 

@@ -1,0 +1,140 @@
+# mypy: ignore-errors
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
+"""A unit's products with one head's K and V of one block, tile by tile, while
+memory that is needed next is asked for."""
+
+from __future__ import annotations
+
+from cpu_kernels.attention.operands import FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, copy_masked
+from cpu_kernels.attention.tiles import (
+    accumulate_scores,
+    accumulate_values,
+    begin_low_scores,
+    begin_low_values,
+    begin_values,
+    end_values,
+    prefetch_share,
+    store_scores,
+    zero_scores,
+)
+from cpu_kernels.codegen.compiled import part
+
+
+@part
+def score_block(variant, job, file, keys, ahead, queries, scores, num_tiles):
+    """Dot products of all rows with one block's K: float32
+    [rows][padded_tokens]; asks for the piece ``ahead``."""
+    row_bytes = job.padded_tokens * variant.cell_bytes
+    step = variant.score_vectors * variant.lanes
+    step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
+    for tile_index in range(num_tiles // variant.product_tiles):
+        operands = queries + tile_index * variant.product_rows * ROW_BYTES
+        target = scores + tile_index * variant.product_rows * ROW_BYTES
+        for t in range(0, job.padded_tokens, step):
+            cells = keys + t * variant.cell_bytes
+            tile = zero_scores(variant, file)
+            for plane in range(variant.passes):
+                words = operands + plane * PLANE_BYTES
+                if plane > 0:
+                    tile = begin_low_scores(tile)
+                if plane == 0 and tile_index < variant.spread:
+                    for w in range(0, job.dim_words, variant.step_words):
+                        prefetch_share(variant, tile, ahead)
+                        ahead += step_bytes
+                        tile = accumulate_scores(
+                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
+                            row_bytes, job.dim_words - w,
+                        )  # fmt: skip
+                else:
+                    for w in range(0, job.dim_words, variant.step_words):
+                        tile = accumulate_scores(
+                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
+                            row_bytes, job.dim_words - w,
+                        )  # fmt: skip
+            store_scores(variant, tile, operands, target + 4 * t)
+
+
+@part
+def _add_values(
+    variant, job, file, values, tile_bytes, num_words, ahead, weights, factors, state, num_tiles,
+    rescaling
+):  # fmt: skip
+    """state = state · rescale + weights · V, over the first words of one
+    block's V; asks for what lies ``ahead``."""
+    row_bytes = job.tile_dims * variant.cell_bytes
+    state_bytes = job.padded_dims * 4
+    step = variant.value_vectors * variant.lanes
+    step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
+    for tile_index in range(num_tiles // variant.product_tiles):
+        rows = weights + tile_index * variant.product_rows * ROW_BYTES
+        target = state + tile_index * variant.product_rows * state_bytes
+        scales = factors + tile_index * variant.product_tiles * 2 * FACTOR_BYTES
+        for d in range(0, job.padded_dims, step):
+            cells = (
+                values + d // job.tile_dims * tile_bytes + d % job.tile_dims * variant.cell_bytes
+            )
+            tile = begin_values(variant, file, scales, target + 4 * d, state_bytes, rescaling)
+            for plane in range(variant.passes):
+                operands = rows + plane * PLANE_BYTES
+                if plane > 0:
+                    tile = begin_low_values(tile)
+                if plane == 0 and tile_index < variant.spread:
+                    for w in range(0, num_words, variant.step_words):
+                        prefetch_share(variant, tile, ahead)
+                        ahead += step_bytes
+                        tile = accumulate_values(
+                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
+                            row_bytes, num_words - w,
+                        )  # fmt: skip
+                else:
+                    for w in range(0, num_words, variant.step_words):
+                        tile = accumulate_values(
+                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
+                            row_bytes, num_words - w,
+                        )  # fmt: skip
+            end_values(variant, tile, scales, target + 4 * d, state_bytes, rescaling)
+
+
+@part
+def _copy_last_step(variant, job, values, first_word, num_tokens, target):
+    """The words of V from ``first_word`` on that a step takes, with zeros
+    beyond the first ``num_tokens`` tokens."""
+    tile_bytes = variant.step_words * job.tile_dims * 4
+    for w in range(variant.step_words):
+        held = num_tokens - 2 * w
+        mask = 0xFFFFFFFF if held > 1 else 0xFFFF if held == 1 else 0
+        for d in range(0, job.padded_dims, 16):
+            tile, cell = d // job.tile_dims, 4 * (d % job.tile_dims)
+            source = values + tile * job.tile_bytes + 4 * (first_word + w) * job.tile_dims + cell
+            copy_masked(source, target + tile * tile_bytes + 4 * w * job.tile_dims + cell, mask)
+
+
+@part
+def add_block(
+    variant, job, file, values, num_tokens, ahead, weights, factors, state, num_tiles, spare
+):
+    """state = state · rescale + weights · V over one block, of which
+    ``num_tokens`` are the sequence's.
+
+    What isn't the sequence's holds whatever its block held before, perhaps NaN.
+    A step of a product that would take in some of it (half a word of bfloat16,
+    or half an AMX tile) is copied away, to ``spare``, and taken from there.
+    """
+    num_words = (num_tokens + variant.pack - 1) // variant.pack
+    rescaling = True
+    left = num_tokens % (variant.pack * variant.step_words)
+    if variant.pack == 2 and left > 0:
+        num_words = (num_tokens - left) // variant.pack
+        _copy_last_step(variant, job, values, num_words, left, spare)
+        last = weights + num_words * variant.word_bytes
+        tile_bytes = 4 * variant.step_words * job.tile_dims
+        _add_values(
+            variant, job, file, spare, tile_bytes, variant.step_words, ahead, last, factors, state,
+            num_tiles, rescaling,
+        )  # fmt: skip
+        rescaling = False
+    _add_values(
+        variant, job, file, values, job.tile_bytes, num_words, ahead, weights, factors, state,
+        num_tiles, rescaling,
+    )  # fmt: skip

@@ -1,0 +1,176 @@
+"""The S-workers that act as one: how they meet, what they exchange, how they
+part.
+
+What is announced travels over gloo on the host, what is computed over the
+device's own collectives (NCCL on CUDA).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastdecode.core.errors import WorkerError
+from sworker.ranks.peers import Peers
+from sworker.ranks.sharding import Shard
+
+STOP, BEGIN, ADVANCE, LOGITS, REGROUP = range(5)
+"""What rank 0 may ``tell`` first."""
+JOINING_TIMEOUT_S = 600.0
+"""Until all ranks have come to the meeting place."""
+PATIENCE_S = 300.0
+"""How long a rank may keep another one waiting in the middle of a step."""
+_PARTING_TIMEOUT = datetime.timedelta(seconds=10)
+_FOREVER = datetime.timedelta(days=365)
+"""Between two steps nobody knows how long it takes."""
+
+
+@dataclass
+class Ranks:
+    """The S-workers that act as one, and the connections between them."""
+
+    shard: Shard
+    device: torch.device
+    data: dist.ProcessGroup
+    control: dist.ProcessGroup
+    peers: Peers
+
+    @classmethod
+    def meet(
+        cls, place: Path, shard: Shard, device: torch.device, *, patience_s: float = PATIENCE_S
+    ) -> Ranks:
+        """Connect to the other ranks of this host. Waits for all of them.
+
+        Args:
+            place: a file that doesn't exist yet, in a directory that is this
+                user's alone; the same for all ranks.
+            patience_s: how long another rank may keep this one waiting in the
+                middle of a step.
+
+        Raises:
+            WorkerError: not all came in ``JOINING_TIMEOUT_S``, or they can't
+                connect.
+        """
+        # All are on this host: nothing listens beyond loopback.
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        joining, patience = (datetime.timedelta(seconds=s) for s in (JOINING_TIMEOUT_S, patience_s))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            store = dist.FileStore(  # type: ignore[attr-defined]
+                str(place), shard.size
+            )
+            store.set_timeout(joining)
+            dist.init_process_group(
+                "gloo", store=store, rank=shard.rank, world_size=shard.size, timeout=joining
+            )
+            control = dist.new_group(backend="gloo", timeout=_FOREVER)
+            data = dist.new_group(backend=backend, timeout=patience)
+            assert control is not None and data is not None
+            ranks = cls(shard, device, data, control, Peers(shard, device, data, patience_s))
+            # Nobody leaves before all have come: the meeting place may be gone then.
+            processes = ranks._processes()
+            # Connections between GPUs are made by the first collective, and not
+            # while a graph is captured.
+            dist.all_reduce(torch.zeros(1, device=device), group=data)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise WorkerError(
+                f"S-worker {shard.rank} of {shard.size} can't connect to the others: {error}",
+                code="tp_connect_failed",
+            ) from None
+        ranks.peers.watch(processes)
+        return ranks
+
+    def _processes(self) -> dict[int, int]:
+        """The others' process ids, where they mean the same as here."""
+        space = Path("/proc/self/ns/pid")
+        own = torch.tensor(
+            [os.getpid(), space.stat().st_ino if space.exists() else 0], dtype=torch.int64
+        )
+        found = [torch.empty_like(own) for _ in range(self.shard.size)]
+        dist.all_gather(found, own, group=self.control)
+        others = {
+            rank: values.tolist() for rank, values in enumerate(found) if rank != self.shard.rank
+        }
+        return {rank: process for rank, (process, space_id) in others.items() if space_id == own[1]}
+
+    def tell(self, *numbers: int) -> None:
+        """Rank 0: announce an operation."""
+        self.share(torch.tensor(numbers, dtype=torch.int64))
+
+    def hear(self) -> list[int]:
+        """The others: operation, lane, and how many rows. Waits as long as it takes."""
+        numbers = torch.empty(3, dtype=torch.int64)
+        with self.peers.waiting():
+            dist.broadcast(numbers, 0, group=self.control)
+        heard: list[int] = numbers.tolist()
+        return heard
+
+    def share(self, rows: Tensor) -> Tensor:
+        """Rank 0's int64 rows, on the host; the others give room for them."""
+        if rows.numel():
+            with self.peers.waiting():
+                sharing = dist.broadcast(rows, 0, group=self.control, async_op=True)
+                assert sharing is not None
+                sharing.wait(datetime.timedelta(seconds=self.peers.patience_s))
+        return rows
+
+    def agree(self, *numbers: int) -> list[int]:
+        """The least of what all ranks say, number by number; every rank calls it."""
+        least = torch.tensor(numbers, dtype=torch.int64)
+        with self.peers.waiting():
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.control)
+        agreed: list[int] = least.tolist()
+        return agreed
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Every rank's x, all of one shape, on rank 0; elsewhere nothing."""
+        x = x.contiguous()
+        parts = (
+            [torch.empty_like(x) for _ in range(self.shard.size)] if self.shard.rank == 0 else None
+        )
+        if x.numel():
+            with self.peers.waiting():
+                dist.gather(x, parts, dst=0, group=self.data)
+        return parts or []
+
+    def scatter_heads(self, o: Tensor | None, like: Tensor) -> Tensor:
+        """Rank 0's o [T, Hq, D] → each rank's heads, of the shape of ``like``
+        [T, Hq / ranks, D]."""
+        part = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        parts = None if o is None else [x.contiguous() for x in o.chunk(self.shard.size, dim=1)]
+        with self.peers.waiting():
+            dist.scatter(part, parts, src=0, group=self.data)
+        return part
+
+    def add_up(self, x: Tensor) -> None:
+        """All ranks' x, of one shape, are summed in place."""
+        with self.peers.waiting():
+            dist.all_reduce(x, group=self.data)
+
+    def close(self) -> None:
+        """Rank 0: let the others go, if they are still there; everyone: leave."""
+        if self.peers.close():
+            with contextlib.suppress(RuntimeError, WorkerError):
+                self._part()
+        if self.peers.is_in_step:  # else this would wait for it, without end
+            dist.destroy_process_group()
+
+    def _part(self) -> None:
+        if self.shard.rank == 0:
+            self.tell(STOP, 0, 0)
+        # Who closes first must not cut off what the others have still to read.
+        parting = dist.barrier(group=self.control, async_op=True)
+        if parting is not None:
+            parting.wait(_PARTING_TIMEOUT)
