@@ -132,10 +132,10 @@ def gather(
         thread_scratch(),
         shape_record(layout, layout.dtype),
         pool_layer,
-        slots,
         k,
         v,
         _NO_SCALES if scales is None else scales,
+        slots,
         heads.start,
     )
     if not fits:

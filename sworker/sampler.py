@@ -191,9 +191,8 @@ def _controls(
             np.ceil(np.array([p.min_p for p in params]) * _scale(logits.shape[1])),
         ]
     )
-    u, temperature, top_k, top_p, min_weight = to_device(table, logits.device)[
-        :, :, None
-    ]  # each [n, 1]
+    # each [n, 1]
+    u, temperature, top_k, top_p, min_weight = to_device(table, logits.device)[:, :, None]
     return _Controls(
         u=u,
         temperature=temperature.float(),

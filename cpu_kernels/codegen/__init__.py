@@ -1,1 +1,1 @@
-"""From Python to vector instructions: what kernels are written in, and how it is compiled and kept."""
+"""What kernels are written in: vectors in LLVM IR, compiled once and kept on disk."""

@@ -5,8 +5,9 @@
 as they were read out of others.
 
 A token's K is a column: one cell in every row of its block's K; its V is one
-element in every cell of a row. Units are KV heads, so that no two threads ever
-write to the same cell.
+element in every cell of a row. What isn't a stored row yet becomes one first,
+token by token; stored rows are written in runs. Units are KV heads, so that no
+two threads ever write to the same cell.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from cpu_kernels.codegen.memory import (
     load_u32,
     prefetch,
     store_f32,
+    store_u8,
     store_u16,
     store_u32,
 )
 from cpu_kernels.shape import SHAPE
 from cpu_kernels.team import run_units
+from cpu_kernels.tokens.cells import SIDE, copy_bytes, put_cells, put_square
+from cpu_kernels.tokens.job import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT4,
+    INT8,
+    JOB,
+    cells_of,
+    fill_job,
+    run_length,
+    shift_of,
+)
 
-APPEND_JOB = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "pool", "k", "v", "scales", "slots", "num_tokens", "num_heads", "first_head",
-            "row_bytes", "source", "dtype", "pack", "head_dim", "block_size", "block_bytes",
-            "head_bytes", "v_offset", "scale_offset", "padded_tokens", "padded_dims", "dim_words",
-            "tile_dims", "tile_bytes",
-        )
-    ]
-)  # fmt: skip
-"""What all units of one call share."""
-
-FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 = range(5)  # the order of layout.DTYPES
 LINE_BYTES = 64
 TOKENS_AHEAD = 2
 """Whose memory is asked for while a token is written."""
@@ -87,171 +88,214 @@ def _encode_row(dtype, row, count, codes):
 
 
 @part
-def _read_stored(dtype, row, count, codes):
-    """Elements as they are stored → their bits in the cache, one in each uint32 of ``codes``."""
+def _store_row(dtype, codes, count, row):
+    """The bits of ``count`` elements → a stored row, padded with zeros to whole words."""
     if dtype == FLOAT32:
         for d in range(count):
-            store_u32(codes + 4 * d, load_u32(row + 4 * d))
+            store_u32(row + 4 * d, load_u32(codes + 4 * d))
     elif dtype <= BFLOAT16:
         for d in range(count):
-            store_u32(codes + 4 * d, np.uint32(load_u16(row + 2 * d)))
+            store_u16(row + 2 * d, np.uint16(load_u32(codes + 4 * d)))
     elif dtype == INT8:
         for d in range(count):
-            store_u32(codes + 4 * d, np.uint32(load_u8(row + d)))
+            store_u8(row + d, np.uint8(load_u32(codes + 4 * d)))
     else:
-        for d in range(count):
-            pair = np.uint32(load_u8(row + d // 8 * 4 + d % 4))
-            store_u32(codes + 4 * d, np.uint32((pair >> np.uint32(d // 4 % 2 * 4)) & np.uint32(15)))
+        for d in range(count, (count + 7) // 8 * 8):
+            store_u32(codes + 4 * d, np.uint32(0))
+        for byte in range((count + 7) // 8 * 4):
+            first = codes + 4 * (byte // 4 * 8 + byte % 4)
+            store_u8(row + byte, np.uint8(load_u32(first) | (load_u32(first + 16) << np.uint32(4))))
 
 
 @part
-def _read_codes(job, row, spare, codes):
-    """One head's K or V of a token → its bits in the cache. Returns the scale,
-    where it is made here."""
-    if job.source == job.dtype:
-        _read_stored(job.dtype, row, job.head_dim, codes)
-        return np.float32(1)
-    read_row(job.source, row, job.head_dim, spare)
-    return _encode_row(job.dtype, spare, job.head_dim, codes)
+def _stored_bytes(shape):
+    """Bytes of a stored row."""
+    if shape.dtype == INT4:
+        return (shape.head_dim + 7) // 8 * 4
+    if shape.dtype == INT8:
+        return shape.head_dim
+    return shape.head_dim * (4 if shape.dtype == FLOAT32 else 2)
 
 
 @part
-def _shift(dtype, pack, element):
-    if dtype == INT4:
-        return np.uint32(8 * (element % 4) + 4 * (element // 4))
-    return np.uint32(element * (32 // pack))
+def _make_row(job, shape, source, codes, row):
+    """One head's K or V of a token → a stored row. Returns its scale, where it
+    is made here."""
+    if shape.source != shape.dtype:
+        read_row(shape.source, source, shape.head_dim, row)
+        scale = _encode_row(shape.dtype, row, shape.head_dim, codes)
+        _store_row(shape.dtype, codes, shape.head_dim, row)
+        return scale
+    for byte in range(0, job.row_bytes, 4):
+        store_u32(row + byte, load_u32(source + byte))
+    last = row + job.row_bytes - 4
+    store_u32(last, np.uint32(load_u32(last) & np.uint32(job.last_word)))
+    return np.float32(1)
 
 
 @part
-def _write_column(job, codes, cells):
-    """One token's K: the first cell at ``cells``."""
-    row_bytes = job.padded_tokens * (2 if job.dtype == FLOAT16 else 4)
-    if job.dtype == FLOAT16:
-        for d in range(job.head_dim):
-            store_u16(cells + d * row_bytes, np.uint16(load_u32(codes + 4 * d)))
+def _put_column(dtype, row, first, end, cells, cells_bytes):
+    """One token's K, from byte ``first`` of its stored row to its end."""
+    if dtype == FLOAT16:
+        for byte in range(first, end, 2):
+            store_u16(cells + byte // 2 * cells_bytes, load_u16(row + byte))
         return
-    for w in range(job.dim_words):
-        cell = np.uint32(0)
-        for element in range(job.pack):
-            code = load_u32(codes + 4 * (w * job.pack + element))
-            cell |= np.uint32(code << _shift(job.dtype, job.pack, element))
-        store_u32(cells + w * row_bytes, cell)
+    for byte in range(first, end - 3, 4):
+        store_u32(cells + byte // 4 * cells_bytes, load_u32(row + byte))
+    if end % 4 > 0:
+        word = np.uint32(0)
+        for byte in range(end % 4):
+            word |= np.uint32(np.uint32(load_u8(row + end // 4 * 4 + byte)) << np.uint32(8 * byte))
+        store_u32(cells + end // 4 * cells_bytes, word)
 
 
 @part
-def _write_row(job, codes, cells, element):
-    """One token's V: its elements within the cells from ``cells`` on, and those
-    of the following tiles."""
-    for first in range(0, job.head_dim, job.tile_dims):
-        _write_tile_row(
-            job, codes + 4 * first, min(job.tile_dims, job.head_dim - first), cells, element
-        )
-        cells += job.tile_bytes
+def _put_k(shape, base, offset, count, rows, row_bytes, num_bytes):
+    """K of ``count`` tokens from ``offset`` on of the block and head at ``base``."""
+    dtype, num_words = shape.dtype, num_bytes // 4
+    cell_bytes = 2 if dtype == FLOAT16 else 4
+    cells_bytes = shape.padded_tokens * cell_bytes
+    for group in range(offset // SIDE * SIDE, offset + count, SIDE):
+        begin, end, done = max(offset, group), min(offset + count, group + SIDE), 0
+        if end - begin == SIDE and num_words >= SIDE:
+            done = 4 * num_words
+            for word in range(0, num_words, SIDE):
+                first = 4 * min(word, num_words - SIDE)  # the last square may take some words again
+                cells = base + first // cell_bytes * cells_bytes + group * cell_bytes
+                source = rows + (begin - offset) * row_bytes + first
+                put_square(dtype, source, row_bytes, cells, cells_bytes)
+        if done < num_bytes:
+            for token in range(begin, end):
+                row = rows + (token - offset) * row_bytes
+                _put_column(dtype, row, done, num_bytes, base + token * cell_bytes, cells_bytes)
 
 
 @part
-def _write_tile_row(job, codes, count, cells, element):
-    if job.dtype == FLOAT16:
-        for d in range(count):
-            store_u16(cells + 2 * d, np.uint16(load_u32(codes + 4 * d)))
-        return
-    # V's bytes are signed, K's are raised by 128.
-    signs = np.uint32(0x80) if job.dtype == INT8 else np.uint32(0)
-    shift = _shift(job.dtype, job.pack, element)
-    mask = np.uint32(~np.uint32(np.uint32(0xFFFFFFFF >> (32 - 32 // job.pack)) << shift))
-    for d in range(count):
-        kept = np.uint32(load_u32(cells + 4 * d) & mask)
-        store_u32(
-            cells + 4 * d, np.uint32(kept | np.uint32((load_u32(codes + 4 * d) ^ signs) << shift))
-        )
+def _put_tail(dtype, row, num_bytes, num_dims, shift, mask, cells, spare):
+    """The last elements of a row, which fill no vector. What lies beside them stays."""
+    copy = spare + 4 * SIDE
+    cell_bytes = 2 if dtype == FLOAT16 else 4
+    copy_bytes(row, num_bytes, spare)
+    copy_bytes(cells, SIDE * cell_bytes, copy)
+    put_cells(dtype, 1, spare, shift, mask, copy)
+    copy_bytes(copy, num_dims * cell_bytes, cells)
 
 
 @part
-def _cells_of(job, slot, head):
-    """Address of a head's cells in the slot's block, and the token's place in the block."""
-    return (
-        job.pool + slot // job.block_size * job.block_bytes + head * job.head_bytes,
-        slot % job.block_size,
-    )
+def _put_v(job, shape, base, offset, count, rows, row_bytes, num_bytes, spare):
+    """V of ``count`` tokens from ``offset`` on of the block and head at ``base``."""
+    dtype, pack_shift, num_dims = shape.dtype, job.pack_shift, shape.tile_dims
+    cell_shift = 1 if dtype == FLOAT16 else 2
+    share = (1 << (32 >> pack_shift)) - 1
+    tile = base + shape.v_offset
+    for first in range(0, shape.head_dim, num_dims):
+        whole = (min(first + num_dims, shape.head_dim) - first) // SIDE
+        done = (first + whole * SIDE << cell_shift) >> pack_shift
+        tail = num_bytes - done if first + num_dims >= shape.head_dim else 0
+        for token in range(offset, offset + count):
+            cells = tile + ((token >> pack_shift) * num_dims << cell_shift)
+            shift = shift_of(dtype, pack_shift, token)
+            mask = ~(share << shift)
+            row = rows + (token - offset) * row_bytes
+            put_cells(dtype, whole, row + (first << cell_shift >> pack_shift), shift, mask, cells)
+            if tail > 0:
+                after = cells + (whole * SIDE << cell_shift)
+                _put_tail(dtype, row + done, tail, shape.head_dim % SIDE, shift, mask, after, spare)
+        tile += shape.tile_bytes
 
 
 @part
-def _ask_for(job, token, head):
+def _put_scale(shape, base, offset, k_scale, v_scale):
+    store_f32(base + shape.scale_offset + 4 * offset, k_scale)
+    store_f32(base + shape.scale_offset + 4 * (shape.padded_tokens + offset), v_scale)
+
+
+@part
+def _ask_for(job, shape, token, head):
     """Ask for the memory of a token's cells: while a sequence decodes, each of
     its K's cells is in a cache line of its own, and none of them was touched
     since the token before."""
     slot = load_i64(job.slots + 8 * token)
-    base, offset = _cells_of(job, slot, head)
-    cell_bytes = 2 if job.dtype == FLOAT16 else 4
+    base, offset = cells_of(job, shape, slot, head)
+    cell_bytes = 2 if shape.dtype == FLOAT16 else 4
     if (
         token > 0
         and load_i64(job.slots + 8 * token - 8) == slot - 1
         and offset * cell_bytes % LINE_BYTES != 0
     ):
         return  # asked for with the token before
-    num_rows = job.head_dim if job.dtype == FLOAT16 else job.dim_words
+    num_rows = shape.head_dim if shape.dtype == FLOAT16 else shape.dim_words
     for w in range(num_rows):
-        prefetch(base + offset * cell_bytes + w * job.padded_tokens * cell_bytes)
-    row_bytes = job.tile_dims * cell_bytes
-    cells = base + job.v_offset + offset // job.pack * row_bytes
-    for _ in range(0, job.head_dim, job.tile_dims):
+        prefetch(base + offset * cell_bytes + w * shape.padded_tokens * cell_bytes)
+    row_bytes = shape.tile_dims * cell_bytes
+    cells = base + shape.v_offset + offset // shape.pack * row_bytes
+    for _ in range(0, shape.head_dim, shape.tile_dims):
         for byte in range(0, row_bytes, LINE_BYTES):
             prefetch(cells + byte)
-        cells += job.tile_bytes
+        cells += shape.tile_bytes
+
+
+@part
+def _append_run(job, shape, base, offset, count, row, spare):
+    """Stored rows of ``count`` tokens; ``row``: the first one's index."""
+    row_bytes = job.num_heads * job.row_bytes
+    k, v = job.k + row * job.row_bytes, job.v + row * job.row_bytes
+    _put_k(shape, base, offset, count, k, row_bytes, job.row_bytes)
+    _put_v(job, shape, base, offset, count, v, row_bytes, job.row_bytes, spare)
+    if shape.dtype >= INT8:
+        for token in range(count):
+            scales = job.scales + 8 * (row + token * job.num_heads)
+            _put_scale(shape, base, offset + token, load_f32(scales), load_f32(scales + 4))
+
+
+@part
+def _append_token(job, shape, base, offset, row, scratch):
+    """One token whose rows are not, or not quite, stored rows."""
+    spare, codes, made = scratch, scratch + 4096, scratch + 8192
+    num_bytes = _stored_bytes(shape)
+    k_scale = _make_row(job, shape, job.k + row * job.row_bytes, codes, made)
+    _put_k(shape, base, offset, 1, made, 0, num_bytes)
+    v_scale = _make_row(job, shape, job.v + row * job.row_bytes, codes, made)
+    _put_v(job, shape, base, offset, 1, made, 0, num_bytes, spare)
+    if shape.dtype >= INT8:
+        if shape.source == shape.dtype:
+            k_scale = load_f32(job.scales + 8 * row)
+            v_scale = load_f32(job.scales + 8 * row + 4)
+        _put_scale(shape, base, offset, k_scale, v_scale)
 
 
 @entry
 def append_unit(variant, job_address, head, scratch):
     """Write all tokens' K and V of one head. ``variant`` is not used."""
-    job = as_record(job_address, APPEND_JOB)
-    spare, codes = scratch, scratch + 4096
-    for d in range(job.head_dim, job.head_dim + 8):
-        store_u32(codes + 4 * d, np.uint32(0))  # what fills up the last cell
-    cell_bytes = 2 if job.dtype == FLOAT16 else 4
+    job = as_record(job_address, JOB)
+    shape = as_record(job.shape, SHAPE)
+    # What fills up the last word of an int4 row is the caller's, and anything.
+    in_runs = shape.source == shape.dtype and (shape.dtype != INT4 or shape.head_dim % 8 == 0)
     for t in range(min(TOKENS_AHEAD, job.num_tokens)):
-        _ask_for(job, t, job.first_head + head)
-    for t in range(job.num_tokens):
-        if t + TOKENS_AHEAD < job.num_tokens:
-            _ask_for(job, t + TOKENS_AHEAD, job.first_head + head)
-        base, offset = _cells_of(job, load_i64(job.slots + 8 * t), job.first_head + head)
-        row = t * job.num_heads + head
-        k_scale = _read_codes(job, job.k + row * job.row_bytes, spare, codes)
-        _write_column(job, codes, base + offset * cell_bytes)
-        v_scale = _read_codes(job, job.v + row * job.row_bytes, spare, codes)
-        cells = base + job.v_offset + offset // job.pack * job.tile_dims * cell_bytes
-        _write_row(job, codes, cells, offset % job.pack)
-        if job.dtype >= INT8:
-            if job.source == job.dtype:
-                k_scale = load_f32(job.scales + 8 * row)
-                v_scale = load_f32(job.scales + 8 * row + 4)
-            store_f32(base + job.scale_offset + 4 * offset, k_scale)
-            store_f32(base + job.scale_offset + 4 * (job.padded_tokens + offset), v_scale)
+        _ask_for(job, shape, t, head)
+    token = 0
+    while token < job.num_tokens:
+        base, offset = cells_of(job, shape, load_i64(job.slots + 8 * token), head)
+        count = 1
+        if in_runs:
+            count = run_length(job, token, job.num_tokens, shape.block_size - offset)
+        if token + count + TOKENS_AHEAD <= job.num_tokens:
+            _ask_for(job, shape, token + count + TOKENS_AHEAD - 1, head)
+        row = token * job.num_heads + head
+        if in_runs:
+            _append_run(job, shape, base, offset, count, row, scratch)
+        else:
+            _append_token(job, shape, base, offset, row, scratch)
+        token += count
 
 
 @entry
 def run_append(entry, team, scratch, fields, pool, k, v, scales, slots, first_head):
     """Check the slots and run. Returns False if one is out of range."""
-    shape = as_record(fields.ctypes.data, SHAPE)
-    limit = pool.shape[0] * shape.block_size
-    for t in range(slots.shape[0]):
-        if slots[t] < 0 or slots[t] >= limit:
-            return False
-    jobs = np.zeros(1, APPEND_JOB)
-    job = jobs[0]
-    job.pool, job.slots = pool.ctypes.data, slots.ctypes.data
-    job.k, job.v, job.scales = k.ctypes.data, v.ctypes.data, scales.ctypes.data
-    job.num_heads, job.first_head, job.row_bytes = k.shape[1], first_head, k.shape[2] * k.itemsize
-    job.num_tokens = slots.shape[0]
-    job.source = shape.source
-    job.dtype = shape.dtype
-    job.pack = shape.pack
-    job.head_dim, job.block_size = shape.head_dim, shape.block_size
-    job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
-    job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
-    job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
-    job.dim_words = shape.dim_words
-    job.tile_dims = shape.tile_dims
-    job.tile_bytes = shape.tile_bytes
+    jobs = np.zeros(1, JOB)
+    if not fill_job(jobs[0], fields, pool, k, v, scales, slots, first_head):
+        return False
     run_units(team, entry, jobs.ctypes.data, k.shape[1], scratch)
     keep_alive(jobs)
+    keep_alive(fields)
     return True

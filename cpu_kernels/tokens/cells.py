@@ -1,0 +1,251 @@
+# mypy: ignore-errors
+# Everything here runs inside Numba's type inference and code generation, whose
+# types are not Python's.
+"""Stored rows and cells, 16 tokens or dims at a time.
+
+A word of a stored row of K is a cell of K, so 16 tokens' rows of words are
+turned into 16 rows of cells, or back. Of V's cells a token's share is cut out,
+or put in.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from cpu_kernels.codegen.compiled import part
+from cpu_kernels.codegen.memory import load_u8, store_u8
+from cpu_kernels.codegen.simd import I8, I16, I32, broadcast, constant, load_at, store_at, vec
+from cpu_kernels.tokens.job import BFLOAT16, FLOAT16, FLOAT32, INT8
+
+SIDE = 16
+"""Tokens, and words or dims, that are moved at once."""
+
+
+def _turned(builder, rows):
+    """The columns of SIDE vectors."""
+    indices = list(range(2 * SIDE))
+    zipped = [x for pair in zip(indices[:SIDE], indices[SIDE:], strict=True) for x in pair]
+    low, high = (ir.Constant(vec(I32, SIDE), half) for half in (zipped[:SIDE], zipped[SIDE:]))
+    for _ in range(4):  # each round doubles how many elements of a column stand together
+        halves = zip(rows[: SIDE // 2], rows[SIDE // 2 :], strict=True)
+        rows = [builder.shuffle_vector(a, b, order) for a, b in halves for order in (low, high)]
+    return rows
+
+
+def _load_words(builder, address, row_bytes, row, halves: bool):
+    """SIDE words: a row of cells, or two rows of cells of 16 bits side by side."""
+
+    def load(index, element):
+        start = builder.add(address, builder.mul(row_bytes, ir.Constant(row_bytes.type, index)))
+        return load_at(builder, start, vec(element, SIDE), align=element.width // 8)
+
+    if not halves:
+        return load(row, I32)
+    lower, upper = (builder.zext(load(2 * row + i, I16), vec(I32, SIDE)) for i in range(2))
+    return builder.or_(lower, builder.shl(upper, constant(I32, SIDE, 16)))
+
+
+def _store_words(builder, words, address, row_bytes, row, halves: bool):
+    """SIDE words to where ``_load_words`` finds them."""
+
+    def store(index, value, align):
+        start = builder.add(address, builder.mul(row_bytes, ir.Constant(row_bytes.type, index)))
+        store_at(builder, value, start, align=align)
+
+    if not halves:
+        store(row, words, 1)
+        return
+    kind = vec(I16, SIDE)
+    store(2 * row, builder.trunc(words, kind), 2)
+    store(2 * row + 1, builder.trunc(builder.lshr(words, constant(I32, SIDE, 16)), kind), 2)
+
+
+def _turn(from_halves: bool = False, to_halves: bool = False):
+    @intrinsic
+    def turn(typingctx, source, source_bytes, target, target_bytes):
+        """SIDE rows of SIDE words, ``source_bytes`` apart, to their columns,
+        ``target_bytes`` apart. Rows of halves are half as far apart."""
+
+        def codegen(context, builder, signature, args):
+            rows = [_load_words(builder, *args[:2], row, from_halves) for row in range(SIDE)]
+            for row, column in enumerate(_turned(builder, rows)):
+                _store_words(builder, column, *args[2:], row, to_halves)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+    return turn
+
+
+_turn_words, _turn_from_halves, _turn_to_halves = _turn(), _turn(True), _turn(to_halves=True)
+
+
+@part
+def take_square(dtype, cells, cells_bytes, rows, row_bytes):
+    """SIDE tokens' cells of K, in rows ``cells_bytes`` apart, to SIDE words of each stored row."""
+    if dtype == FLOAT16:
+        _turn_from_halves(cells, cells_bytes, rows, row_bytes)
+    else:
+        _turn_words(cells, cells_bytes, rows, row_bytes)
+
+
+@part
+def put_square(dtype, rows, row_bytes, cells, cells_bytes):
+    """SIDE words of SIDE tokens' stored rows to cells of K."""
+    if dtype == FLOAT16:
+        _turn_to_halves(rows, row_bytes, cells, cells_bytes)
+    else:
+        _turn_words(rows, row_bytes, cells, cells_bytes)
+
+
+def _cut(emit):
+    @intrinsic
+    def cut(typingctx, source, shift, target):
+        """One token's share of SIDE cells of V, ``shift`` bits up, to elements of a stored row."""
+
+        def codegen(context, builder, signature, args):
+            cells = load_at(builder, args[0], vec(I32, SIDE))
+            shift = broadcast(builder, builder.trunc(args[1], I32), SIDE)
+            store_at(builder, emit(builder, builder.lshr(cells, shift)), args[2], align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    return cut
+
+
+def _emit_bytes(builder, shares):
+    signed = builder.trunc(shares, vec(I8, SIDE))
+    # V's bytes are signed, K's are raised by 128.
+    return builder.xor(signed, constant(I8, SIDE, 0x80))
+
+
+def _emit_nibbles(builder, shares):
+    """Two words, each with element i in the lower half of byte i, and element i
+    + 4 in its upper half."""
+    nibbles = builder.trunc(builder.and_(shares, constant(I32, SIDE, 15)), vec(I8, SIDE))
+    nothing = ir.Constant(nibbles.type, ir.Undefined)
+    order = vec(I32, SIDE // 2)
+    lower = builder.shuffle_vector(nibbles, nothing, ir.Constant(order, [0, 1, 2, 3, 8, 9, 10, 11]))
+    upper = builder.shuffle_vector(
+        nibbles, nothing, ir.Constant(order, [4, 5, 6, 7, 12, 13, 14, 15])
+    )
+    return builder.or_(lower, builder.shl(upper, constant(I8, SIDE // 2, 4)))
+
+
+def _put(element: ir.Type, count: int, emit):
+    @intrinsic
+    def put(typingctx, source, shift, mask, cells):
+        """``count`` elements of a stored row to one token's share of SIDE cells
+        of V; ``mask``: the bits of a cell that stay."""
+
+        def codegen(context, builder, signature, args):
+            shift, mask = (broadcast(builder, builder.trunc(x, I32), SIDE) for x in args[1:3])
+            shares = emit(builder, load_at(builder, args[0], vec(element, count), align=1))
+            kept = builder.and_(load_at(builder, args[3], vec(I32, SIDE)), mask)
+            store_at(builder, builder.or_(kept, builder.shl(shares, shift)), args[3])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+    return put
+
+
+def _emit_bytes(builder, shares):
+    signed = builder.trunc(shares, vec(I8, SIDE))
+    # V's bytes are signed, K's are raised by 128.
+    return builder.xor(signed, constant(I8, SIDE, 0x80))
+
+
+def _emit_nibbles(builder, shares):
+    """Two words, each with element i in the lower half of byte i, and element i
+    + 4 in its upper half."""
+    nibbles = builder.trunc(builder.and_(shares, constant(I32, SIDE, 15)), vec(I8, SIDE))
+    nothing = ir.Constant(nibbles.type, ir.Undefined)
+    order = vec(I32, SIDE // 2)
+    lower = builder.shuffle_vector(nibbles, nothing, ir.Constant(order, [0, 1, 2, 3, 8, 9, 10, 11]))
+    upper = builder.shuffle_vector(
+        nibbles, nothing, ir.Constant(order, [4, 5, 6, 7, 12, 13, 14, 15])
+    )
+    return builder.or_(lower, builder.shl(upper, constant(I8, SIDE // 2, 4)))
+
+
+def _spread_bytes(builder, row):
+    return builder.zext(builder.xor(row, constant(I8, SIDE, 0x80)), vec(I32, SIDE))
+
+
+def _spread_nibbles(builder, row):
+    """The inverse of ``_emit_nibbles``."""
+    half = SIDE // 2
+    lower = builder.and_(row, constant(I8, half, 15))
+    upper = builder.lshr(row, constant(I8, half, 4))
+    order = [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]
+    nibbles = builder.shuffle_vector(lower, upper, ir.Constant(vec(I32, SIDE), order))
+    return builder.zext(nibbles, vec(I32, SIDE))
+
+
+cut_word = _cut(lambda builder, shares: shares)
+_cut_half = _cut(lambda builder, shares: builder.trunc(shares, vec(I16, SIDE)))
+_cut_byte, _cut_nibble = _cut(_emit_bytes), _cut(_emit_nibbles)
+_put_word = _put(I32, SIDE, lambda builder, row: row)
+_put_half = _put(I16, SIDE, lambda builder, row: builder.zext(row, vec(I32, SIDE)))
+_put_byte, _put_nibble = _put(I8, SIDE, _spread_bytes), _put(I8, SIDE // 2, _spread_nibbles)
+
+
+@intrinsic
+def _copy_halves(typingctx, source, target):
+    """SIDE elements of 16 bits."""
+
+    def codegen(context, builder, signature, args):
+        store_at(builder, load_at(builder, args[0], vec(I16, SIDE), align=2), args[1], align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@part
+def copy_bytes(source, count, target):
+    for byte in range(count):
+        store_u8(target + byte, load_u8(source + byte))
+
+
+@part
+def cut_cells(dtype, count, cells, shift, target):
+    """One token's share of ``count`` times SIDE cells of V."""
+    if dtype == FLOAT32:
+        for i in range(count):
+            cut_word(cells + 64 * i, shift, target + 64 * i)
+    elif dtype == FLOAT16:
+        for i in range(count):
+            _copy_halves(cells + 32 * i, target + 32 * i)
+    elif dtype == BFLOAT16:
+        for i in range(count):
+            _cut_half(cells + 64 * i, shift, target + 32 * i)
+    elif dtype == INT8:
+        for i in range(count):
+            _cut_byte(cells + 64 * i, shift, target + 16 * i)
+    else:
+        for i in range(count):
+            _cut_nibble(cells + 64 * i, shift, target + 8 * i)
+
+
+@part
+def put_cells(dtype, count, row, shift, mask, cells):
+    """The inverse of ``cut_cells``: the bits of ``mask`` are the other tokens'."""
+    if dtype == FLOAT32:
+        for i in range(count):
+            _put_word(row + 64 * i, shift, mask, cells + 64 * i)
+    elif dtype == FLOAT16:
+        for i in range(count):
+            _copy_halves(row + 32 * i, cells + 32 * i)
+    elif dtype == BFLOAT16:
+        for i in range(count):
+            _put_half(row + 32 * i, shift, mask, cells + 64 * i)
+    elif dtype == INT8:
+        for i in range(count):
+            _put_byte(row + 16 * i, shift, mask, cells + 64 * i)
+    else:
+        for i in range(count):
+            _put_nibble(row + 8 * i, shift, mask, cells + 64 * i)
