@@ -127,6 +127,12 @@ class Engine:
         """Whether a step would do anything: for requests, or for what is left of cancelled ones."""
         return bool(self._requests or self._pipeline.in_flight or self._lifecycle.grants)
 
+    @property
+    def pause_s(self) -> float:
+        """How long a step would do nothing, whatever work there is: all
+        R-workers are lost, and others are looked for."""
+        return self._recovery.pause_s
+
     def submit(
         self, request: Request, prompt: str | None = None, listener: Listener | None = None
     ) -> None:
@@ -157,8 +163,8 @@ class Engine:
             raise
 
     def step(self) -> list[RequestOutput]:
-        """Run until some lane has finished a step. Returns the requests that
-        are over.
+        """Run until some lane has finished a step, or until there is nothing to
+        run (see ``pause_s``). Returns the requests that are over.
 
         Raises:
             WorkerError: no R-worker is left. ``abandon`` is all that can be
@@ -173,7 +179,7 @@ class Engine:
             outputs += self.set_num_lanes(self._watch.lanes.decide())
         while self.stats.num_steps == num_steps:
             outputs += self._take_news()
-            if not self._recovery.is_stranded:
+            if not self._recovery.is_stranded():
                 for lane in self._pipeline.idle_lanes:
                     outputs += self._launch(lane)
             in_flight = self._pipeline.in_flight

@@ -31,6 +31,8 @@ class ServedEngine(Protocol):
     @property
     def has_work(self) -> bool: ...
     @property
+    def pause_s(self) -> float: ...
+    @property
     def num_running(self) -> int: ...
     @property
     def num_unfinished_sequences(self) -> int: ...
@@ -124,6 +126,11 @@ class Owner(Generic[T]):
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return self.broken is None and self.served.engine.has_work
+
+    @property
+    def pause_s(self) -> float | None:
+        """How long the next step may wait; None: until there is work."""
+        return self.served.engine.pause_s if self.has_work else None
 
     def submit(self, requests: Sequence[Request], reader: DeltaQueue) -> None:
         """Hand requests to the engine. Those that it refuses end with its reason."""

@@ -1,8 +1,16 @@
-"""After a loss: who comes in a lost R-worker's place, and when nobody can."""
+"""After a loss: who comes in a lost R-worker's place, and when nobody can.
+
+Nothing here waits. While all are lost, ``Recovery`` says for how long there is
+no use in looking again (``pause_s``); whoever runs the steps waits, and does
+meanwhile what others want.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -13,9 +21,15 @@ from fastdecode.schedule.events import Joined
 from fastdecode.schedule.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
-    from fastdecode.engine.fleet.workers import Newcomers
+    from fastdecode.engine.fleet.workers import Replacements
 
 logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+"""Between two looks while nobody is there; the longer, the longer it has been so."""
+_LOOK_AWAY_S = 2 * _LONGEST_PAUSE_S
+"""When nobody has looked for so long, there was nothing to run."""
 
 
 class Recovery:
@@ -25,30 +39,57 @@ class Recovery:
     Args:
         fleet: the holders.
         replacements: who may come; None: nobody.
+        clock: seconds.
     """
 
-    def __init__(self, fleet: Fleet, replacements: Newcomers | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        replacements: Replacements | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._fleet = fleet
         self._replacements = replacements
+        self._clock = clock
+        self._looked_s = self._since_s = -math.inf
+        self.pause_s = 0.0
+        """While all are lost: for how long there is no use in looking again."""
         self._lost: dict[HolderId, WorkerError] = {}
 
     def lose(self, holder: HolderId, error: WorkerError) -> None:
         """The holder is gone."""
         self._lost[holder] = error
 
-    @property
     def is_stranded(self) -> bool:
-        """Whether all are lost, and others wait to come in their place: nothing
-        can run until they have.
+        """Whether all are lost, and others may come in their place: nothing can
+        run until they have. Only time counts in which somebody asked.
 
         Raises:
             WorkerError: all are lost for good: why the first of them was.
         """
         if len(self._lost) < len(self._fleet):
+            self.pause_s = 0.0
             return False
-        if self._replacements is None or not self._replacements.await_any(self._lost):
+        now = self._clock()
+        if not self.pause_s or now - self._looked_s > _LOOK_AWAY_S:
+            self._since_s = now
+        self._looked_s = now
+        if not self._may_come(now - self._since_s):
             raise copy(next(iter(self._lost.values())))
+        self.pause_s = min(max(_FIRST_PAUSE_S, 2 * self.pause_s), _LONGEST_PAUSE_S)
         return True
+
+    def _may_come(self, stranded_s: float) -> bool:
+        """Whether anybody may still come, when all have been lost for so long."""
+        if self._replacements is None:
+            return False
+        timeout_s = self._replacements.timeout_s
+        if not stranded_s and 0 < timeout_s < math.inf:
+            logger.warning(
+                "every R-worker is lost: trying to reach one, for %g s (--worker-timeout-s)",
+                timeout_s,
+            )
+        return stranded_s < timeout_s or bool(self._replacements.look(self._lost))
 
     def joined(self, lifecycle: Lifecycle) -> list[Joined]:
         """Let in those that have come in the place of lost holders, once no

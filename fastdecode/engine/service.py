@@ -175,7 +175,7 @@ class EngineService(Generic[T]):
         self._put(partial(self._drained.append, drained))
         end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while self._thread is None and drained.empty() and time.monotonic() < end_s:
-            self._turn(0)
+            self._turn(_LOOK_EVERY_S)
             if self._is_closing:
                 self._live_on()
         try:
@@ -295,10 +295,11 @@ class EngineService(Generic[T]):
 
     def _turn(self, timeout_s: float | None) -> None:
         """Do what others want, and a step if there is work; if there is none,
-        wait so long for some."""
+        or it has to wait, wait so long for what they want."""
         owner = self._owned
+        waits_s = [wait_s for wait_s in (owner.pause_s, timeout_s) if wait_s is not None]
         try:
-            self._obey(0 if owner.has_work else timeout_s)
+            self._obey(min(waits_s, default=None))
             if not self._is_closing:
                 owner.step()
         except BaseException as error:

@@ -10,7 +10,7 @@ pytest.importorskip("zmq")
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.engine.fleet.replacements import Replacements
+from fastdecode.engine.fleet.replacements import AddressReplacements
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from fastdecode.wire.transport import SoleHub
 from fastdecode.wire.zmq.hub import ZmqHub
@@ -49,7 +49,7 @@ def test_one_that_was_given_up_though_it_lives_may_come_back(
         knocked = []
         knock = hub.knock
         monkeypatch.setattr(hub, "knock", lambda index: knocked.append(knock(index)) or knocked[-1])
-        replacements = Replacements(hub, hello)  # nobody has closed the connection to the lost one
+        replacements = AddressReplacements(hub, hello)  # nobody has closed the connection to the lost one
         assert wait_for(
             lambda: replacements.look([0]) or None,
             lambda: knocked[-1].sockets if knocked[-1].is_open else (),

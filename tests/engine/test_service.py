@@ -30,6 +30,7 @@ class Counting:
     before_step: Callable[[], None] = lambda: None
     before_close: Callable[[], None] = lambda: None
     num_steps: int = 0
+    pause_s: float = 0.0
     is_closed: bool = False
     threads: set[int] = field(default_factory=set)
     num_r_workers: int = 2

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
@@ -25,7 +26,7 @@ from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import RHub
-from fastdecode.engine.fleet.workers import Newcomers, Workers
+from fastdecode.engine.fleet.workers import Replacements, Workers
 from fastdecode.wire.messages import (
     Accepted,
     Answer,
@@ -126,11 +127,6 @@ class HeadsHub:
     def _heard_s(self, worker: int) -> float | None:
         return self.parts.connections[worker].heard_s
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether one is lost that the others don't do without yet."""
-        return self._broken is not None
-
     def send(self, message: ToRWorker) -> None:
         if isinstance(message, Hello):
             self._start_anew(message)
@@ -184,12 +180,6 @@ class HeadsHub:
             for worker in behind:
                 peer = self.parts.connections[worker].peer
                 self._lose(worker, WorkerError(f"{peer} keeps the others waiting", code=TIMEOUT))
-
-    def end(self, deadlines: Deadlines, since_s: float) -> float:
-        """When the first of those that haven't answered what they were asked
-        then has to be given up."""
-        silent = [worker for worker, answers in self._answers.items() if not answers]
-        return min(deadlines.end(since_s, self._heard_s(worker))[0] for worker in silent)
 
     def give_up_overdue(self, deadlines: Deadlines, since_s: float) -> None:
         """Whoever should have answered by now, or given a sign of life, is lost."""
@@ -301,7 +291,7 @@ class HeadsWorkers:
         self.hub = HeadsHub(workers.hub, workers.absent)
         self.num_r_workers = len(workers.hub.connections)
 
-    def replacements(self, hello: Hello, deadlines: Deadlines) -> Newcomers:
+    def replacements(self, hello: Hello, deadlines: Deadlines) -> Replacements:
         return Resharing(self.hub, hello, deadlines)
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
@@ -324,46 +314,54 @@ class Resharing:
         self._hub = hub
         self._hello = hello
         self._deadlines = deadlines
+        self._greeting: tuple[Deadlines, float] | None = None
+        """How long they may take to answer, and since when they have been asked."""
         self._welcome: Welcome | None = None
 
+    @property
+    def timeout_s(self) -> float:
+        """See ``Replacements``."""
+        return math.inf if self._num_left else 0.0
+
+    @property
+    def _num_left(self) -> int:
+        return len(self._hub.parts.connections) - len(self._hub.dead)
+
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
-        """See ``Newcomers``. Waits for their answers: they may have to compile
-        kernels for other numbers of heads."""
-        while self._welcome is None and 0 in lost:
-            self._hub.give_up_the_slowest()
-            if len(self._hub.dead) == len(self._hub.parts.connections):
-                break
+        """See ``Replacements``. They may take long to answer: they may have to
+        compile kernels for other numbers of heads."""
+        while self._welcome is None and 0 in lost and self._num_left:
             try:
-                self._hub.send(self._hello)
-                self._welcome = self._await_welcome()
+                if self._greeting is None:
+                    self._greet()
+                else:
+                    self._welcome = self._answer(*self._greeting)
+                    break
             except WorkerError:
-                continue  # one less
+                self._greeting = None  # one less
         return {} if self._welcome is None else {0: self._welcome}
 
-    def await_any(self, lost: Collection[int]) -> bool:
-        """See ``Newcomers``."""
-        return bool(self.look(lost))
-
     def admit(self, worker: int) -> None:
-        """See ``Newcomers``."""
-        self._welcome = None
+        """See ``Replacements``."""
+        self._welcome = self._greeting = None
 
-    def _await_welcome(self) -> Welcome:
-        """Everybody's answer. Raises WorkerError: another one is lost."""
-        deadlines = self._deadlines.while_greeting()
-        asked_s = deadlines.clock()
-        while True:
-            now = deadlines.begin_look()
-            try:
-                answer = self._hub.receive_any(
-                    deadlines.wait_s(now, self._hub.end(deadlines, asked_s))
-                )[1]
-            except WorkerError as error:
-                if error.code != TIMEOUT or self._hub.is_broken:
-                    raise
+    def _greet(self) -> None:
+        """Raises WorkerError: another one is lost."""
+        self._hub.give_up_the_slowest()
+        if self._num_left:
+            self._hub.send(self._hello)
+            deadlines = self._deadlines.while_greeting()
+            self._greeting = deadlines, deadlines.clock()
+
+    def _answer(self, deadlines: Deadlines, asked_s: float) -> Welcome | None:
+        """Everybody's answer, once all have given it. Raises WorkerError:
+        another one is lost."""
+        deadlines.begin_look()
+        try:
+            answer = self._hub.poll()
+            if answer is None:
                 self._hub.give_up_overdue(deadlines, asked_s)
-            else:
-                assert isinstance(answer, Welcome)
-                return answer
-            finally:
-                deadlines.end_look()
+        finally:
+            deadlines.end_look()
+        assert answer is None or isinstance(answer, Welcome)
+        return answer

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
@@ -17,9 +17,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Between two attempts at an address where somebody answers, but doesn't serve us."""
-_FIRST_WAIT_S = 0.01
-_LONGEST_WAIT_S = 0.5
-"""Between two looks while nobody is there; the longer, the longer it has been so."""
 
 
 @dataclass(eq=False)
@@ -28,16 +25,15 @@ class _Candidate:
     is_greeted: bool = False
 
 
-class Replacements:
-    """Knocks at the addresses of lost R-workers. Never waits: ``look`` as often
-    as you like.
+class AddressReplacements:
+    """Connects again to the addresses of lost R-workers; see
+    ``fastdecode.engine.fleet.workers.Replacements``.
 
     Args:
         hub: whose connections are to be replaced.
         hello: what a new R-worker is greeted with.
         timeout_s: how long to go on when all are lost.
         clock: seconds.
-        sleep: for so many seconds.
     """
 
     def __init__(
@@ -47,13 +43,11 @@ class Replacements:
         *,
         timeout_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._hub = hub
         self._hello = hello
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._clock = clock
-        self._sleep = sleep
         self._candidates: dict[int, _Candidate] = {}
         self._not_before: dict[int, float] = {}
         self._welcomes: dict[int, Welcome] = {}
@@ -62,33 +56,15 @@ class Replacements:
         """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
         for worker in lost:
             if worker not in self._welcomes and self._clock() >= self._not_before.get(worker, 0.0):
-                self._knock(worker)
+                self._reconnect(worker)
         return dict(self._welcomes)
-
-    def await_any(self, lost: Collection[int]) -> bool:
-        """See ``Newcomers``. The network may be down, or this process have been
-        stopped: they may live, and listen."""
-        if self.look(lost):
-            return True
-        end_s = self._clock() + self._timeout_s
-        wait_s = _FIRST_WAIT_S
-        logger.warning(
-            "every R-worker is lost: trying to reach one, for %g s (--worker-timeout-s)",
-            self._timeout_s,
-        )
-        while not self.look(lost):
-            if self._clock() >= end_s:
-                return False
-            self._sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-        return True
 
     def admit(self, worker: int) -> None:
         """From now on the hub's connection of that number is the new R-worker's."""
         del self._welcomes[worker]
         self._hub.replace(worker, self._candidates.pop(worker).connection)
 
-    def _knock(self, worker: int) -> None:
+    def _reconnect(self, worker: int) -> None:
         candidate = self._candidates.get(worker)
         if candidate is None:
             # One that was given up though it lives would go on serving the old

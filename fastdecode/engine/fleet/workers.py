@@ -25,15 +25,16 @@ LEAST_STUCK_S = 2.0
 keep MPI busy for a while."""
 
 
-class Newcomers(Protocol):
-    """R-workers that take the place of lost ones."""
+class Replacements(Protocol):
+    """R-workers that take the place of lost ones. Never waits."""
+
+    @property
+    def timeout_s(self) -> float:
+        """How long to go on looking when all are lost. Infinite: whoever may
+        come is sure to answer, or to be lost, too."""
 
     def look(self, lost: Collection[int]) -> Mapping[int, Welcome]:
         """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
-
-    def await_any(self, lost: Collection[int]) -> bool:
-        """All are lost: wait until one comes, for as long as that makes sense.
-        Returns whether ``look`` has any."""
 
     def admit(self, worker: int) -> None:
         """From now on the hub's connection of that number is the new R-worker's."""
@@ -50,7 +51,7 @@ class Workers(Protocol):
     def absent(self) -> Mapping[int, WorkerError]:
         """Those that couldn't be reached, by their connection's index, and why."""
 
-    def replacements(self, hello: Hello, deadlines: Deadlines) -> Newcomers | None:
+    def replacements(self, hello: Hello, deadlines: Deadlines) -> Replacements | None:
         """Who may take the place of those that are lost; None: nobody."""
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
@@ -201,10 +202,10 @@ class ZmqWorkers:
             self.hub.close()
             raise
 
-    def replacements(self, hello: Hello, deadlines: Deadlines) -> Newcomers:
-        from fastdecode.engine.fleet.replacements import Replacements
+    def replacements(self, hello: Hello, deadlines: Deadlines) -> Replacements:
+        from fastdecode.engine.fleet.replacements import AddressReplacements
 
-        return Replacements(self.hub, hello, timeout_s=deadlines.timeout_s)
+        return AddressReplacements(self.hub, hello, timeout_s=deadlines.timeout_s)
 
     def close(self, lost: Collection[int], timeout_s: float) -> None:
         for index, connection in enumerate(self.hub.connections):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ from fastdecode.engine.fleet.heads import HeadsWorkers
 from fastdecode.engine.fleet.workers import (
     InlineWorkers,
     MpiWorkers,
-    Newcomers,
+    Replacements,
     ThreadWorkers,
     Workers,
     ZmqWorkers,
@@ -49,6 +50,9 @@ from sworker.ranks.group import Ranks
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.01
+"""Whether those that are left have answered, when one was lost while all were greeted."""
 
 
 class RunningEngine:
@@ -99,8 +103,8 @@ class RunningEngine:
             tell(_greeting(workers))
             hello = _hello(self._checkpoint, self.spec, self.resolved)
             deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
-            newcomers = workers.replacements(hello, deadlines)
-            welcomes = self._greet(hello, newcomers)
+            replacements = workers.replacements(hello, deadlines)
+            welcomes = self._greet(hello, replacements)
             self.welcomes = tuple(welcomes.values())
             blocks = tuple(
                 welcomes[i].num_blocks if i in welcomes else 0 for i in range(len(self._fleet))
@@ -109,7 +113,7 @@ class RunningEngine:
                 model,
                 workers,
                 blocks,
-                newcomers,
+                replacements,
                 trace,
                 MeasuredTimes() if times is None else times,
             )
@@ -140,7 +144,7 @@ class RunningEngine:
             shard=shard,
         )[1]
 
-    def _greet(self, hello: Hello, newcomers: Newcomers | None) -> dict[int, Welcome]:
+    def _greet(self, hello: Hello, replacements: Replacements | None) -> dict[int, Welcome]:
         """The answers of those that are there, by holder; of those that have
         come in a lost one's place meanwhile, too.
 
@@ -150,9 +154,11 @@ class RunningEngine:
         """
         welcomes = self._fleet.greet(hello)
         lost = dict(self._fleet.lost)
-        if newcomers is not None and lost:
-            for holder, welcome in newcomers.look(lost).items():
-                newcomers.admit(holder)
+        if replacements is not None and lost:
+            while not (found := replacements.look(lost)) and replacements.timeout_s == math.inf:
+                time.sleep(_LOOK_EVERY_S)
+            for holder, welcome in found.items():
+                replacements.admit(holder)
                 self._fleet.revive(holder)
                 welcomes[holder] = welcome
         live, at_least = self.num_live_r_workers, self.resolved.config.cluster.min_r_workers
@@ -173,7 +179,7 @@ class RunningEngine:
         model: Model,
         workers: Workers,
         blocks: tuple[int, ...],
-        newcomers: Newcomers | None,
+        replacements: Replacements | None,
         trace: Trace | None,
         times: MeasuredTimes,
     ) -> Engine:
@@ -190,7 +196,7 @@ class RunningEngine:
             times,
             opening_steps=0 if at_once else 1,
         )
-        recovery = Recovery(self._fleet, newcomers)
+        recovery = Recovery(self._fleet, replacements)
         watch = Watch(trace or NoTrace(), times, _lane_control(resolved, times))
         eos = self._eos_token_ids()
         return Engine(

@@ -1,0 +1,137 @@
+"""All R-workers are lost, and others may come in their place: whoever wants
+something of the engine meanwhile isn't kept waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator
+
+import pytest
+from scripted_engine import Rig, request, rig
+
+from fastdecode.core.delta import CANCELLED, DeltaQueue
+from fastdecode.core.errors import WorkerError
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.recovery import Recovery
+from fastdecode.engine.service import EngineService
+from fastdecode.wire.inproc import InprocHub, connect
+from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
+
+DEADLINE_S = 60.0
+
+
+class Nobody:
+    """Replacements that may come at any time, and never do."""
+
+    def __init__(self, timeout_s: float = float("inf")) -> None:
+        self.timeout_s = timeout_s
+        self.looked = threading.Semaphore(0)
+        """Released by every look when all are lost."""
+
+    def look(self, lost: Collection[int]) -> dict[int, Welcome]:
+        if len(lost) == 2:
+            self.looked.release()
+        return {}
+
+    def admit(self, worker: int) -> None:
+        raise AssertionError("nobody came")
+
+
+class Served:
+    """A rig as a service wants it."""
+
+    num_r_workers = num_live_r_workers = 2
+    has_hung_r_workers = False
+
+    def __init__(self, made: Rig) -> None:
+        self.engine = made.engine
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def stranded() -> Iterator[tuple[EngineService[Served], DeltaQueue]]:
+    """A service whose R-workers are all lost while a request runs."""
+    nobody, reader = Nobody(), DeltaQueue()
+    with rig(2, crash={0: 20, 1: 20}, replacements=nobody) as made:
+        service = EngineService(lambda: Served(made))
+        service.open()
+        service.submit([request(name, 3, 40) for name in ("a", "bb")], reader)
+        for _ in range(3):
+            assert nobody.looked.acquire(timeout=DEADLINE_S)
+        yield service, reader
+        service.close()
+
+
+def ends(service: EngineService[Served], reader: DeltaQueue, num_ends: int) -> dict[str, str]:
+    """The codes of the errors with which so many requests end."""
+    found: dict[str, str] = {}
+    while len(found) < num_ends:
+        taken = service.take(reader, DEADLINE_S)
+        assert taken, f"nothing came any more after {found}"
+        found.update({d.request_id: d.error.code for d in taken if d.error is not None})
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_requests_are_taken_and_cancelled_meanwhile(
+    stranded: tuple[EngineService[Served], DeltaQueue],
+) -> None:
+    service, reader = stranded
+    service.cancel("a")
+    assert ends(service, reader, 1) == {"a": CANCELLED}
+    service.submit([request("ccc", 3, 5)], reader)
+    seen: list[int] = []
+    service.call(lambda served: seen.append(served.engine.num_unfinished))
+    assert seen == [2]
+    service.cancel("bb")
+    service.cancel("ccc")
+    assert ends(service, reader, 2) == {"bb": CANCELLED, "ccc": CANCELLED}
+    assert service.drain(DEADLINE_S)
+
+
+@pytest.mark.timeout(120)
+def test_it_is_closed_meanwhile(stranded: tuple[EngineService[Served], DeltaQueue]) -> None:
+    service, reader = stranded
+    service.close()
+    assert ends(service, reader, 2) == {"a": "closed", "bb": "closed"}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def recovery(clock: Clock, timeout_s: float) -> Recovery:
+    """After the loss of the only two."""
+    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    for i in range(2):
+        connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")
+    made = Recovery(Fleet(hub, timeout_s=60.0), Nobody(timeout_s), clock)
+    for holder in range(2):
+        assert not made.is_stranded()
+        made.lose(HolderId(holder), WorkerError(f"r{holder} is gone"))
+    return made
+
+
+def test_when_nobody_comes_in_time_the_first_loss_is_raised() -> None:
+    clock = Clock()
+    made = recovery(clock, timeout_s=3.0)
+    while clock.now < 102.9:
+        assert made.is_stranded() and 0 < made.pause_s <= 0.5
+        clock.now += 0.25
+    clock.now += 0.25
+    with pytest.raises(WorkerError, match="r0 is gone"):
+        made.is_stranded()
+
+
+def test_time_in_which_there_was_nothing_to_run_does_not_count() -> None:
+    clock = Clock()
+    made = recovery(clock, timeout_s=3.0)
+    assert made.is_stranded()
+    clock.now += 1000.0
+    assert made.is_stranded()

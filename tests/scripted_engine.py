@@ -1,0 +1,191 @@
+"""An engine built of its parts: a scripted S-worker, whose tokens anybody can
+work out, and R-workers as threads."""
+
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from trouble import Trouble
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import RequestError
+from fastdecode.core.holders import Holder, HolderKind
+from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
+from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.workers import Replacements
+from fastdecode.engine.recovery import Recovery
+from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.remote import AttentionPlan
+from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.options import ScheduleOptions
+from fastdecode.text.codec import TextCodec
+from fastdecode.wire.inproc import InprocHub
+from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
+from rworker.worker import start_worker_thread
+from sworker.sampler import SampledToken
+
+VOCAB = 97
+BLOCK_SIZE = 16
+NUM_LAYERS = 2
+SPEC = AttentionSpec(1, 1, 16, 1.0)
+KV = KVSpec(NUM_LAYERS, 1, 16, DType.FLOAT32, BLOCK_SIZE)
+
+
+def next_token(context: Sequence[int]) -> int:
+    """What the scripted model says to so many tokens."""
+    return (3 * sum(context) + len(context)) % VOCAB
+
+
+def continued(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tuple(tokens[len(prompt) :])
+
+
+class ScriptedPass:
+    """All keys are alike, so attention gives the mean of all values: the tokens themselves."""
+
+    def __init__(self, token_ids: np.ndarray, positions: np.ndarray) -> None:
+        self.layer = 0
+        self._lengths = torch.from_numpy(positions + 1)
+        self.q = torch.zeros(len(token_ids), 1, 16)
+        self.k = torch.zeros(len(token_ids), 1, 16)
+        self.v = torch.from_numpy(token_ids).float()[:, None, None].expand(-1, 1, 16).contiguous()
+        self._sums = torch.empty(0)
+
+    def advance(self, o: Tensor) -> bool:
+        self._sums = (o[:, 0, 0] * self._lengths).round().long()
+        self.layer += 1
+        return self.layer < NUM_LAYERS
+
+    def logits(self, rows: np.ndarray) -> Tensor:
+        places = torch.from_numpy(rows)
+        drawn = (3 * self._sums[places] + self._lengths[places]) % VOCAB
+        return torch.nn.functional.one_hot(drawn, VOCAB).float()
+
+    def device_s(self) -> float:
+        return 0.0
+
+
+class ScriptedSWorker:
+    """Stands in for ``SWorker``. ``fails_at``: a request that meets an error at
+    its token of this number."""
+
+    def __init__(self, fails_at: dict[str, int] | None = None) -> None:
+        self.spec = SimpleNamespace(attention=(SPEC,) * NUM_LAYERS, vocab_size=VOCAB)
+        self.lanes: list[int] = []
+        self._num_drawn: dict[int, int] = {}
+        self._fails_at = fails_at or {}
+
+    def begin(self, token_ids: np.ndarray, positions: np.ndarray, lane: int) -> ScriptedPass:
+        self.lanes.append(lane)
+        return ScriptedPass(token_ids, positions)
+
+    def set_num_lanes(self, num_lanes: int) -> None:
+        pass
+
+    def sample(self, logits: Tensor, states: Sequence[Any]) -> list[SampledToken]:
+        assert len(logits) == len(states)
+        return [self._draw(row, state) for row, state in zip(logits, states, strict=True)]
+
+    def _draw(self, row: Tensor, state: Any) -> SampledToken:
+        drawn = self._num_drawn[id(state)] = self._num_drawn.get(id(state), 0) + 1
+        if (
+            self._fails_at.get(state.params.stop_token_ids and str(state.params.stop_token_ids[0]))
+            == drawn
+        ):
+            return SampledToken(-1, error=RequestError("no token is left"))
+        return SampledToken(int(row.argmax()))
+
+
+@dataclass
+class Rig:
+    """An engine and what it is made of."""
+
+    engine: Engine
+    fleet: Fleet
+    lifecycle: Lifecycle
+    s_worker: ScriptedSWorker
+
+    def run(self) -> dict[str, RequestOutput]:
+        """Until nothing is left. The books are right after every step."""
+        outputs: dict[str, RequestOutput] = {}
+        for _ in range(2000):
+            if not self.engine.num_unfinished:
+                return outputs
+            outputs.update((output.request_id, output) for output in self.engine.step())
+            self.lifecycle.check_invariants()
+        raise AssertionError("it doesn't get on")
+
+
+@contextlib.contextmanager
+def rig(
+    num_workers: int = 2,
+    *,
+    lanes: int = 1,
+    crash: dict[int, int] | None = None,
+    num_blocks: int = 64,
+    said_blocks: int | None = None,
+    fails_at: dict[str, int] | None = None,
+    replacements: Replacements | None = None,
+    **options: Any,
+) -> Iterator[Rig]:
+    """R-workers of ``num_blocks`` KV blocks, of which the scheduler is told
+    ``said_blocks``. ``crash``: after how many layers an R-worker does;
+    ``replacements``: who comes in its place."""
+    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    threads = [
+        start_worker_thread(
+            f"r{i}",
+            kv_bytes=num_blocks * KV.block_bytes,
+            hub=hub,
+            executor=Trouble(crash[i]) if crash and i in crash else None,
+        )
+        for i in range(num_workers)
+    ]
+    fleet = Fleet(hub, timeout_s=60.0)
+    fleet.greet(Hello(PROTOCOL_VERSION, "scripted", KV, (SPEC,) * NUM_LAYERS, DType.FLOAT32))
+    holders = (
+        Holder(HolderKind.R_WORKER, attends_prompts=True, answers_at_once=False, token_bytes=1),
+    ) * num_workers
+    plan = AttentionPlan((SPEC,) * NUM_LAYERS, DType.FLOAT32, fleet, torch.device("cpu"), holders)
+    chosen = {
+        "max_num_sequences": 8,
+        "max_step_tokens": 8 + 24,
+        "prefill_chunk": 10,
+        "mode": "greedy",
+    }
+    schedule = ScheduleOptions(num_lanes=lanes, **(chosen | options))  # type: ignore[arg-type]
+    blocks = (said_blocks or num_blocks,) * num_workers
+    lifecycle = Lifecycle(make_scheduler(schedule, blocks, BLOCK_SIZE, opening_steps=1))
+    s_worker = ScriptedSWorker(fails_at)
+    pipeline = Pipeline(s_worker, plan, lanes)  # type: ignore[arg-type]
+    recovery = Recovery(fleet, replacements)
+    engine = Engine(s_worker, pipeline, fleet, lifecycle, TextCodec(None), (VOCAB,), recovery)  # type: ignore[arg-type]
+    try:
+        yield Rig(engine, fleet, lifecycle, s_worker)
+    finally:
+        for i, thread in enumerate(threads):
+            thread.stop()
+            if i in fleet.lost:
+                thread.connection.close()
+            else:
+                thread.join(30)
+
+
+def request(name: str, num_prompt_tokens: int, num_tokens: int, n: int = 1, **more: Any) -> Request:
+    params = SamplingParams(max_tokens=num_tokens, n=n, ignore_eos=True, **more)
+    prompt = tuple((7 * i + len(name)) % VOCAB for i in range(num_prompt_tokens))
+    return Request(name, prompt, params, num_tokens, seed=0)
