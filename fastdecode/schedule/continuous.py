@@ -96,7 +96,9 @@ class ContinuousScheduler:
         return sum(len(lane.running) for lane in self.lanes)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """The sequences of one request join the queue, in order.
+        """The sequences of one request join the queue, in order. While all
+        holders are gone, nobody knows what those that come in their place will
+        have room for.
 
         Raises:
             CapacityError: holders could never have room for one of them; none
@@ -104,7 +106,8 @@ class ContinuousScheduler:
         """
         arrived = list(sequences)
         for sequence in arrived:
-            self.ledger.check_possible(sequence.max_cached_tokens)
+            if not self.ledger.is_deserted:
+                self.ledger.check_possible(sequence.max_cached_tokens)
             self.lanes[0].admission.check_possible(
                 self.ledger.part_sizes(sequence.max_cached_tokens)
             )

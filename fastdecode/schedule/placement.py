@@ -58,6 +58,11 @@ class BlockLedger:
         self._lost.remove(holder)
         self._free[holder] = self._capacity[holder] = num_blocks
 
+    @property
+    def is_deserted(self) -> bool:
+        """Whether all holders are gone."""
+        return len(self._lost) == len(self._capacity)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of ``num_tokens`` cached tokens fills; a
         sequence always takes one."""
