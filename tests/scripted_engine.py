@@ -1,12 +1,11 @@
 """An engine built of its parts: a scripted S-worker, whose tokens anybody can
 work out, and R-workers as threads."""
 
-
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from trouble import Trouble
 
+from fastdecode.core.delta import Delta, Listener, OutputFold
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import RequestError
 from fastdecode.core.holders import Holder, HolderKind
@@ -119,13 +119,27 @@ class Rig:
     lifecycle: Lifecycle
     s_worker: ScriptedSWorker
 
+    _folds: dict[str, OutputFold] = field(default_factory=dict)
+    _outputs: dict[str, RequestOutput] = field(default_factory=dict)
+
+    def submit(self, request: Request) -> None:
+        self.engine.submit(request, Listener(self._take, every_step=True))
+        self._folds[request.request_id] = OutputFold(
+            request.request_id, None, request.prompt_token_ids, request.params.n
+        )
+
+    def _take(self, delta: Delta) -> None:
+        output = self._folds[delta.request_id].add(delta)
+        if output is not None:
+            self._outputs[delta.request_id] = output
+
     def run(self) -> dict[str, RequestOutput]:
-        """Until nothing is left. The books are right after every step."""
-        outputs: dict[str, RequestOutput] = {}
+        """Until nothing is left: what all requests have come to. The books are
+        right after every step."""
         for _ in range(2000):
             if not self.engine.num_unfinished:
-                return outputs
-            outputs.update((output.request_id, output) for output in self.engine.step())
+                return self._outputs
+            self.engine.step()
             self.lifecycle.check_invariants()
         raise AssertionError("it doesn't get on")
 

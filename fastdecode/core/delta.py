@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -47,6 +47,15 @@ class Delta:
             later.finish_reason,
             later.error,
         )
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told what a request says."""
+
+    tell: Callable[[Delta], None]
+    every_step: bool
+    """Be told after every step; or of each sequence only once it is over."""
 
 
 @dataclass(eq=False)

@@ -3,10 +3,11 @@ of a lane at a time.
 
 A request's life: ``submit`` → waiting → room opened on its holders
 (``OpenSequence`` or ``ForkSequence``) → its prompt run in one or more chunks →
-one token drawn a step → finished, its blocks freed (``CloseSequence``), its
-output returned by ``step``. What comes next is decided by
-``fastdecode.schedule.lifecycle``, which is told what happens; nothing here
-knows how a step is scheduled, what a layer computes, or where an R-worker runs.
+one token drawn a step → finished, its blocks freed (``CloseSequence``). Whoever
+listens is told what it says (``fastdecode.core.delta``). What comes next is
+decided by ``fastdecode.schedule.lifecycle``, which is told what happens;
+nothing here knows how a step is scheduled, what a layer computes, or where an
+R-worker runs.
 
 When an R-worker is lost, its sequences start again elsewhere, and what was
 cached is recomputed from their tokens, prompt and generated alike. Since a
@@ -23,6 +24,7 @@ from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import dataclass, field
 
+from fastdecode.core.delta import Listener
 from fastdecode.core.errors import (
     FastDecodeError,
     ProtocolError,
@@ -31,12 +33,12 @@ from fastdecode.core.errors import (
     without_frames,
 )
 from fastdecode.core.holders import PartId
-from fastdecode.core.sequence import Request, RequestOutput
+from fastdecode.core.sequence import Request
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.recovery import Recovery
-from fastdecode.engine.requests import Listener, Requests
+from fastdecode.engine.requests import Requests
 from fastdecode.engine.reservations import event_for, message_for
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.layout import StepBatch
@@ -133,12 +135,9 @@ class Engine:
         R-workers are lost, and others are looked for."""
         return self._recovery.pause_s
 
-    def submit(
-        self, request: Request, prompt: str | None = None, listener: Listener | None = None
-    ) -> None:
-        """Queue a valid request. ``prompt`` is its text, if it came as text, to
-        be given back with the output; ``listener`` is told what it says, and
-        its error if a step ends it with one.
+    def submit(self, request: Request, listener: Listener | None = None) -> None:
+        """Queue a valid request. ``listener`` is told what it says, and its
+        error if a step ends it with one.
 
         Raises:
             RequestError: an unfinished request has the same id, or its text
@@ -157,55 +156,52 @@ class Engine:
         self._carry_out(events.Submitted(request))
         sequences = self._lifecycle.lives.sequences(request.request_id)
         try:
-            self._requests.add(request, prompt, sequences, time.perf_counter(), listener)
+            self._requests.add(request, sequences, time.perf_counter(), listener)
         except FastDecodeError:
             self._carry_out(events.Cancelled(request.request_id))
             raise
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> None:
         """Run until some lane has finished a step, or until there is nothing to
-        run (see ``pause_s``). Returns the requests that are over.
+        run (see ``pause_s``).
 
         Raises:
             WorkerError: no R-worker is left. ``abandon`` is all that can be
                 done then.
         """
-        started = time.perf_counter()
-        wait_s = self._pipeline.wait_s
-        num_steps = self.stats.num_steps
-        outputs: list[RequestOutput] = []
+        started, wait_s, num_steps = (
+            time.perf_counter(),
+            self._pipeline.wait_s,
+            self.stats.num_steps,
+        )
         is_prefill = False
         if self._watch.lanes is not None:
-            outputs += self.set_num_lanes(self._watch.lanes.decide())
+            self.set_num_lanes(self._watch.lanes.decide())
         while self.stats.num_steps == num_steps:
-            outputs += self._take_news()
+            self._take_news()
             if not self._recovery.is_stranded():
                 for lane in self._pipeline.idle_lanes:
-                    outputs += self._launch(lane)
+                    self._launch(lane)
             in_flight = self._pipeline.in_flight
             if not in_flight and not self._lifecycle.grants:
-                return outputs
+                return
             is_prefill = any(step.batch.num_prompt_tokens for step in in_flight)
-            outputs += self._run_on()
+            self._run_on()
         self.stats.count_time(
             time.perf_counter() - started, self._pipeline.wait_s - wait_s, is_prefill=is_prefill
         )
-        return outputs
 
-    def set_num_lanes(self, num_lanes: int) -> list[RequestOutput]:
-        """Go on with so many lanes, when the steps in flight have ended.
-        Returns the requests that are over by then."""
-        outputs: list[RequestOutput] = []
+    def set_num_lanes(self, num_lanes: int) -> None:
+        """Go on with so many lanes, when the steps in flight have ended."""
         if num_lanes != self._pipeline.num_lanes:
             while self._pipeline.in_flight:
-                outputs += self._run_on()
+                self._run_on()
             logger.info("%d lanes from now on, in place of %d", num_lanes, self._pipeline.num_lanes)
-            outputs += self._carry_out(events.Regrouped(num_lanes))
+            self._carry_out(events.Regrouped(num_lanes))
             self._pipeline.set_num_lanes(num_lanes)
             self._s_worker.set_num_lanes(num_lanes)
             if self._watch.lanes is not None:
                 self._watch.lanes.regrouped(num_lanes)
-        return outputs
 
     def cancel(self, request_id: str) -> bool:
         """Forget an unfinished request; False if there is none of this id. What
@@ -233,48 +229,47 @@ class Engine:
         while self.broken is None and (self._pipeline.in_flight or self._lifecycle.grants):
             self._run_on()
 
-    def abandon(self, error: FastDecodeError) -> list[RequestOutput]:
+    def abandon(self, error: FastDecodeError) -> None:
         """A step broke down: end every unfinished request with this error. The
         engine takes no requests from then on, since what its R-workers hold is
         unknown."""
         self.broken = without_frames(error)
-        return self._requests.fail_all(error)
+        self._requests.fail_all(error)
 
-    def _run_on(self) -> list[RequestOutput]:
-        """Run until some lane has finished its step, or there is news. Returns
-        the requests that are over."""
+    def _run_on(self) -> None:
+        """Run until some lane has finished its step, or there is news."""
         finished = self._pipeline.run()
-        return self._take_news() if finished is None else self._finish_step(finished)
+        if finished is None:
+            self._take_news()
+        else:
+            self._finish_step(finished)
 
-    def _take_news(self) -> list[RequestOutput]:
+    def _take_news(self) -> None:
         """Tell the lifecycle who has answered, who was lost, and who has come in whose place."""
-        outputs: list[RequestOutput] = []
         for holder, news in self._pipeline.take_news():
             if isinstance(news, WorkerError):
                 self._recovery.lose(holder, news)
-                outputs += self._carry_out(events.Lost(holder))
+                self._carry_out(events.Lost(holder))
             elif not self._lifecycle.grants.awaits(holder, PartId(news.sequence_id)):
                 answer = (
                     f"{self._fleet.peer(holder)} sent {type(news).__name__}, which nobody asked for"
                 )
                 self._fleet.lose(holder, ProtocolError(answer))
             else:
-                outputs += self._carry_out(event_for(news, self._fleet.peer(holder)))
+                self._carry_out(event_for(news, self._fleet.peer(holder)))
         for joined in self._recovery.joined(self._lifecycle):
             self.stats.num_rejoined += 1
-            outputs += self._carry_out(joined)
-        return outputs
+            self._carry_out(joined)
 
-    def _launch(self, lane: int) -> list[RequestOutput]:
-        """Plan and start a lane's step, as far as anybody has room. Returns the
-        requests that are over."""
+    def _launch(self, lane: int) -> None:
+        """Plan and start a lane's step, as far as anybody has room."""
         started, waited = time.perf_counter(), self._pipeline.wait_s
-        outputs = self._carry_out(events.LaneIdle(lane))
+        self._carry_out(events.LaneIdle(lane))
         while self._answer_at_once and self._lifecycle.grants:
-            outputs += self._take_news()  # whoever was lost just now answers nothing
+            self._take_news()  # whoever was lost just now answers nothing
             if self._lifecycle.grants:
                 self._pipeline.receive()
-                outputs += self._take_news()
+                self._take_news()
         for run in self._lifecycle.handle(events.LaneReady(lane)):
             assert isinstance(run, events.Run)
             step, holders = self._num_launched, self._pipeline.holders
@@ -282,11 +277,9 @@ class Engine:
             self._num_launched += 1
             planned_s = time.perf_counter() - started - (self._pipeline.wait_s - waited)
             self._pipeline.launch(lane, batch, batch.last_rows[batch.draws], planned_s)
-        return outputs
 
-    def _finish_step(self, step: LaneStep) -> list[RequestOutput]:
-        """A lane's step is over: draw the next tokens, and tell the lifecycle.
-        Returns the requests that are over."""
+    def _finish_step(self, step: LaneStep) -> None:
+        """A lane's step is over: draw the next tokens, and tell the lifecycle."""
         ran_s = time.perf_counter()
         self.stats.count_step(step.r_compute_s, sum(step.remote.r_compute_s.values()))
         wanted = self._lifecycle.lives.wanted(step.batch.chunks)
@@ -304,37 +297,28 @@ class Engine:
         now = time.perf_counter()
         self._watch.trace.sampled(step.lane, step.step, len(sampled), started, now)
         drawn = self._requests.accept(generations, sampled, self.stats, now)
-        outputs = self._carry_out(events.StepDone(step.lane, drawn))
+        self._carry_out(events.StepDone(step.lane, drawn))
         self._requests.tell(drawn)
         if self._watch.times is not None:
             step.tell(self._watch.times, self._watch.lanes, time.perf_counter() - ran_s)
-        return outputs
 
-    def _carry_out(self, event: events.Event) -> list[RequestOutput]:
-        """Tell the lifecycle what has happened, and do what it wants. Returns
-        the requests that are over."""
-        outputs: list[RequestOutput] = []
+    def _carry_out(self, event: events.Event) -> None:
+        """Tell the lifecycle what has happened, and do what it wants."""
         for instruction in self._lifecycle.handle(event):
             match instruction:
                 case events.Open() | events.Fork() | events.Extend() | events.Close():
                     self._fleet.send(instruction.part.holder, message_for(instruction))
                 case events.Finish():
-                    output = self._requests.finish(
-                        instruction.sequence, instruction.reason, self.stats
-                    )
-                    outputs += () if output is None else (output,)
+                    self._requests.finish(instruction.sequence, instruction.reason, self.stats)
                 case events.Fail():
                     logger.warning(
                         "request %s failed: %s", instruction.request_id, instruction.error
                     )
-                    outputs.append(
-                        self._requests.forget(instruction.request_id).failed(instruction.error)
-                    )
+                    self._requests.forget(instruction.request_id).fail(instruction.error)
                 case events.Run():
                     raise AssertionError("a lane runs when it is launched")
         self.stats.num_recomputed = self._lifecycle.num_recomputed
         self.stats.num_suspended = self._lifecycle.num_suspended
-        return outputs
 
 
 def _drawing(step: LaneStep, wanted: Seq[Chunk]) -> tuple[list[Chunk], list[int]]:

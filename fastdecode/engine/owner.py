@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue
+from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, Listener
 from fastdecode.core.errors import (
     ConfigError,
     FastDecodeError,
@@ -18,8 +18,7 @@ from fastdecode.core.errors import (
     WorkerError,
     without_frames,
 )
-from fastdecode.core.sequence import Request, RequestOutput
-from fastdecode.engine.requests import Listener
+from fastdecode.core.sequence import Request
 from sworker.failures import is_failure
 
 logger = logging.getLogger(__name__)
@@ -36,13 +35,11 @@ class ServedEngine(Protocol):
     def num_running(self) -> int: ...
     @property
     def num_unfinished_sequences(self) -> int: ...
-    def submit(
-        self, request: Request, prompt: str | None = None, listener: Listener | None = None
-    ) -> None: ...
-    def step(self) -> list[RequestOutput]: ...
+    def submit(self, request: Request, listener: Listener | None = None) -> None: ...
+    def step(self) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
     def cancel_waiting(self, among: Container[str] | None = None) -> list[str]: ...
-    def abandon(self, error: FastDecodeError) -> list[RequestOutput]: ...
+    def abandon(self, error: FastDecodeError) -> None: ...
 
 
 class Served(Protocol):
@@ -149,7 +146,7 @@ class Owner(Generic[T]):
                 refusal = self.broken or self._ended
                 if refusal is not None:
                     raise copy(refusal)
-                self.served.engine.submit(request, None, listener)
+                self.served.engine.submit(request, listener)
             except FastDecodeError as error:
                 self._end_with(request_id, without_frames(error))
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fastdecode.core.delta import Delta
+from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import SequenceId
-from fastdecode.core.sequence import (
-    Completion,
-    FinishReason,
-    Request,
-    RequestOutput,
-    Sequence,
-    TokenLogprob,
-)
+from fastdecode.core.sequence import FinishReason, Request, Sequence, TokenLogprob
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.events import Drawn
 from fastdecode.text.codec import SequenceText, TextCodec
@@ -86,56 +79,25 @@ class Generation:
             finish_reason=reason,
         )
 
-    def completion(self, reason: FinishReason) -> Completion:
-        """What the sequence has come to; once."""
-        sequence = self.sequence
-        return Completion(
-            index=sequence.index,
-            text=self.text.finish(),
-            token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens :]),
-            finish_reason=reason,
-            logprobs=tuple(self.logprobs) if sequence.request.params.logprobs is not None else None,
-        )
-
-
-@dataclass(frozen=True)
-class Listener:
-    """Who is told what a request says."""
-
-    tell: Callable[[Delta], None]
-    every_step: bool
-    """Be told after every step; or of each sequence only once it is over."""
-
 
 @dataclass(eq=False)
 class Group:
-    """A request, and those of its completions that are done."""
+    """A request and its sequences."""
 
     request: Request
-    prompt: str | None
     generations: list[Generation]
-    completions: list[Completion] = field(default_factory=list)
-    listener: Listener | None = None
+    listener: Listener | None
+    num_unfinished: int
 
     def tell(self, generation: Generation, reason: FinishReason | None) -> None:
         """One of its sequences has one more token; with a reason, its last."""
         if self.listener is not None and (self.listener.every_step or reason is not None):
             self.listener.tell(generation.delta(reason))
 
-    def output(self) -> RequestOutput:
-        """What is given back once all completions are there."""
-        completions = tuple(sorted(self.completions, key=lambda completion: completion.index))
-        return RequestOutput(
-            self.request.request_id, self.prompt, self.request.prompt_token_ids, completions
-        )
-
-    def failed(self, error: FastDecodeError) -> RequestOutput:
-        """What is given back when the request ends with an error."""
+    def fail(self, error: FastDecodeError) -> None:
+        """The request ends with an error."""
         if self.listener is not None:
             self.listener.tell(Delta(self.request.request_id, 0, error=error))
-        return RequestOutput(
-            self.request.request_id, self.prompt, self.request.prompt_token_ids, error=error
-        )
 
 
 class Requests:
@@ -172,17 +134,16 @@ class Requests:
     def add(
         self,
         request: Request,
-        prompt: str | None,
         sequences: Iterable[Sequence],
         now: float,
-        listener: Listener | None = None,
+        listener: Listener | None,
     ) -> None:
         """A request that has just been submitted."""
         generations = [
             Generation.of(sequence, self._codec, self._eos_token_ids, self._vocab_size, now)
             for sequence in sequences
         ]
-        self._groups[request.request_id] = Group(request, prompt, generations, listener=listener)
+        self._groups[request.request_id] = Group(request, generations, listener, len(generations))
         self._generations.update((one.sequence.sequence_id, one) for one in generations)
 
     def generation(self, sequence: Sequence) -> Generation:
@@ -225,10 +186,8 @@ class Requests:
             if generation is not None and one.error is None:
                 self._groups[one.sequence.request.request_id].tell(generation, None)
 
-    def finish(
-        self, sequence: Sequence, reason: FinishReason, stats: EngineStats
-    ) -> RequestOutput | None:
-        """A sequence is over. Returns its request's output once all of them are."""
+    def finish(self, sequence: Sequence, reason: FinishReason, stats: EngineStats) -> None:
+        """A sequence is over, and its request, once all of them are."""
         generation = self._generations.pop(sequence.sequence_id)
         if generation.first_token_s is not None and sequence.num_generated > 1:
             stats.tpot.add(
@@ -236,10 +195,9 @@ class Requests:
             )
         group = self._groups[sequence.request.request_id]
         group.tell(generation, reason)
-        group.completions.append(generation.completion(reason))
-        if len(group.completions) < group.request.params.n:
-            return None
-        return self._groups.pop(group.request.request_id).output()
+        group.num_unfinished -= 1
+        if not group.num_unfinished:
+            del self._groups[group.request.request_id]
 
     def forget(self, request_id: str) -> Group:
         """A request ends before its time."""
@@ -248,9 +206,7 @@ class Requests:
             self._generations.pop(generation.sequence.sequence_id, None)
         return group
 
-    def fail_all(self, error: FastDecodeError) -> list[RequestOutput]:
+    def fail_all(self, error: FastDecodeError) -> None:
         """End all of them with an error."""
-        outputs = [group.failed(error) for group in self._groups.values()]
-        self._groups.clear()
-        self._generations.clear()
-        return outputs
+        for request_id in self.ids:
+            self.forget(request_id).fail(error)

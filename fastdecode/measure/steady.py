@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.engine.engine import Engine
 from fastdecode.engine.setup.launch import RunningEngine
 
 WARM_UP_STEPS = 3
@@ -62,14 +64,15 @@ def time_steady_steps(
     engine, num_lanes = running.engine, running.resolved.schedule.num_lanes
     assert engine.num_unfinished == 0, "the engine is busy"
     prompt_len = max(1, context_tokens - WARM_UP_STEPS - num_steps // 2)
-    _submit(running, batch, prompt_len, num_steps, seed)
+    over: list[Delta] = []
+    _submit(running, batch, prompt_len, num_steps, seed, over)
     try:
-        num_generated = _run_prompts(running, batch, prompt_len)
+        num_generated = _run_prompts(running, batch, prompt_len, over)
         steps, computes = [], []
         for _ in range(WARM_UP_STEPS + num_steps):
             r_before, started = engine.stats.r_compute_s, clock()
             for _ in range(num_lanes):
-                engine.step()
+                _step(engine)
             steps.append(clock() - started)
             computes.append(engine.stats.r_compute_s - r_before)
     finally:
@@ -99,15 +102,35 @@ def time_prompt(
     )
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     started = clock()
-    running.engine.submit(Request("prompt", tokens, params, 1, seed=0))
+    over: list[Delta] = []
+    running.engine.submit(Request("prompt", tokens, params, 1, seed=0), _ends(over))
     while running.engine.num_unfinished:
-        for output in running.engine.step():
-            if output.error is not None:
-                raise output.error
+        _step(running.engine)
+    for delta in over:
+        if delta.error is not None:
+            raise delta.error
     return clock() - started
 
 
-def _submit(running: RunningEngine, batch: int, prompt_len: int, num_steps: int, seed: int) -> None:
+def _step(engine: Engine) -> None:
+    engine.step()
+    if engine.pause_s:
+        time.sleep(engine.pause_s)
+
+
+def _ends(over: list[Delta]) -> Listener:
+    """Notes what a sequence said when it is over, or why its request is."""
+    return Listener(over.append, every_step=False)
+
+
+def _submit(
+    running: RunningEngine,
+    batch: int,
+    prompt_len: int,
+    num_steps: int,
+    seed: int,
+    over: list[Delta],
+) -> None:
     config = running.resolved.config
     # Those whose prompt is done early decode while the others' prompts run.
     budget = max(1, config.batching.step_tokens - batch)
@@ -119,15 +142,17 @@ def _submit(running: RunningEngine, batch: int, prompt_len: int, num_steps: int,
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for index in range(batch):
         tokens = tuple(rng.integers(0, running.spec.vocab_size, prompt_len).tolist())
-        running.engine.submit(Request(f"steady-{index}", tokens, params, max_tokens, seed=index))
+        request = Request(f"steady-{index}", tokens, params, max_tokens, seed=index)
+        running.engine.submit(request, _ends(over))
 
 
-def _run_prompts(running: RunningEngine, batch: int, prompt_len: int) -> int:
+def _run_prompts(running: RunningEngine, batch: int, prompt_len: int, over: list[Delta]) -> int:
     """Step until every prompt is done. Returns the tokens that were generated meanwhile."""
     stats = running.engine.stats
     prompts_before, outputs_before = stats.num_prompt_tokens, stats.num_output_tokens
     while stats.num_prompt_tokens - prompts_before < batch * prompt_len:
-        if running.engine.step():
+        _step(running.engine)
+        if over:
             raise CapacityError(
                 f"{batch} sequences of {prompt_len} tokens didn't run all at once: give the "
                 "R-workers more KV memory (",

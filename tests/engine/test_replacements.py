@@ -49,7 +49,9 @@ def test_one_that_was_given_up_though_it_lives_may_come_back(
         knocked = []
         knock = hub.knock
         monkeypatch.setattr(hub, "knock", lambda index: knocked.append(knock(index)) or knocked[-1])
-        replacements = AddressReplacements(hub, hello)  # nobody has closed the connection to the lost one
+        replacements = AddressReplacements(
+            hub, hello
+        )  # nobody has closed the connection to the lost one
         assert wait_for(
             lambda: replacements.look([0]) or None,
             lambda: knocked[-1].sockets if knocked[-1].is_open else (),

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue
+from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, Listener
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, WorkerError
-from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
-from fastdecode.engine.requests import Listener
+from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.engine.service import EngineService
 
 PATIENCE_S = 60.0
@@ -54,14 +53,12 @@ class Counting:
     def num_unfinished_sequences(self) -> int:
         return len(self.said)
 
-    def submit(
-        self, request: Request, prompt: str | None = None, listener: Listener | None = None
-    ) -> None:
+    def submit(self, request: Request, listener: Listener | None = None) -> None:
         if request.max_tokens > 1000:
             raise CapacityError("too long")
         self.said[request.request_id] = (request, listener, 0)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> None:
         self.threads.add(threading.get_ident())
         self.before_step()
         self.num_steps += 1
@@ -76,7 +73,6 @@ class Counting:
             self.said[request_id] = (asked, listener, num_said + 1)
             if is_over:
                 del self.said[request_id]
-        return []
 
     def cancel(self, request_id: str) -> bool:
         return self.said.pop(request_id, None) is not None
@@ -86,9 +82,8 @@ class Counting:
         waiting = [request_id for request_id in waiting if among is None or request_id in among]
         return [request_id for request_id in waiting if self.cancel(request_id)]
 
-    def abandon(self, error: FastDecodeError) -> list[RequestOutput]:
+    def abandon(self, error: FastDecodeError) -> None:
         self.said.clear()
-        return []
 
     def close(self) -> None:
         self.before_close()
