@@ -3,10 +3,14 @@ mistake of ours, which raises as is."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Final
 
 import torch
 from torch import distributed as dist
+
+from fastdecode.core.errors import WorkerError
 
 DEVICE_ERRORS: Final = (
     torch.OutOfMemoryError,
@@ -17,6 +21,22 @@ _RANK_ERRORS: Final = (dist.DistError,) if dist.is_available() else ()
 # What has no type of its own, by how the messages begin, or what they have in them.
 _BARE_STARTS: Final = ("CUDA error", "CUDA driver error", "cuDNN error")
 _BARE_PARTS: Final = ("DefaultCPUAllocator",)
+
+
+@contextlib.contextmanager
+def typed_failures() -> Iterator[None]:
+    """Inside, what the S-worker fails with has a type of ours.
+
+    Raises:
+        WorkerError: (code ``s_worker_failed``) its device, its memory, or a
+            rank that it computes with has failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_failure(error):
+            raise
+        raise WorkerError(f"the S-worker failed: {error}", code="s_worker_failed") from None
 
 
 def is_failure(error: BaseException) -> bool:

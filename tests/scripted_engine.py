@@ -86,10 +86,14 @@ class ScriptedSWorker:
     def __init__(self, fails_at: dict[str, int] | None = None) -> None:
         self.spec = SimpleNamespace(attention=(SPEC,) * NUM_LAYERS, vocab_size=VOCAB)
         self.lanes: list[int] = []
+        self.failure: Exception | None = None
+        """Raised by the next step."""
         self._num_drawn: dict[int, int] = {}
         self._fails_at = fails_at or {}
 
     def begin(self, token_ids: np.ndarray, positions: np.ndarray, lane: int) -> ScriptedPass:
+        if self.failure is not None:
+            raise self.failure
         self.lanes.append(lane)
         return ScriptedPass(token_ids, positions)
 

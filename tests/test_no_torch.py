@@ -18,6 +18,8 @@ PACKAGES = (
     "fastdecode.text",
     "fastdecode.openai",
     "fastdecode.jobs",
+    # One way into an engine, also of a server that has none of its own.
+    "fastdecode.engine.service",
 )
 
 FORBIDDEN = ("torch", "safetensors", "transformers", "tokenizers")
@@ -32,7 +34,10 @@ class Forbidden:
 
 sys.meta_path.insert(0, Forbidden())
 package = importlib.import_module(sys.argv[1])
-names = [module.name for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+path = getattr(package, "__path__", None)
+names = [sys.argv[1]]
+if path is not None:
+    names = [module.name for module in pkgutil.walk_packages(path, package.__name__ + ".")]
 for name in names:
     if not name.endswith("__main__"):
         importlib.import_module(name)

@@ -49,6 +49,7 @@ from fastdecode.schedule.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
+from sworker.failures import typed_failures
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
@@ -166,9 +167,13 @@ class Engine:
         run (see ``pause_s``).
 
         Raises:
-            WorkerError: no R-worker is left. ``abandon`` is all that can be
-                done then.
+            WorkerError: no R-worker is left, or the S-worker failed.
+                ``abandon`` is all that can be done then.
         """
+        with typed_failures():
+            self._step()
+
+    def _step(self) -> None:
         started, wait_s, num_steps = (
             time.perf_counter(),
             self._pipeline.wait_s,

@@ -15,11 +15,9 @@ from fastdecode.core.errors import (
     ConfigError,
     FastDecodeError,
     RequestError,
-    WorkerError,
     without_frames,
 )
 from fastdecode.core.sequence import Request
-from sworker.failures import is_failure
 
 logger = logging.getLogger(__name__)
 
@@ -247,8 +245,6 @@ def _typed(error: BaseException) -> FastDecodeError:
     behind it as its cause."""
     if isinstance(error, FastDecodeError):
         return error
-    if is_failure(error):
-        return WorkerError(f"the S-worker failed: {error}", code="s_worker_failed")
     logger.error("a step broke down", exc_info=error)
     told = FastDecodeError(f"a step broke down before: {type(error).__name__}: {error}")
     told.__cause__ = error

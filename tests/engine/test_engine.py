@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from scripted_engine import continued, request, rig
 
 from fastdecode.core.errors import RequestError, WorkerError
@@ -153,3 +154,27 @@ def test_an_answer_that_nobody_asked_for_costs_the_r_worker_alone(
         made.fleet.send(0, OpenSequence(1 << 40, 16))
         assert_right(ASKED, made.run())
         assert list(made.fleet.lost) == [0] and "which nobody asked for" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("CUDA error"), "the S-worker failed: CUDA error"),
+        (torch.OutOfMemoryError("no room"), "the S-worker failed: no room"),
+    ],
+)
+def test_a_failed_s_worker_has_a_type_of_ours(error: Exception, told: str) -> None:
+    with rig(1) as made:
+        made.s_worker.failure = error
+        made.submit(ASKED[0])
+        with pytest.raises(WorkerError) as caught:
+            made.run()
+        assert (str(caught.value), caught.value.code) == (told, "s_worker_failed")
+
+
+def test_a_mistake_of_ours_is_raised_as_it_is() -> None:
+    with rig(1) as made:
+        made.s_worker.failure = RuntimeError("shapes differ")
+        made.submit(ASKED[0])
+        with pytest.raises(RuntimeError, match="shapes differ"):
+            made.run()

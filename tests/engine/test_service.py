@@ -188,7 +188,7 @@ def test_a_step_that_breaks_ends_all_and_whoever_comes_later(serve: Serve) -> No
 @pytest.mark.parametrize(
     ("error", "told", "code"),
     [
-        (RuntimeError("CUDA error"), "the S-worker failed: CUDA error", "s_worker_failed"),
+        (WorkerError("it failed", code="s_worker_failed"), "it failed", "s_worker_failed"),
         (KeyError("x"), "a step broke down before: KeyError: 'x'", "internal_error"),
         (
             RuntimeError("shapes differ"),
