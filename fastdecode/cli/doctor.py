@@ -113,24 +113,24 @@ def _examine_all(args: argparse.Namespace) -> list[WorkerFacts]:
         return _examine_addresses(args)
     if mpi_job.launched_size() is None:
         return []
-    from fastdecode.engine.fleet.workers import MpiWorkers
+    from fastdecode.engine.fleet.workers import reach_ranks
     from fastdecode.measure.doctor import examine
 
-    workers = MpiWorkers(silence_s=Cluster.worker_silence_s)
+    workers = reach_ranks(silence_s=Cluster.worker_silence_s)
     found = [examine(connection) for connection in workers.hub.connections]
-    workers.close([i for i, facts in enumerate(found) if facts.error], timeout_s=5.0)
+    workers.close([i for i, facts in enumerate(found) if facts.error], 5.0)
     return found
 
 
 def _examine_addresses(args: argparse.Namespace) -> list[WorkerFacts]:
     Cluster(transport="zmq", r_worker_addresses=args.r_worker_addresses, key=args.key)
-    from fastdecode.engine.fleet.workers import ZmqWorkers
+    from fastdecode.engine.fleet.workers import reach_addresses
     from fastdecode.measure.doctor import WorkerFacts, examine
 
     found = []
     for address in args.r_worker_addresses:
         try:
-            workers = ZmqWorkers(
+            workers = reach_addresses(
                 [address],
                 key_file=args.key,
                 silence_s=Cluster.worker_silence_s,
@@ -142,7 +142,7 @@ def _examine_addresses(args: argparse.Namespace) -> list[WorkerFacts]:
             found.append(WorkerFacts(f"R-worker {address}", error=error.message))
             continue
         found.append(examine(workers.hub.connections[0]))
-        workers.hub.close()  # without a Shutdown: it waits for its job
+        workers.close([0], 5.0)  # without a Shutdown: it waits for its job
     return found
 
 

@@ -20,13 +20,14 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 
 from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import RHub
-from fastdecode.engine.fleet.workers import Replacements, Workers
+from fastdecode.engine.fleet.workers import Reached
 from fastdecode.wire.messages import (
     Accepted,
     Answer,
@@ -280,24 +281,19 @@ class HeadsHub:
         self._broken = self._broken or error
 
 
-class HeadsWorkers:
-    """R-workers that share the heads, in the place of those that each have their own sequences."""
+def share_out_heads(workers: Reached) -> Reached:
+    """R-workers that share the heads, in the place of those that each have
+    their own sequences. The group is there; who of it isn't, its hub knows."""
+    hub = HeadsHub(workers.hub, workers.absent)
 
-    absent: Mapping[int, WorkerError] = {}
-    """The group is there; who of it isn't, its hub knows."""
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self.hub = HeadsHub(workers.hub, workers.absent)
-        self.num_r_workers = len(workers.hub.connections)
-
-    def replacements(self, hello: Hello, deadlines: Deadlines) -> Replacements:
-        return Resharing(self.hub, hello, deadlines)
-
-    def close(self, lost: Collection[int], timeout_s: float) -> None:
+    def close(lost: Collection[int], timeout_s: float) -> None:
         if lost:  # the engine may have given up waiting before anybody asked for whom
-            self.hub.give_up_the_slowest()
-        self._workers.close(self.hub.dead, timeout_s)
+            hub.give_up_the_slowest()
+        workers.close(hub.dead, timeout_s)
+
+    return Reached(
+        hub, close, replacements=partial(Resharing, hub), group=workers.hub, group_lost=hub.dead
+    )
 
 
 class Resharing:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fastdecode.core.errors import WorkerError, imports_for
+from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import RHub
+from fastdecode.engine.fleet.fleet import Fleet, RHub
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
 from fastdecode.wire.transport import Connection, SoleHub
 from rworker.inline import make_inline_worker
-from rworker.worker import WorkerThread, start_worker_thread
+from rworker.worker import start_worker_thread
+
+if TYPE_CHECKING:
+    from fastdecode.engine.step.remote import Attention
 
 logger = logging.getLogger(__name__)
 
@@ -40,30 +45,48 @@ class Replacements(Protocol):
         """From now on the hub's connection of that number is the new R-worker's."""
 
 
-class Workers(Protocol):
-    """R-workers that can be reached."""
+@dataclass(frozen=True)
+class Reached:
+    """R-workers that have been reached, or what is in their place."""
+
+    hub: RHub
+    """One connection a holder."""
+    close: Callable[[Collection[int], float], None]
+    """Stop them all and let go of them, once. ``(lost, timeout_s)``: those that
+    are lost aren't waited for, they may hang for ever. Raises WorkerError: one
+    that wasn't lost did not stop in time."""
+    absent: Mapping[int, WorkerError] = field(default_factory=dict)
+    """Those that couldn't be reached, by their connection's index, and why."""
+    replacements: Callable[[Hello, Deadlines], Replacements] | None = None
+    """Makes what looks for those that take the place of lost ones; None:
+    nobody does."""
+    kind: HolderKind = HolderKind.R_WORKER
+    answers_at_once: bool = False
+    attention: Callable[[Fleet, Holder], Attention] | None = None
+    """Makes what attends, where that isn't done by sending q, k and v."""
+    group: RHub | None = None
+    """The R-workers, where the engine sees a group of them as one."""
+    group_lost: Mapping[int, WorkerError] = field(default_factory=dict)
+    """Those of the group that are lost, and why."""
 
     @property
-    def hub(self) -> RHub:
-        """One connection a worker."""
+    def num_r_workers(self) -> int:
+        return len((self.group or self.hub).connections)
+
+    def lost(self, fleet: Fleet) -> Mapping[int, WorkerError]:
+        """The R-workers that are lost, and why."""
+        return fleet.lost if self.group is None else self.group_lost
 
     @property
-    def absent(self) -> Mapping[int, WorkerError]:
-        """Those that couldn't be reached, by their connection's index, and why."""
-
-    def replacements(self, hello: Hello, deadlines: Deadlines) -> Replacements | None:
-        """Who may take the place of those that are lost; None: nobody."""
-
-    def close(self, lost: Collection[int], timeout_s: float) -> None:
-        """Stop them all and let go of them. Those that are lost aren't waited
-        for: they may hang for ever.
-
-        Raises:
-            WorkerError: a worker that wasn't lost did not stop in time.
-        """
+    def greeting(self) -> str:
+        """What is being done before the first step, for people."""
+        peers = [connection.peer for connection in (self.group or self.hub).connections]
+        if self.kind is HolderKind.DEVICE:
+            return f"no R-workers: {', '.join(peers)}"
+        return f"greeting {len(peers)} R-worker(s): {', '.join(peers)}"
 
 
-class ThreadWorkers:
+def reach_threads(num_workers: int, *, kv_bytes: int, num_threads: int) -> Reached:
     """R-workers as threads of this process.
 
     Args:
@@ -71,56 +94,37 @@ class ThreadWorkers:
         kv_bytes: KV cache of each.
         num_threads: CPU threads of each.
     """
+    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    threads = [
+        start_worker_thread(f"r{index}", kv_bytes=kv_bytes, num_threads=num_threads, hub=hub)
+        for index in range(num_workers)
+    ]
 
-    absent: Mapping[int, WorkerError] = {}
-
-    def __init__(self, num_workers: int, *, kv_bytes: int, num_threads: int) -> None:
-        self.hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-        self._threads: list[WorkerThread] = []
-        for index in range(num_workers):
-            thread = start_worker_thread(
-                f"r{index}", kv_bytes=kv_bytes, num_threads=num_threads, hub=self.hub
-            )
-            self._threads.append(thread)
-
-    def replacements(self, hello: Hello, deadlines: Deadlines) -> None:
-        return None
-
-    def close(self, lost: Collection[int], timeout_s: float) -> None:
-        for thread in self._threads:
+    def close(lost: Collection[int], timeout_s: float) -> None:
+        for thread in threads:
             thread.stop()
-        for index, thread in enumerate(self._threads):
+        for index, thread in enumerate(threads):
             if index in lost:
                 thread.connection.close()
             else:
                 thread.join(timeout_s)
-        self._threads = []
+
+    return Reached(hub, close)
 
 
-class InlineWorkers:
+def reach_inline(*, kv_bytes: int, num_threads: int, openmp_library: str | None) -> Reached:
     """One R-worker in this very thread; see ``rworker.inline``.
 
     Args:
         kv_bytes, num_threads, openmp_library: see ``make_inline_worker``.
     """
-
-    absent: Mapping[int, WorkerError] = {}
-
-    def __init__(self, *, kv_bytes: int, num_threads: int, openmp_library: str | None) -> None:
-        worker = make_inline_worker(
-            "r0", kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=openmp_library
-        )
-        self.hub = SoleHub(worker)
-
-    def replacements(self, hello: Hello, deadlines: Deadlines) -> None:
-        return None
-
-    def close(self, lost: Collection[int], timeout_s: float) -> None:
-        for connection in self.hub.connections:
-            connection.close()
+    worker = make_inline_worker(
+        "r0", kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=openmp_library
+    )
+    return Reached(SoleHub(worker), lambda lost, timeout_s: worker.close(), answers_at_once=True)
 
 
-class MpiWorkers:
+def reach_ranks(num_s_ranks: int = 1, *, silence_s: float) -> Reached:
     """R-workers as the other ranks of this MPI job; this process is rank 0.
     Each decides its own memory and threads.
 
@@ -134,32 +138,34 @@ class MpiWorkers:
             rank, or with no R-worker.
         MissingExtraError: mpi4py or an MPI library is missing.
     """
+    from fastdecode.wire.mpi import hub as mpi
+    from fastdecode.wire.mpi import job as mpi_job
 
-    absent: Mapping[int, WorkerError] = {}
+    hub = mpi.connect_workers(
+        mpi_job.join(),
+        roles=mpi.RankRoles(num_s_ranks),
+        stuck_after_s=max(LEAST_STUCK_S, silence_s),
+    )
 
-    def __init__(self, num_s_ranks: int = 1, *, silence_s: float) -> None:
-        from fastdecode.wire.mpi import hub as mpi
-        from fastdecode.wire.mpi import job as mpi_job
-
-        self.hub: mpi.MpiHub[ToRWorker, FromRWorker] = mpi.connect_workers(
-            mpi_job.join(),
-            roles=mpi.RankRoles(num_s_ranks),
-            stuck_after_s=max(LEAST_STUCK_S, silence_s),
-        )
-
-    def replacements(self, hello: Hello, deadlines: Deadlines) -> None:
-        return None
-
-    def close(self, lost: Collection[int], timeout_s: float) -> None:
-        for index, connection in enumerate(self.hub.connections):
+    def close(lost: Collection[int], timeout_s: float) -> None:
+        for index, connection in enumerate(hub.connections):
             if index in lost:
                 connection.give_up()
             else:
                 _shut_down(connection)
-        self.hub.close()
+        hub.close()
+
+    return Reached(hub, close)
 
 
-class ZmqWorkers:
+def reach_addresses(
+    addresses: Sequence[str],
+    *,
+    key_file: str | None,
+    silence_s: float,
+    min_workers: int = 1,
+    reach_timeout_s: float = REACH_TIMEOUT_S,
+) -> Reached:
     """R-workers at addresses. Each decides its own memory and threads. Waits
     for all of them for a while.
 
@@ -176,42 +182,32 @@ class ZmqWorkers:
         WorkerError: fewer than that could be reached in time; the others aren't
             there, or refused the key.
     """
-
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        *,
-        key_file: str | None,
-        silence_s: float,
-        min_workers: int = 1,
-        reach_timeout_s: float = REACH_TIMEOUT_S,
-    ) -> None:
-        with imports_for("the ZeroMQ transport"):
-            from fastdecode.wire.zmq.access import ClusterKey
-            from fastdecode.wire.zmq.hub import ZmqHub
-        self.hub = ZmqHub(
-            None if key_file is None else ClusterKey.read(Path(key_file)), silence_s=silence_s
-        )
-        try:
-            for address in addresses:
-                self.hub.add(address)
-            self.absent = self.hub.reach(reach_timeout_s)
-            if len(addresses) - len(self.absent) < min_workers:
-                raise next(iter(self.absent.values()))
-        except BaseException:
-            self.hub.close()
-            raise
-
-    def replacements(self, hello: Hello, deadlines: Deadlines) -> Replacements:
+    with imports_for("the ZeroMQ transport"):
         from fastdecode.engine.fleet.replacements import AddressReplacements
+        from fastdecode.wire.zmq.access import ClusterKey
+        from fastdecode.wire.zmq.hub import ZmqHub
+    key = None if key_file is None else ClusterKey.read(Path(key_file))
+    hub = ZmqHub(key, silence_s=silence_s)
+    try:
+        for address in addresses:
+            hub.add(address)
+        absent = hub.reach(reach_timeout_s)
+        if len(addresses) - len(absent) < min_workers:
+            raise next(iter(absent.values()))
+    except BaseException:
+        hub.close()
+        raise
 
-        return AddressReplacements(self.hub, hello, timeout_s=deadlines.timeout_s)
-
-    def close(self, lost: Collection[int], timeout_s: float) -> None:
-        for index, connection in enumerate(self.hub.connections):
+    def close(lost: Collection[int], timeout_s: float) -> None:
+        for index, connection in enumerate(hub.connections):
             if index not in lost:
                 _shut_down(connection)
-        self.hub.close()
+        hub.close()
+
+    def replacements(hello: Hello, deadlines: Deadlines) -> Replacements:
+        return AddressReplacements(hub, hello, timeout_s=deadlines.timeout_s)
+
+    return Reached(hub, close, absent, replacements)
 
 
 def _shut_down(connection: Connection[ToRWorker, FromRWorker]) -> None:

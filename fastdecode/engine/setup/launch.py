@@ -11,28 +11,28 @@ import torch
 
 from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import ConfigError, Given
-from fastdecode.core.holders import Holder, HolderKind
+from fastdecode.core.holders import Holder
 from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import KVSpec
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.engine import Engine, Watch
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import Fleet, RHub
-from fastdecode.engine.fleet.heads import HeadsWorkers
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.heads import share_out_heads
 from fastdecode.engine.fleet.workers import (
-    InlineWorkers,
-    MpiWorkers,
+    Reached,
     Replacements,
-    ThreadWorkers,
-    Workers,
-    ZmqWorkers,
+    reach_addresses,
+    reach_inline,
+    reach_ranks,
+    reach_threads,
 )
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.resolve import ResolvedConfig, describe_device, resolve_for_this_host
 from fastdecode.engine.setup.s_worker import make_s_worker
-from fastdecode.engine.step.local import LocalAttention, LocalWorkers
+from fastdecode.engine.step.local import reach_device
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.schedule.lanes import LaneControl
@@ -88,22 +88,19 @@ class RunningEngine:
         # before than after a large model is loaded.
         self._ranks: Ranks | None = None
         workers = _reach_workers(self.resolved)
-        self._workers: Workers | None = workers
+        self._workers: Reached | None = workers
         cluster = config.cluster
         self._fleet = Fleet(
             workers.hub, cluster.worker_timeout_s, cluster.worker_silence_s, absent=workers.absent
         )
-        self.num_r_workers = (
-            workers.num_r_workers if isinstance(workers, HeadsWorkers) else len(self._fleet)
-        )
-        # The R-workers that are lost, and why.
-        self._lost = workers.hub.dead if isinstance(workers, HeadsWorkers) else self._fleet.lost
+        self.num_r_workers = workers.num_r_workers
+        self._lost = workers.lost(self._fleet)
         try:
             model = self._load_model(tell)
-            tell(_greeting(workers))
+            tell(workers.greeting)
             hello = _hello(self._checkpoint, self.spec, self.resolved)
             deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
-            replacements = workers.replacements(hello, deadlines)
+            replacements = workers.replacements and workers.replacements(hello, deadlines)
             welcomes = self._greet(hello, replacements)
             self.welcomes = tuple(welcomes.values())
             blocks = tuple(
@@ -177,7 +174,7 @@ class RunningEngine:
     def _make_engine(
         self,
         model: Model,
-        workers: Workers,
+        workers: Reached,
         blocks: tuple[int, ...],
         replacements: Replacements | None,
         trace: Trace | None,
@@ -236,55 +233,40 @@ def _lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl
 
 
 def _attention(
-    workers: Workers, fleet: Fleet, spec: ModelSpec, resolved: ResolvedConfig, s_worker: SWorker
+    workers: Reached, fleet: Fleet, spec: ModelSpec, resolved: ResolvedConfig, s_worker: SWorker
 ) -> Attention:
     token_bytes = _kv_spec(spec, resolved).token_bytes
-    if isinstance(workers, LocalWorkers):
-        return LocalAttention(workers, fleet, Holder(HolderKind.DEVICE, False, True, token_bytes))
-    at_once = isinstance(workers, InlineWorkers)
-    holder = Holder(HolderKind.R_WORKER, resolved.prompts_on_r, at_once, token_bytes)
-    return AttentionPlan(
-        spec.attention, resolved.kv_dtype, fleet, s_worker.device, (holder,) * len(fleet)
-    )
+    holder = Holder(workers.kind, resolved.prompts_on_r, workers.answers_at_once, token_bytes)
+    if workers.attention is not None:
+        return workers.attention(fleet, holder)
+    holders = (holder,) * len(fleet)
+    return AttentionPlan(spec.attention, resolved.kv_dtype, fleet, s_worker.device, holders)
 
 
-def _greeting(workers: Workers) -> str:
-    """What is being done before the first step, for people."""
-    if isinstance(workers, LocalWorkers):
-        return f"no R-workers: {workers.hub.connections[0].peer}"
-    hub: RHub = workers.hub.parts if isinstance(workers, HeadsWorkers) else workers.hub
-    peers = [connection.peer for connection in hub.connections]
-    return f"greeting {len(peers)} R-worker(s): {', '.join(peers)}"
-
-
-def _reach_workers(resolved: ResolvedConfig) -> Workers:
+def _reach_workers(resolved: ResolvedConfig) -> Reached:
     if resolved.transport == "local":
-        return LocalWorkers(resolved.device, resolved.kv_bytes)
+        return reach_device(resolved.device, resolved.kv_bytes)
     workers = _reach_r_workers(resolved)
-    return HeadsWorkers(workers) if resolved.config.r_part.r_partition == "heads" else workers
+    return share_out_heads(workers) if resolved.config.r_part.r_partition == "heads" else workers
 
 
-def _reach_r_workers(resolved: ResolvedConfig) -> Workers:
-    config = resolved.config
+def _reach_r_workers(resolved: ResolvedConfig) -> Reached:
+    config, cluster = resolved.config, resolved.config.cluster
     if resolved.transport == "mpi":
-        return MpiWorkers(config.s_part.tp, silence_s=config.cluster.worker_silence_s)
+        return reach_ranks(config.s_part.tp, silence_s=cluster.worker_silence_s)
     if resolved.transport == "zmq":
-        cluster = config.cluster
-        return ZmqWorkers(
+        return reach_addresses(
             cluster.r_worker_addresses,
             key_file=cluster.key,
             silence_s=cluster.worker_silence_s,
             min_workers=cluster.min_r_workers,
         )
+    kv_bytes, num_threads = resolved.kv_bytes, resolved.r_threads
     if resolved.transport == "inline":
         # A runtime's threads serve both parts only where both want as many.
-        library = openmp_library() if resolved.r_threads == torch.get_num_threads() else None
-        return InlineWorkers(
-            kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads, openmp_library=library
-        )
-    return ThreadWorkers(
-        config.r_part.r_workers, kv_bytes=resolved.kv_bytes, num_threads=resolved.r_threads
-    )
+        library = openmp_library() if num_threads == torch.get_num_threads() else None
+        return reach_inline(kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=library)
+    return reach_threads(config.r_part.r_workers, kv_bytes=kv_bytes, num_threads=num_threads)
 
 
 def _hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.errors import CapacityError, ProtocolError, WorkerError
+from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.exhaustive import assert_never
-from fastdecode.core.holders import Holder, HolderId
-from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.messages import (
     Attend,
@@ -54,26 +55,21 @@ _MEND = (
 )
 
 
-class LocalWorkers:
-    """The device in the place of R-workers; see
-    ``fastdecode.engine.fleet.workers.Workers``.
+def reach_device(device: torch.device, kv_bytes: int) -> Reached:
+    """The device in the place of R-workers.
 
     Args:
         device: where K and V are kept.
         kv_bytes: memory for them; as many blocks as fit in it are offered.
     """
-
-    absent: Mapping[int, WorkerError] = {}
-
-    def __init__(self, device: torch.device, kv_bytes: int) -> None:
-        self.connection = LocalConnection(device, kv_bytes)
-        self.hub: SoleHub[ToRWorker, FromRWorker] = SoleHub(self.connection)
-
-    def replacements(self, hello: Hello, deadlines: Deadlines) -> None:
-        return None
-
-    def close(self, lost: Collection[int], timeout_s: float) -> None:
-        self.connection.close()
+    connection = LocalConnection(device, kv_bytes)
+    return Reached(
+        SoleHub(connection),
+        lambda lost, timeout_s: connection.close(),
+        kind=HolderKind.DEVICE,
+        answers_at_once=True,
+        attention=partial(LocalAttention, connection),
+    )
 
 
 class LocalConnection:
@@ -188,10 +184,10 @@ class LocalConnection:
 class LocalAttention:
     """Makes a lane's ``attend`` of every step; see ``fastdecode.engine.step.remote.Attention``."""
 
-    def __init__(self, workers: LocalWorkers, fleet: Fleet, device: Holder) -> None:
+    def __init__(self, connection: LocalConnection, fleet: Fleet, device: Holder) -> None:
         self.fleet = fleet
         self.holders = (device,)
-        self._connection = workers.connection
+        self._connection = connection
 
     def begin(self, batch: StepBatch) -> LocalStep:
         return LocalStep(self._connection, batch)
