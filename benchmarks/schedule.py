@@ -59,6 +59,7 @@ from schedule_job import (
 from cost_model.simulate.simulator import Simulator
 from cost_model.simulate.tables import Table, TabledTimes
 from cost_model.simulate.trace import Trace, TracedRequest
+from fastdecode.core.config import Batching
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.times import balanced_loads
@@ -212,16 +213,16 @@ def balanced_length(pilot: Job, ran: Mapping[str, Any]) -> int:
 def simulate(job: Job, times: TabledTimes, link_s: float) -> dict[str, float]:
     """The job as the simulator foretells it."""
     blocks = ((1 << 24) // BLOCK_SIZE,)
-    options = ScheduleOptions(
-        mode=job.mode,  # type: ignore[arg-type]
+    batching = Batching(
+        schedule=job.mode,
         max_num_sequences=job.batch,
         max_step_tokens=job.batch + 2048,
-        num_lanes=NUM_LANES,
+        lanes=NUM_LANES,
         load_limit=job.limit,
         target_length=job.length,
         interval=job.interval,
     )
-    scheduler = make_scheduler(options, blocks, BLOCK_SIZE, times)
+    scheduler = make_scheduler(ScheduleOptions(batching), blocks, BLOCK_SIZE, times)
     trace = Trace((TracedRequest(1, job.length, job.length),) * job.num_requests)
     simulator = Simulator(
         trace,

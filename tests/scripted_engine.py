@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from traffic import schedule_options
 from trouble import Trouble
 
 from fastdecode.core.delta import Delta, Listener, OutputFold
@@ -28,7 +29,6 @@ from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.schedule.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
-from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
@@ -183,9 +183,8 @@ def rig(
         "max_num_sequences": 8,
         "max_step_tokens": 8 + 24,
         "prefill_chunk": 10,
-        "mode": "greedy",
     }
-    schedule = ScheduleOptions(num_lanes=lanes, **(chosen | options))  # type: ignore[arg-type]
+    schedule = schedule_options("greedy", lanes, **(chosen | options))
     blocks = (said_blocks or num_blocks,) * num_workers
     lifecycle = Lifecycle(make_scheduler(schedule, blocks, BLOCK_SIZE, opening_steps=1))
     s_worker = ScriptedSWorker(fails_at)

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from fastdecode.core.config import Batching
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId, Part
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
@@ -321,14 +322,24 @@ def last_part(sequence: Sequence) -> Part:
 
 def options(mode: str, num_lanes: int, **more: object) -> ScheduleOptions:
     given_ = {
-        "mode": mode,
-        "num_lanes": num_lanes,
         "max_num_sequences": MAX_SEQUENCES,
         "prefill_chunk": PREFILL_CHUNK,
         "max_step_tokens": MAX_STEP_TOKENS,
         "target_length": 24,
     }
-    return ScheduleOptions(**(given_ | more))  # type: ignore[arg-type]
+    return schedule_options(mode, num_lanes, **(given_ | more))
+
+
+def schedule_options(
+    mode: str,
+    num_lanes: int,
+    split_tokens: int | None = None,
+    max_closed_rows: int = ScheduleOptions.max_closed_rows,
+    **batching: Any,
+) -> ScheduleOptions:
+    """Of a user's choices by name."""
+    chosen = Batching(schedule=mode, lanes=num_lanes, **batching)
+    return ScheduleOptions(chosen, split_tokens, max_closed_rows)
 
 
 @st.composite

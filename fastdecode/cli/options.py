@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     for title, group in zip(
         ("S-part", "R-part", "batching", "cluster"), GROUPS.values(), strict=True
     ):
-        arguments = parser.add_argument_group(title)
-        for each in declared(group):
+        add_options(parser.add_argument_group(title), group)
+
+
+def add_options(
+    arguments: argparse._ArgumentGroup, group: type[Any], *, leave_out: Collection[str] = ()
+) -> None:
+    """The options that a dataclass declares, but for some."""
+    for each in declared(group):
+        if each.name not in leave_out:
             _add_option(arguments, each)
 
 

@@ -12,8 +12,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastdecode.cli.options import add_options
+from fastdecode.core.config import Batching
 from fastdecode.core.errors import ConfigError
-from fastdecode.schedule.options import COLD_STARTS, MODES, Mode, ScheduleOptions
+from fastdecode.core.options import declared
+from fastdecode.schedule.options import MODES, ScheduleOptions
 
 if TYPE_CHECKING:
     from cost_model.simulate.tables import TabledTimes
@@ -100,7 +103,6 @@ def _add_hardware(group: Any) -> None:
     )
     group.add_argument(
         "--lanes",
-        dest="num_lanes",
         type=int,
         default=2,
         metavar="N",
@@ -109,78 +111,14 @@ def _add_hardware(group: Any) -> None:
 
 
 def _add_schedule(group: Any) -> None:
-    default = ScheduleOptions()
     group.add_argument(
         "--schedule",
         default=",".join(MODES),
         metavar="MODES",
-        help="to compare (default: %(default)s)",
+        help="to compare (default: %(default)s); fixed intervals take the trace's mean for S, "
+        "unless it is given",
     )
-    for flag, kind, value, metavar, text in (
-        (
-            "--max-num-sequences",
-            int,
-            default.max_num_sequences,
-            "B",
-            "most sequences that run at once",
-        ),
-        (
-            "--prefill-chunk",
-            int,
-            default.prefill_chunk,
-            "N",
-            "most prompt tokens of one sequence in a step",
-        ),
-        (
-            "--max-step-tokens",
-            int,
-            None,
-            "N",
-            "most tokens of a lane's step; default: B + 2048, or B + a chunk",
-        ),
-        (
-            "--load-limit",
-            int,
-            None,
-            "W",
-            "W_lim in tokens; default: the load whose R-part takes as long as the S-part",
-        ),
-        (
-            "--target-length",
-            int,
-            None,
-            "S",
-            "tokens generated, for fixed intervals; default: the trace's mean",
-        ),
-        (
-            "--interval",
-            int,
-            None,
-            "F",
-            "for fixed intervals, in steps; default: S/16, or S/B if that is longer",
-        ),
-        (
-            "--length-quantile",
-            float,
-            None,
-            "Q",
-            "reserve blocks by this quantile of lengths; default: for max_tokens",
-        ),
-    ):
-        shown = "" if value is None else " (default: %(default)s)"
-        group.add_argument(flag, type=kind, default=value, metavar=metavar, help=text + shown)
-    group.add_argument(
-        "--learn-lengths",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="project load by the lengths of finished requests, not by max_tokens (default: yes)",
-    )
-    group.add_argument(
-        "--cold-start",
-        default=default.cold_start,
-        choices=COLD_STARTS,
-        help="of stabilized (default: %(default)s)",
-    )
+    add_options(group, Batching, leave_out=("schedule", "lanes"))
 
 
 def run_simulate(args: argparse.Namespace) -> int:
@@ -255,7 +193,7 @@ def _for_each_worker(values: list[T], num_workers: int, option: str) -> list[T]:
     return values if len(values) == num_workers else values * num_workers
 
 
-def _modes(text: str) -> list[Mode]:
+def _modes(text: str) -> list[str]:
     modes = [mode for name in text.split(",") for mode in MODES if mode == name.strip()]
     if not modes or len(modes) < len(text.split(",")):
         raise ConfigError(
@@ -264,20 +202,9 @@ def _modes(text: str) -> list[Mode]:
     return modes
 
 
-def _options(args: argparse.Namespace, mode: Mode, mean_length: int) -> ScheduleOptions:
-    max_step_tokens = args.max_step_tokens
-    if max_step_tokens is None:
-        max_step_tokens = args.max_num_sequences + max(2048, args.prefill_chunk)
-    return ScheduleOptions(
-        mode=mode,
-        max_num_sequences=args.max_num_sequences,
-        prefill_chunk=args.prefill_chunk,
-        max_step_tokens=max_step_tokens,
-        num_lanes=args.num_lanes,
-        load_limit=args.load_limit,
-        target_length=mean_length if args.target_length is None else args.target_length,
-        interval=args.interval,
-        cold_start=args.cold_start,
-        learn_lengths=args.learn_lengths,
-        length_quantile=args.length_quantile,
-    )
+def _options(args: argparse.Namespace, mode: str, mean_length: int) -> ScheduleOptions:
+    chosen = {each.name: getattr(args, each.name) for each in declared(Batching)}
+    chosen["schedule"] = mode
+    if args.target_length is None:
+        chosen["target_length"] = mean_length
+    return ScheduleOptions(Batching(**chosen))

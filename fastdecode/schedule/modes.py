@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fastdecode.schedule.admission import Admission, FixedF, Greedy, Synchronized
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor, LongestLengths
@@ -37,16 +35,17 @@ def make_scheduler(
     Raises:
         ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
     """
+    batching = options.batching
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
     lengths: LengthPredictor = (
-        LearntLengths(options.length_quantile) if options.learn_lengths else LongestLengths()
+        LearntLengths(batching.length_quantile) if batching.learn_lengths else LongestLengths()
     )
 
     def make_lanes(num_lanes: int) -> list[Lane]:
-        one = replace(options, num_lanes=num_lanes)
+        one = options.with_lanes(num_lanes)
         budget = (
-            one.max_step_tokens - one.lane_size,
-            one.prefill_chunk,
+            batching.step_tokens - one.lane_size,
+            batching.prefill_chunk,
             one.max_closed_rows,
             one.split_tokens,
         )
@@ -59,7 +58,7 @@ def make_scheduler(
         make_lanes,
         lengths,
         num_lanes=options.num_lanes,
-        max_num_sequences=options.max_num_sequences,
+        max_num_sequences=batching.max_num_sequences,
         opening_steps=opening_steps,
     )
 
@@ -68,16 +67,17 @@ def _admission(
     options: ScheduleOptions, capacity: tuple[int, ...], times: StepTimes | None
 ) -> Admission:
     """One lane's policy."""
-    if options.mode == "greedy":
+    batching = options.batching
+    if batching.schedule == "greedy":
         return Greedy()
-    if options.mode == "synchronized":
+    if batching.schedule == "synchronized":
         return Synchronized()
-    if options.mode == "fixed-f":
+    if batching.schedule == "fixed-f":
         return FixedF(options.fixed_interval())
-    headroom = options.cold_start == "headroom"
-    if options.load_limit is not None:
-        limits = _shares(options.load_limit // options.num_lanes, capacity, times)
-        limited = f"the load limit of {options.load_limit}"
+    headroom = batching.cold_start == "headroom"
+    if batching.load_limit is not None:
+        limits = _shares(batching.load_limit // options.num_lanes, capacity, times)
+        limited = f"the load limit of {batching.load_limit}"
         if options.num_lanes > 1:
             limited += f", shared out to {options.num_lanes} lanes,"
         return Stabilized(

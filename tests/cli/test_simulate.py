@@ -97,7 +97,7 @@ def test_plots(trace: str, tmp_path: Path, ending: str) -> None:
         (["--link-time", "-1"], "--link-time=-1"),
         (["--r-workers", "3", "--r-time", "1", "--r-time", "2"], "--r-time was given 2 times"),
         (["--kv-tokens", "5"], "--kv-tokens"),
-        (["--lanes", "0"], "num_lanes=0"),
+        (["--lanes", "0"], "lanes=0"),
         (["--max-step-tokens", "8"], "max_step_tokens=8 must exceed"),
         (["--length-quantile", "1.5"], "length_quantile=1.5"),
         (["--interval", "999", "--schedule", "fixed-f"], "interval=999"),

@@ -8,6 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from traffic import schedule_options
 
 from cost_model.simulate.report import as_json, as_text, summarise
 from cost_model.simulate.simulator import Outcome, Simulator
@@ -15,7 +16,7 @@ from cost_model.simulate.tables import Table, TabledTimes
 from cost_model.simulate.trace import ArrivalUnit, Trace, TracedRequest
 from fastdecode.schedule.load_control import FixedInterval
 from fastdecode.schedule.modes import make_scheduler
-from fastdecode.schedule.options import MODES, ScheduleOptions
+from fastdecode.schedule.options import MODES
 
 
 def constant(s_part_s: float, *r_token_s: float) -> TabledTimes:
@@ -39,9 +40,8 @@ def simulate(
     chosen: dict[str, object] = {
         "max_num_sequences": 16,
         "max_step_tokens": 16 + 512,
-        "num_lanes": lanes,
     }
-    options = ScheduleOptions(mode=mode, **(chosen | more))  # type: ignore[arg-type]
+    options = schedule_options(mode, lanes, **(chosen | more))
     worker_blocks = (blocks,) * len(times.r_parts)
     scheduler = make_scheduler(options, worker_blocks, block_size, times)
     ordered = tuple(sorted(requests, key=lambda request: request.arrival))

@@ -162,5 +162,5 @@ def test_where_r_workers_of_this_process_run(resolved: Resolve) -> None:
 
 def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:
     for lanes, mode in ((1, "greedy"), (2, "stabilized")):
-        assert resolved(0, lanes=lanes).schedule.mode == mode
-        assert resolved(0, lanes=lanes, load_limit=100).schedule.mode == "stabilized"
+        assert resolved(0, lanes=lanes).schedule.batching.schedule == mode
+        assert resolved(0, lanes=lanes, load_limit=100).schedule.batching.schedule == "stabilized"

@@ -4,7 +4,7 @@ carried out on the R-workers' real KV stores."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -22,11 +22,12 @@ from traffic import (
     traffic,
 )
 
+from fastdecode.core.config import COLD_STARTS
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.schedule.lives import Status
 from fastdecode.schedule.modes import make_scheduler
-from fastdecode.schedule.options import COLD_STARTS, MODES
+from fastdecode.schedule.options import MODES
 
 WORKER_BLOCKS = (12, 20)
 
@@ -158,7 +159,7 @@ def test_a_sequence_above_a_measured_limit_runs_alone() -> None:
         def r_part_s(self, worker: int, load_tokens: int) -> float:
             return load_tokens / 10
 
-    two_at_once = replace(options("stabilized", 1), max_num_sequences=2)
+    two_at_once = options("stabilized", 1, max_num_sequences=2)
     scheduler = make_scheduler(two_at_once, (20,), BLOCK_SIZE, Slow())
     harness = Harness(scheduler, [Store(20)], 1)
     for length in (1, 1, 1, 1, 30):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from fastdecode.core.config import Batching
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.events import (
@@ -124,7 +125,7 @@ def test_regrouped_sequences_go_on_and_end(mode: str) -> None:
     """Every sequence runs every token once, whatever the lanes; lanes are as
     even as whole sequences allow."""
     options = ScheduleOptions(
-        mode=mode, max_num_sequences=12, prefill_chunk=16, max_step_tokens=40, num_lanes=2
+        Batching(schedule=mode, max_num_sequences=12, prefill_chunk=16, max_step_tokens=40, lanes=2)
     )
     scheduler = make_scheduler(options, (64, 64), 16)
     lifecycle = Lifecycle(scheduler)

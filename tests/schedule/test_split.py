@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,7 +100,7 @@ def test_a_split_sequence_above_measured_limits_runs_alone() -> None:
         def r_part_s(self, worker: int, load_tokens: int) -> float:
             return load_tokens / 10
 
-    two_at_once = replace(options("stabilized", 1, split_tokens=8), max_num_sequences=2)
+    two_at_once = options("stabilized", 1, split_tokens=8, max_num_sequences=2)
     scheduler = make_scheduler(two_at_once, (10, 10), BLOCK_SIZE, Slow())
     harness = Harness(scheduler, [Store(10), Store(10)], 1)
     for length in (1, 1, 60):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config import Batching, EngineConfig
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.machine import available_cores, free_memory_bytes
@@ -220,11 +220,12 @@ class _Steps:
 
     def _planned(self, lanes: _Lanes) -> _StepPlan:
         config = self.config
-        schedule = replace(_schedule(config, lanes.first), max_closed_rows=self._max_closed_rows)
+        batching = _batching(config.batching, lanes.first)
+        schedule = ScheduleOptions(batching, config.r_part.split_tokens, self._max_closed_rows)
         sizes = StepSizes(
             num_lanes=lanes.most,
-            step_tokens=schedule.max_step_tokens,
-            logit_rows=-(-schedule.max_num_sequences // lanes.fewest),
+            step_tokens=batching.step_tokens,
+            logit_rows=-(-batching.max_num_sequences // lanes.fewest),
             itemsize=self.dtype.size_bytes,
             num_shards=config.s_part.tp,
             num_graphs=max(
@@ -297,24 +298,13 @@ def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
     )
 
 
-def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
-    mode = config.batching.schedule
-    if mode == "auto":
-        mode = "stabilized" if num_lanes > 1 or config.batching.load_limit is not None else "greedy"
-    return ScheduleOptions(
-        mode=mode,  # type: ignore[arg-type]  # checked there, as is cold_start
-        max_num_sequences=config.batching.max_num_sequences,
-        prefill_chunk=config.batching.prefill_chunk,
-        max_step_tokens=config.batching.step_tokens,
-        num_lanes=num_lanes,
-        load_limit=config.batching.load_limit,
-        target_length=config.batching.target_length,
-        interval=config.batching.interval,
-        cold_start=config.batching.cold_start,  # type: ignore[arg-type]
-        learn_lengths=config.batching.learn_lengths,
-        length_quantile=config.batching.length_quantile,
-        split_tokens=config.r_part.split_tokens,
-    )
+def _batching(asked: Batching, num_lanes: int) -> Batching:
+    """With a schedule, and so many lanes."""
+    schedule = asked.schedule
+    if schedule == "auto":
+        is_limited = num_lanes > 1 or asked.load_limit is not None
+        schedule = "stabilized" if is_limited else "greedy"
+    return replace(asked, schedule=schedule, lanes=num_lanes)
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
