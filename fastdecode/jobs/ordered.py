@@ -16,7 +16,7 @@ from typing import Any
 
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.files import open_output, write_whole
-from fastdecode.jobs.spill import Spill
+from fastdecode.jobs.spill import MAX_IN_MEMORY, Answer, Spill
 
 
 class OrderedOutput:
@@ -27,15 +27,20 @@ class OrderedOutput:
         path: of the output.
         on_line: told each answer as it is written, with its prompt if that is
             text.
+        max_in_memory: answers that wait; more are spilled.
     """
 
     def __init__(
-        self, path: Path, on_line: Callable[[str | None, dict[str, Any]], None] | None = None
+        self,
+        path: Path,
+        on_line: Callable[[str | None, dict[str, Any]], None] | None = None,
+        *,
+        max_in_memory: int = MAX_IN_MEMORY,
     ) -> None:
         self._path = path
         self._on_line = on_line
         self._fd: int | None = None
-        self._early = Spill(path.resolve().parent)
+        self._early = Spill(path.resolve().parent, max_in_memory)
         self._next = 0
         self._is_failed = False
 
@@ -58,7 +63,7 @@ class OrderedOutput:
         self._write(prompt, answer)
         self._next += 1
         while self._next in self._early:
-            self._write(*self._early.pop(self._next))
+            self._write(*self._waiting(self._next))
             self._next += 1
 
     def sync_if_due(self) -> None:
@@ -74,10 +79,17 @@ class OrderedOutput:
                 return
             try:
                 for place in [] if self._is_failed else self._early.places():
-                    self._write(*self._early.pop(place))
+                    self._write(*self._waiting(place))
             finally:
                 os.close(self._fd)
                 self._fd = None
+
+    def _waiting(self, place: int) -> Answer:
+        """An answer that has waited for its turn."""
+        try:
+            return self._early.pop(place)
+        except OSError as error:
+            raise self._failed("read an answer that was kept beside", error) from None
 
     def _write(self, prompt: str | None, answer: dict[str, Any]) -> None:
         assert self._fd is not None, "not begun"

@@ -3,6 +3,7 @@ the rest wait in an unnamed file."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from pathlib import Path
@@ -43,7 +44,8 @@ class Spill:
         trace: TracebackType | None,
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what can't be written is wanted no more
+                self._file.close()
 
     def __contains__(self, place: int) -> bool:
         return place in self._in_memory or place in self._spilled
