@@ -109,15 +109,13 @@ def plan_memory(
     activations = _activation_bytes(spec, sizes)
     graphs = _graph_bytes(spec, sizes)
     s_part = weights + activations + graphs
-    if free.device_bytes is None:
-        staging, where, room = 0, "the host", free.host_bytes
-    else:
-        staging = 0 if kv.on_device else _staging_bytes(spec, sizes)
+    staging, where, room = 0, "the host", free.host_bytes
+    if free.device_bytes is not None:
+        if not kv.on_device:
+            staging = _checked_staging_bytes(spec, sizes, free.host_bytes)
         where = f"the GPU (fraction {gpu_memory_fraction:g} of {_gb(free.device_total_bytes)})"
         used = free.device_total_bytes - free.device_bytes
         room = int(free.device_total_bytes * gpu_memory_fraction) - used - CUDA_RESERVE_BYTES
-        mend = (Given("max_step_tokens"), " or ", Given("lanes"))
-        _check("pinned staging memory", staging, free.host_bytes, "the host", mend)
     of_graphs = f", CUDA graphs {_gb(graphs)}" if graphs else ""
     what = (
         f"the S-part of {spec.name} (weights {_gb(weights)}, a step's activations "
@@ -125,28 +123,34 @@ def plan_memory(
     )
     _check(what, s_part, room, where, _s_part_mend(graphs > 0, free.device_bytes is not None))
     if kv.on_device or free.device_bytes is None:
-        kv_room = room - s_part
+        left = room - s_part
     else:
-        where, kv_room = "the host", free.host_bytes - staging
+        where, left = "the host", free.host_bytes - staging
+    is_all_theirs = kv.on_device and free.device_bytes is not None
+    kv_bytes = _kv_bytes(kv, left, where, is_all_theirs=is_all_theirs)
+    return MemoryPlan(weights, activations, staging, kv_bytes, graphs)
+
+
+def _kv_bytes(kv: KVDemand, room: int, where: str, *, is_all_theirs: bool) -> int:
+    """Of each cache in this process. ``is_all_theirs``: nobody else wants what
+    is left."""
     if not kv.num_caches:
-        return MemoryPlan(weights, activations, staging, 0, graphs)
+        return 0
     if kv.cache_bytes is not None:
         what = (
             f"{kv.num_caches} KV cache(s) of {_gb(kv.cache_bytes)} beside weights and activations"
         )
-        _check(
-            what,
-            kv.cache_bytes * kv.num_caches,
-            kv_room,
-            where,
-            (Given("kv_memory_gb"), " or ", Given("r_workers")),
-        )
-        return MemoryPlan(weights, activations, staging, kv.cache_bytes, graphs)
-    if kv.on_device and free.device_bytes is not None:
-        return MemoryPlan(weights, activations, staging, kv_room // kv.num_caches, graphs)
-    return MemoryPlan(
-        weights, activations, staging, default_kv_bytes(kv.num_caches, kv_room), graphs
-    )
+        mend = (Given("kv_memory_gb"), " or ", Given("r_workers"))
+        _check(what, kv.cache_bytes * kv.num_caches, room, where, mend)
+        return kv.cache_bytes
+    return room // kv.num_caches if is_all_theirs else default_kv_bytes(kv.num_caches, room)
+
+
+def _checked_staging_bytes(spec: ModelSpec, sizes: StepSizes, room: int) -> int:
+    staging = _staging_bytes(spec, sizes)
+    mend = (Given("max_step_tokens"), " or ", Given("lanes"))
+    _check("pinned staging memory", staging, room, "the host", mend)
+    return staging
 
 
 def _weights_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
