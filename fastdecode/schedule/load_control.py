@@ -83,13 +83,13 @@ class MicroBatch:
 
 
 class LoadControl:
-    """The projected load of live micro-batches, kept under W_lim (Algorithm 1
+    """The projected load of running micro-batches, kept under W_lim (Algorithm 1
     of the paper, for any mix of lengths).
 
     Between two ends the load only grows, so it peaks at end steps: for each
-    live micro-batch i it is enough to know its end E[i] and the load W[i] at
+    running micro-batch i it is enough to know its end E[i] and the load W[i] at
     that step. Micro-batches are first in, first out: none starts before one
-    that was added earlier. Every method takes O(live micro-batches), however
+    that was added earlier. Every method takes O(running micro-batches), however
     many steps lie between them.
 
     Args:
@@ -100,20 +100,20 @@ class LoadControl:
     def __init__(self, limit: int) -> None:
         assert limit >= 1
         self.limit = limit
-        self._live: list[MicroBatch] = []  # in order of their end E
+        self._running: list[MicroBatch] = []  # in order of their end E
         self._loads: list[int] = []  # W
         self._latest_start = 0
 
     def __bool__(self) -> bool:
-        """Whether anything is live."""
-        return bool(self._live)
+        """Whether anything runs."""
+        return bool(self._running)
 
     def with_also(self, batches: Seq[MicroBatch]) -> LoadControl:
         """What it would be if these started too; this one stays as it is."""
         if not batches:
             return self
         control = LoadControl(self.limit)
-        control._live = self._live[:]
+        control._running = self._running[:]
         control._loads = self._loads[:]
         control._latest_start = self._latest_start
         for batch in batches:
@@ -123,9 +123,9 @@ class LoadControl:
     def add(self, added: MicroBatch) -> None:
         """A micro-batch starts, whatever the limit says (the paper's AddMicroBatch)."""
         self._add_load(added, added.start, sign=1)
-        index = bisect_left(self._live, added.end, key=_END)
-        load = added.peak + sum(later.load_at(added.end) for later in self._live[index:])
-        self._live.insert(index, added)
+        index = bisect_left(self._running, added.end, key=_END)
+        load = added.peak + sum(later.load_at(added.end) for later in self._running[index:])
+        self._running.insert(index, added)
         self._loads.insert(index, load)
         self._latest_start = max(self._latest_start, added.start)
 
@@ -137,14 +137,14 @@ class LoadControl:
         if ended.end < at:
             return
         index = next(
-            i for i in self._alike(ended) if self._live[i].num_sequences >= ended.num_sequences
+            i for i in self._alike(ended) if self._running[i].num_sequences >= ended.num_sequences
         )
         self._add_load(ended, at, sign=-1)
-        num_left = self._live[index].num_sequences - ended.num_sequences
+        num_left = self._running[index].num_sequences - ended.num_sequences
         if num_left:
-            self._live[index] = replace(self._live[index], num_sequences=num_left)
+            self._running[index] = replace(self._running[index], num_sequences=num_left)
         else:
-            del self._live[index], self._loads[index]
+            del self._running[index], self._loads[index]
 
     def earliest_start(self, new: MicroBatch) -> int:
         """The first step, not before ``new.start`` nor the latest start, from
@@ -156,7 +156,7 @@ class LoadControl:
         start before E[i] - x[i] + first_length. Among equal lengths nothing
         ends after the new sequences do, and the latest of these steps is the
         paper's answer. A short micro-batch, though, may fit in before: it must
-        then end where the load leaves room for its full length. So each live
+        then end where the load leaves room for its full length. So each running
         micro-batch forbids one interval of starts, and the intervals come in
         ascending order.
 
@@ -177,39 +177,39 @@ class LoadControl:
                 code="exceeds_load_limit",
             )
         start = max(new.start, self._latest_start)
-        num_growing = sum(live.num_sequences for live in self._live if live.most is None)
+        num_growing = sum(each.num_sequences for each in self._running if each.most is None)
         previous_end = -1
-        for live, load in zip(self._live, self._loads, strict=True):
+        for each, load in zip(self._running, self._loads, strict=True):
             if load > room:
                 # Before E[i] the load is lower by num_growing a step: over how
                 # many steps is it too high to end in?
-                num_steps = live.end - previous_end
+                num_steps = each.end - previous_end
                 if num_growing:
                     num_steps = min(-((room - load) // num_growing), num_steps)
-                first_forbidden = live.end - num_steps - new.num_steps + 2
+                first_forbidden = each.end - num_steps - new.num_steps + 2
                 if start < first_forbidden:
                     return start
                 longest = (self.limit - load) // new.num_sequences + new.skipped  # x[i]
-                start = max(start, min(live.end, live.end - longest + new.first_length - 1) + 1)
-            num_growing -= live.num_sequences * (live.most is None)
-            previous_end = live.end
+                start = max(start, min(each.end, each.end - longest + new.first_length - 1) + 1)
+            num_growing -= each.num_sequences * (each.most is None)
+            previous_end = each.end
         return start
 
     def fits(self, batch: MicroBatch, limit_at: Callable[[int], float]) -> bool:
         """Whether the load, with a micro-batch on top that starts no earlier
         than any other, would keep below ``limit_at(step)`` at each of its
         steps. The limit must not rise from a step to the next."""
-        index = bisect_left(self._live, batch.end, key=_END)
-        at_end = batch.peak + sum(later.load_at(batch.end) for later in self._live[index:])
+        index = bisect_left(self._running, batch.end, key=_END)
+        at_end = batch.peak + sum(later.load_at(batch.end) for later in self._running[index:])
         return at_end <= limit_at(batch.end) and all(
-            load + batch.load_at(live.end) <= limit_at(live.end)
-            for live, load in zip(self._live[:index], self._loads, strict=False)
-            if live.end >= batch.start
+            load + batch.load_at(each.end) <= limit_at(each.end)
+            for each, load in zip(self._running[:index], self._loads, strict=False)
+            if each.end >= batch.start
         )
 
     def load_at(self, step: int) -> int:
         """The projected load at a step; without what was forgotten or given back."""
-        return sum(live.load_at(step) for live in self._live)
+        return sum(each.load_at(step) for each in self._running)
 
     def peak(self) -> int:
         """The highest projected load at any step."""
@@ -217,24 +217,24 @@ class LoadControl:
 
     def forget_before(self, step: int) -> None:
         """Forget micro-batches that ended before ``step``."""
-        num_over = bisect_left(self._live, step, key=_END)
-        del self._live[:num_over], self._loads[:num_over]
+        num_over = bisect_left(self._running, step, key=_END)
+        del self._running[:num_over], self._loads[:num_over]
 
     def _add_load(self, batch: MicroBatch, since: int, *, sign: int) -> None:
         """Change W by the micro-batch's load, at the end steps from ``since`` on."""
-        first = bisect_left(self._live, since, key=_END)
-        last = bisect_right(self._live, batch.end, key=_END)
+        first = bisect_left(self._running, since, key=_END)
+        last = bisect_right(self._running, batch.end, key=_END)
         for index in range(first, last):
-            self._loads[index] += sign * batch.load_at(self._live[index].end)
+            self._loads[index] += sign * batch.load_at(self._running[index].end)
 
     def _alike(self, batch: MicroBatch) -> Iterator[int]:
-        """Indices of the live micro-batches that differ from this one at most
+        """Indices of the running micro-batches that differ from this one at most
         in their number of sequences."""
-        for index in range(bisect_left(self._live, batch.end, key=_END), len(self._live)):
-            live = self._live[index]
-            if live.end > batch.end:
+        for index in range(bisect_left(self._running, batch.end, key=_END), len(self._running)):
+            each = self._running[index]
+            if each.end > batch.end:
                 return
-            if replace(live, num_sequences=batch.num_sequences) == batch:
+            if replace(each, num_sequences=batch.num_sequences) == batch:
                 yield index
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -46,15 +47,16 @@ def test_one_that_was_given_up_though_it_lives_may_come_back(
     try:
         hub.add(listener.address).send(hello)
         assert isinstance(hub.receive_any(60.0)[1], Welcome)
-        knocked = []
-        knock = hub.knock
-        monkeypatch.setattr(hub, "knock", lambda index: knocked.append(knock(index)) or knocked[-1])
-        replacements = AddressReplacements(
-            hub, hello
-        )  # nobody has closed the connection to the lost one
+        made: list[Any] = []
+        reconnect = hub.reconnect
+        monkeypatch.setattr(
+            hub, "reconnect", lambda index: made.append(reconnect(index)) or made[-1]
+        )
+        # Nobody has closed the connection to the lost one.
+        replacements = AddressReplacements(hub, hello)
         assert wait_for(
             lambda: replacements.look([0]) or None,
-            lambda: knocked[-1].sockets if knocked[-1].is_open else (),
+            lambda: made[-1].sockets if made[-1].is_open else (),
             threading.RLock(),
             30.0,
         )

@@ -127,7 +127,7 @@ def test_equal_lengths_follow_the_papers_formula(wanted: list[Wish], slack: int)
         assert ask(control, wish, wish.arrival) == start
         new_load = m * length + sum(
             n * (start + length - 1 - s + 1)
-            for s, n in ((b.start, b.num_sequences) for b in control._live)
+            for s, n in ((b.start, b.num_sequences) for b in control._running)
             if s + length - 1 >= start + length - 1
         )
         loads = [

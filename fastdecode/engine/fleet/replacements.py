@@ -71,7 +71,7 @@ class AddressReplacements:
             # connection, and be busy for ever.
             self._hub.connections[worker].close()
             try:
-                candidate = _Candidate(self._hub.knock(worker))
+                candidate = _Candidate(self._hub.reconnect(worker))
             except (
                 FastDecodeError
             ) as error:  # no socket left, or a name that isn't known any more: others may live

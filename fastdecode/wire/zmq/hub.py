@@ -263,7 +263,7 @@ class ZmqHub:
         self._lock = threading.RLock()
         self._connections: list[ZmqConnection[ToRWorker, FromRWorker]] = []
         self._addresses: list[str] = []
-        self._knocking: list[ZmqConnection[ToRWorker, FromRWorker]] = []
+        self._candidates: list[ZmqConnection[ToRWorker, FromRWorker]] = []
         self._first = 0
 
     @property
@@ -282,17 +282,17 @@ class ZmqHub:
         self._addresses.append(address)
         return self._connections[-1]
 
-    def knock(self, index: int) -> ZmqConnection[ToRWorker, FromRWorker]:
+    def reconnect(self, index: int) -> ZmqConnection[ToRWorker, FromRWorker]:
         """Another connection to the same address, for whoever is there now; not
         yet one of the hub's."""
-        self._knocking = [x for x in self._knocking if x.is_open]
-        self._knocking.append(self._connect(self._addresses[index]))
-        return self._knocking[-1]
+        self._candidates = [x for x in self._candidates if x.is_open]
+        self._candidates.append(self._connect(self._addresses[index]))
+        return self._candidates[-1]
 
     def replace(self, index: int, connection: ZmqConnection[ToRWorker, FromRWorker]) -> None:
-        """A connection that came of ``knock`` takes the place of the one that
+        """A connection that came of ``reconnect`` takes the place of the one that
         it was made after, which is closed."""
-        self._knocking.remove(connection)
+        self._candidates.remove(connection)
         self._connections[index].close()
         self._connections[index] = connection
 
@@ -348,7 +348,7 @@ class ZmqHub:
     def close(self) -> None:
         """Close every connection, and see off what was sent over them, for a
         few seconds at most."""
-        for connection in (*self._connections, *self._knocking):
+        for connection in (*self._connections, *self._candidates):
             connection.close()
         self._context.term()
 
