@@ -1,13 +1,13 @@
-"""The engine: carries out what the lifecycle of its sequences wants, one step
-of a lane at a time.
+"""The engine: requests in, one step of a lane at a time, and what they say to
+whoever listens.
 
 A request's life: ``submit`` → waiting → room opened on its holders
 (``OpenSequence`` or ``ForkSequence``) → its prompt run in one or more chunks →
 one token drawn a step → finished, its blocks freed (``CloseSequence``). Whoever
 listens is told what it says (``fastdecode.core.delta``). What comes next is
-decided by ``fastdecode.schedule.lifecycle``, which is told what happens;
-nothing here knows how a step is scheduled, what a layer computes, or where an
-R-worker runs.
+decided by ``fastdecode.schedule.lifecycle``, which is told what happens, and
+carried out by ``fastdecode.engine.executor``; nothing here knows how a step is
+scheduled, what a layer computes, or where an R-worker runs.
 
 When an R-worker is lost, its sequences start again elsewhere, and what was
 cached is recomputed from their tokens, prompt and generated alike. Since a
@@ -17,54 +17,24 @@ happened.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Container
-from collections.abc import Sequence as Seq
 from copy import copy
-from dataclasses import dataclass, field
 
 from fastdecode.core.delta import Listener
-from fastdecode.core.errors import (
-    FastDecodeError,
-    ProtocolError,
-    RequestError,
-    WorkerError,
-    without_frames,
-)
-from fastdecode.core.holders import PartId
+from fastdecode.core.errors import FastDecodeError, RequestError, without_frames
 from fastdecode.core.sequence import Request
-from fastdecode.core.spec import longest_window
-from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.engine.executor import Executor, Watch
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
-from fastdecode.engine.reservations import event_for, message_for
 from fastdecode.engine.stats import EngineStats
-from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.pipeline import LaneStep, Pipeline
+from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule import events
-from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.lifecycle import Lifecycle
-from fastdecode.schedule.plan import Chunk
-from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
 from sworker.failures import typed_failures
 from sworker.worker import SWorker
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Who is told what the engine does."""
-
-    trace: Trace = field(default_factory=NoTrace)
-    """What every step did."""
-    times: MeasuredTimes | None = None
-    """How long the parts of every step took."""
-    lanes: LaneControl | None = None
-    """Decides on the number of lanes; None: it stays what it is."""
 
 
 class Engine:
@@ -95,20 +65,23 @@ class Engine:
         recovery: Recovery | None = None,
         watch: Watch | None = None,
     ) -> None:
-        spec = s_worker.spec
-        self._s_worker = s_worker
         self._pipeline = pipeline
-        self._fleet = fleet
         self._lifecycle = lifecycle
-        self._requests = Requests(codec, eos_token_ids, spec.vocab_size)
+        self._requests = Requests(codec, eos_token_ids, s_worker.spec.vocab_size)
         self._recovery = recovery or Recovery(fleet)
-        self._watch = watch or Watch()
-        self._window = longest_window(spec.attention)
-        self._answer_at_once = all(holder.answers_at_once for holder in pipeline.holders)
-        self._num_launched = 0
         self.broken: FastDecodeError | None = None
         """Why a step broke down, after which it takes no requests any more."""
         self.stats = EngineStats()
+        self._executor = Executor(
+            s_worker,
+            pipeline,
+            fleet,
+            lifecycle,
+            self._recovery,
+            watch or Watch(),
+            self._requests,
+            self.stats,
+        )
 
     @property
     def num_unfinished(self) -> int:
@@ -128,7 +101,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything: for requests, or for what is left of cancelled ones."""
-        return bool(self._requests or self._pipeline.in_flight or self._lifecycle.grants)
+        return bool(self._requests) or self._executor.is_busy
 
     @property
     def pause_s(self) -> float:
@@ -154,12 +127,12 @@ class Engine:
                 f"request id {request.request_id!r} is that of one unfinished: give each its own",
                 code="duplicate_id",
             )
-        self._carry_out(events.Submitted(request))
+        self._executor.tell(events.Submitted(request))
         sequences = self._lifecycle.lives.sequences(request.request_id)
         try:
             self._requests.add(request, sequences, time.perf_counter(), listener)
         except FastDecodeError:
-            self._carry_out(events.Cancelled(request.request_id))
+            self._executor.tell(events.Cancelled(request.request_id))
             raise
 
     def step(self) -> None:
@@ -174,39 +147,23 @@ class Engine:
             self._step()
 
     def _step(self) -> None:
-        started, wait_s, num_steps = (
-            time.perf_counter(),
-            self._pipeline.wait_s,
-            self.stats.num_steps,
-        )
+        started, wait_s = time.perf_counter(), self._pipeline.wait_s
+        num_steps = self.stats.num_steps
         is_prefill = False
-        if self._watch.lanes is not None:
-            self.set_num_lanes(self._watch.lanes.decide())
+        self._executor.adapt()
         while self.stats.num_steps == num_steps:
-            self._take_news()
-            if not self._recovery.is_stranded():
-                for lane in self._pipeline.idle_lanes:
-                    self._launch(lane)
-            in_flight = self._pipeline.in_flight
-            if not in_flight and not self._lifecycle.grants:
+            self._executor.launch()
+            if not self._executor.is_busy:
                 return
-            is_prefill = any(step.batch.num_prompt_tokens for step in in_flight)
-            self._run_on()
+            is_prefill = any(step.batch.num_prompt_tokens for step in self._pipeline.in_flight)
+            self._executor.run_on()
         self.stats.count_time(
             time.perf_counter() - started, self._pipeline.wait_s - wait_s, is_prefill=is_prefill
         )
 
     def set_num_lanes(self, num_lanes: int) -> None:
         """Go on with so many lanes, when the steps in flight have ended."""
-        if num_lanes != self._pipeline.num_lanes:
-            while self._pipeline.in_flight:
-                self._run_on()
-            logger.info("%d lanes from now on, in place of %d", num_lanes, self._pipeline.num_lanes)
-            self._carry_out(events.Regrouped(num_lanes))
-            self._pipeline.set_num_lanes(num_lanes)
-            self._s_worker.set_num_lanes(num_lanes)
-            if self._watch.lanes is not None:
-                self._watch.lanes.regrouped(num_lanes)
+        self._executor.regroup(num_lanes)
 
     def cancel(self, request_id: str) -> bool:
         """Forget an unfinished request; False if there is none of this id. What
@@ -215,7 +172,7 @@ class Engine:
         if request_id not in self._requests:
             return False
         self._requests.forget(request_id)
-        self._carry_out(events.Cancelled(request_id))
+        self._executor.tell(events.Cancelled(request_id))
         return True
 
     def cancel_waiting(self, among: Container[str] | None = None) -> list[str]:
@@ -231,8 +188,8 @@ class Engine:
         """Forget every unfinished request, and free what it holds."""
         for request_id in self._requests.ids:
             self.cancel(request_id)
-        while self.broken is None and (self._pipeline.in_flight or self._lifecycle.grants):
-            self._run_on()
+        while self.broken is None and self._executor.is_busy:
+            self._executor.run_on()
 
     def abandon(self, error: FastDecodeError) -> None:
         """A step broke down: end every unfinished request with this error. The
@@ -240,108 +197,3 @@ class Engine:
         unknown."""
         self.broken = without_frames(error)
         self._requests.fail_all(error)
-
-    def _run_on(self) -> None:
-        """Run until some lane has finished its step, or there is news."""
-        finished = self._pipeline.run()
-        if finished is None:
-            self._take_news()
-        else:
-            self._finish_step(finished)
-
-    def _take_news(self) -> None:
-        """Tell the lifecycle who has answered, who was lost, and who has come in whose place."""
-        for holder, news in self._pipeline.take_news():
-            if isinstance(news, WorkerError):
-                self._recovery.lose(holder, news)
-                self._carry_out(events.Lost(holder))
-            elif not self._lifecycle.grants.awaits(holder, PartId(news.sequence_id)):
-                answer = (
-                    f"{self._fleet.peer(holder)} sent {type(news).__name__}, which nobody asked for"
-                )
-                self._fleet.lose(holder, ProtocolError(answer))
-            else:
-                self._carry_out(event_for(news, self._fleet.peer(holder)))
-        for joined in self._recovery.joined(self._lifecycle):
-            self.stats.num_rejoined += 1
-            self._carry_out(joined)
-
-    def _launch(self, lane: int) -> None:
-        """Plan and start a lane's step, as far as anybody has room."""
-        started, waited = time.perf_counter(), self._pipeline.wait_s
-        self._carry_out(events.LaneIdle(lane))
-        while self._answer_at_once and self._lifecycle.grants:
-            self._take_news()  # whoever was lost just now answers nothing
-            if self._lifecycle.grants:
-                self._pipeline.receive()
-                self._take_news()
-        for run in self._lifecycle.handle(events.LaneReady(lane)):
-            assert isinstance(run, events.Run)
-            step, holders = self._num_launched, self._pipeline.holders
-            batch = StepBatch.build(run.chunks, holders, step=step, lane=lane, window=self._window)
-            self._num_launched += 1
-            planned_s = time.perf_counter() - started - (self._pipeline.wait_s - waited)
-            self._pipeline.launch(lane, batch, batch.last_rows[batch.draws], planned_s)
-
-    def _finish_step(self, step: LaneStep) -> None:
-        """A lane's step is over: draw the next tokens, and tell the lifecycle."""
-        ran_s = time.perf_counter()
-        self.stats.count_step(step.r_compute_s, sum(step.remote.r_compute_s.values()))
-        wanted = self._lifecycle.lives.wanted(step.batch.chunks)
-        drawing, rows = _drawing(step, wanted)
-        assert step.logits is not None
-        logits = step.logits if len(rows) == len(step.logits) else step.logits[rows]
-        # Before what the step has ended is freed: the holders have held it all through the step.
-        started = time.perf_counter()
-        load = self._lifecycle.lives.num_cached_tokens + sum([chunk.num_tokens for chunk in wanted])
-        self.stats.count_load(load, sum([_in_prompt(chunk) for chunk in wanted]))
-        scheduler = self._lifecycle.scheduler
-        self._watch.trace.load(started, scheduler.num_running, scheduler.num_waiting, load)
-        generations = [self._requests.generation(chunk.sequence) for chunk in drawing]
-        sampled = self._s_worker.sample(logits, [one.sampling for one in generations])
-        now = time.perf_counter()
-        self._watch.trace.sampled(step.lane, step.step, len(sampled), started, now)
-        drawn = self._requests.accept(generations, sampled, self.stats, now)
-        self._carry_out(events.StepDone(step.lane, drawn))
-        self._requests.tell(drawn)
-        if self._watch.times is not None:
-            step.tell(self._watch.times, self._watch.lanes, time.perf_counter() - ran_s)
-
-    def _carry_out(self, event: events.Event) -> None:
-        """Tell the lifecycle what has happened, and do what it wants."""
-        for instruction in self._lifecycle.handle(event):
-            match instruction:
-                case events.Open() | events.Fork() | events.Extend() | events.Close():
-                    self._fleet.send(instruction.part.holder, message_for(instruction))
-                case events.Finish():
-                    self._requests.finish(instruction.sequence, instruction.reason, self.stats)
-                case events.Fail():
-                    logger.warning(
-                        "request %s failed: %s", instruction.request_id, instruction.error
-                    )
-                    self._requests.forget(instruction.request_id).fail(instruction.error)
-                case events.Run():
-                    raise AssertionError("a lane runs when it is launched")
-        self.stats.num_recomputed = self._lifecycle.num_recomputed
-        self.stats.num_suspended = self._lifecycle.num_suspended
-
-
-def _drawing(step: LaneStep, wanted: Seq[Chunk]) -> tuple[list[Chunk], list[int]]:
-    """Of a step that is over, the chunks for which a token is drawn, as far as
-    they are wanted; and their rows among the step's logits."""
-    drawing = [
-        chunk
-        for chunk, draws in zip(step.batch.chunks, step.batch.draws.tolist(), strict=True)
-        if draws
-    ]
-    if len(wanted) == len(step.batch.chunks):
-        return drawing, list(range(len(drawing)))
-    ids = {chunk.sequence.sequence_id for chunk in wanted}
-    rows = [row for row, chunk in enumerate(drawing) if chunk.sequence.sequence_id in ids]
-    return [drawing[row] for row in rows], rows
-
-
-def _in_prompt(chunk: Chunk) -> int:
-    """Tokens of it that are of the prompt."""
-    sequence = chunk.sequence
-    return min(chunk.num_tokens, max(0, sequence.num_prompt_tokens - sequence.num_cached))

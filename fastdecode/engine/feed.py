@@ -4,15 +4,16 @@ them, and deltas back."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, TypeVar
 
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, OutputFold
-from fastdecode.core.errors import FastDecodeError, RequestError, without_frames
+from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, without_frames
 from fastdecode.core.sequence import PromptRequest, Request, RequestOutput
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.service import EngineService
 
+T = TypeVar("T")
 TICK_S = 0.2
 """How often whoever wants ticks gets one though nothing has come."""
 
@@ -142,3 +143,63 @@ class Feed:
         if output is not None:
             del self._folds[delta.request_id]
         return output
+
+
+class Readings:
+    """What a service's requests say, read by one reader at a time.
+
+    Args:
+        service: runs them.
+        checker: makes requests of what arrives.
+        most_sequences: see ``Feed``.
+    """
+
+    def __init__(
+        self, service: EngineService[Any], checker: RequestChecker, most_sequences: int
+    ) -> None:
+        self._service = service
+        self._checker = checker
+        self._most = most_sequences
+        self._latest: Feed | None = None
+
+    def read(
+        self,
+        requests: Iterable[PromptRequest],
+        on_tick: Callable[[], None] | None,
+        pick: Callable[[Delta, RequestOutput | None], T | None],
+        *,
+        every_step: bool,
+    ) -> Generator[T, None, None]:
+        """What ``pick`` makes of what a feed reads, as far as that is something.
+
+        Raises:
+            ConfigError: (code ``busy``) another reader isn't done.
+        """
+        feed = Feed(self._service, self._checker, self._most, every_step=every_step)
+        try:
+            self._begin(feed)
+            for delta, output in feed.read(requests, on_tick):
+                picked = pick(delta, output)
+                if picked is not None:
+                    yield picked
+        finally:
+            # The reader went away, or was interrupted, and may be here once more: see ``_begin``.
+            feed.is_over = True
+            feed.forget()
+
+    def cancel_waiting(self) -> None:
+        """End those requests of the latest reader of which nothing has run."""
+        if self._latest is not None:
+            self._latest.cancel_waiting()
+
+    def _begin(self, feed: Feed) -> None:
+        before = self._latest
+        if before is not None:
+            if not before.is_over:
+                raise ConfigError(
+                    "a stream of this LLM is still being read: read it to its end, or close() it, "
+                    "before the next one",
+                    code="busy",
+                )
+            before.forget()
+        self._latest = feed

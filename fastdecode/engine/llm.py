@@ -20,7 +20,7 @@ from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, SamplingParams
 from fastdecode.core.trace import Trace
 from fastdecode.engine.checker import RequestChecker
-from fastdecode.engine.feed import Feed
+from fastdecode.engine.feed import Readings
 from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.stats import EngineStats
@@ -96,10 +96,10 @@ class LLM:
         # An engine that nobody can reach any more needn't wait for the end of the process.
         weakref.finalize(self, self._service.ask_to_close).atexit = False
         self.facts = _facts(self._running)
-        self._checker = RequestChecker(
-            self.codec, self._running.spec.vocab_size, self.facts.max_model_len
-        )
-        self._reading: Feed | None = None
+        vocab_size, max_model_len = self._running.spec.vocab_size, self.facts.max_model_len
+        checker = RequestChecker(self.codec, vocab_size, max_model_len)
+        most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
+        self._readings = Readings(self._service, checker, most_sequences)
 
     def __enter__(self) -> LLM:
         return self
@@ -199,18 +199,10 @@ class LLM:
                 "generate",
                 code="no_chat_template",
             )
-        now = datetime.now()
-        refused: dict[int, RequestOutput] = {}
-        prompts: dict[int, Prompt] = {}
         with contextlib.closing(template):
-            for place, chat in enumerate(chats):
-                try:
-                    text = template.render(
-                        chat, now, add_generation_prompt=add_generation_prompt, variables=variables
-                    )
-                    prompts[place] = self.codec.encode(text, add_special_tokens=False)
-                except RequestError as error:
-                    refused[place] = RequestOutput(str(place), None, (), error=error)
+            prompts, refused = _chat_prompts(
+                chats, template, self.codec, add_generation_prompt, variables
+            )
         answered = self._run_all(
             list(prompts.values()), [every[place] for place in prompts], progress
         )
@@ -234,52 +226,21 @@ class LLM:
             on_tick: called whenever outputs have been yielded, and a few times
                 a second. What it raises ends the stream.
         """
-        return self._read(False, requests, on_tick, lambda delta, output: output)
+        return self._readings.read(
+            requests, on_tick, lambda delta, output: output, every_step=False
+        )
 
     def deltas(
         self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None = None
     ) -> Generator[Delta, None, None]:
         """Like ``stream``, but yields tokens as they come: what is new of each
         sequence since the last time."""
-        return self._read(True, requests, on_tick, lambda delta, output: delta)
+        return self._readings.read(requests, on_tick, lambda delta, output: delta, every_step=True)
 
     def cancel_waiting(self) -> None:
         """Of the requests that ``stream`` has taken, forget those of which
         nothing has run: they come to nothing."""
-        if self._reading is not None:
-            self._reading.cancel_waiting()
-
-    def _read(
-        self,
-        every_step: bool,
-        requests: Iterable[PromptRequest],
-        on_tick: Callable[[], None] | None,
-        pick: Callable[[Delta, RequestOutput | None], T | None],
-    ) -> Generator[T, None, None]:
-        most = QUEUE_AHEAD * self.config.batching.max_num_sequences
-        feed = Feed(self._service, self._checker, most, every_step=every_step)
-        try:
-            self._begin(feed)
-            for delta, output in feed.read(requests, on_tick):
-                picked = pick(delta, output)
-                if picked is not None:
-                    yield picked
-        finally:
-            # The reader went away, or was interrupted, and may be here once more: see ``_begin``.
-            feed.is_over = True
-            feed.forget()
-
-    def _begin(self, feed: Feed) -> None:
-        before = self._reading
-        if before is not None:
-            if not before.is_over:
-                raise ConfigError(
-                    "a stream of this LLM is still being read: read it to its end, or close() it, "
-                    "before the next one",
-                    code="busy",
-                )
-            before.forget()
-        self._reading = feed
+        self._readings.cancel_waiting()
 
     def _run_all(
         self, prompts: list[Prompt], params: list[SamplingParams], progress: bool
@@ -291,7 +252,7 @@ class LLM:
         )
         outputs: dict[str, RequestOutput] = {}
         with contextlib.ExitStack() as stack:
-            tick = stack.enter_context(self._shown(len(prompts), outputs)) if progress else None
+            tick = stack.enter_context(_shown(self, len(prompts), outputs)) if progress else None
             for output in stack.enter_context(contextlib.closing(self.stream(requests, tick))):
                 outputs[output.request_id] = output
         lost = next((o.error for o in outputs.values() if isinstance(o.error, WorkerError)), None)
@@ -300,25 +261,26 @@ class LLM:
             for i in range(len(prompts))
         ]
 
-    @contextlib.contextmanager
-    def _shown(
-        self, total: int, outputs: Mapping[str, RequestOutput]
-    ) -> Iterator[Callable[[], None]]:
-        """Shows how far a call is; gives what is to be called meanwhile."""
-        tokens_before = self.stats.num_output_tokens
 
-        def tick() -> None:
-            bar.update(
-                done=len(outputs),
-                num_failed=sum(not output.ok for output in outputs.values()),
-                num_tokens=self.stats.num_output_tokens - tokens_before,
-                workers=self.snapshot().engine.workers,
-            )
+@contextlib.contextmanager
+def _shown(
+    llm: LLM, total: int, outputs: Mapping[str, RequestOutput]
+) -> Iterator[Callable[[], None]]:
+    """Shows how far a call is; gives what is to be called meanwhile."""
+    tokens_before = llm.stats.num_output_tokens
 
-        with Progress(sys.stderr, "requests") as bar:
-            bar.begin(total)
-            yield tick
-            tick()
+    def tick() -> None:
+        bar.update(
+            done=len(outputs),
+            num_failed=sum(not output.ok for output in outputs.values()),
+            num_tokens=llm.stats.num_output_tokens - tokens_before,
+            workers=llm.snapshot().engine.workers,
+        )
+
+    with Progress(sys.stderr, "requests") as bar:
+        bar.begin(total)
+        yield tick
+        tick()
 
 
 def _has_a_thread() -> bool:
@@ -338,6 +300,29 @@ def _facts(running: RunningEngine) -> Facts:
         max_model_len=identity.max_model_len,
         load_s=running.load_s,
     )
+
+
+def _chat_prompts(
+    chats: Sequence[Sequence[Message]],
+    template: ChatTemplate,
+    codec: TextCodec,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any] | None,
+) -> tuple[dict[int, Prompt], dict[int, RequestOutput]]:
+    """By their places: the conversations' tokens, and what those come to that
+    the template refuses."""
+    now = datetime.now()
+    prompts: dict[int, Prompt] = {}
+    refused: dict[int, RequestOutput] = {}
+    for place, chat in enumerate(chats):
+        try:
+            text = template.render(
+                chat, now, add_generation_prompt=add_generation_prompt, variables=variables
+            )
+            prompts[place] = codec.encode(text, add_special_tokens=False)
+        except RequestError as error:
+            refused[place] = RequestOutput(str(place), None, (), error=error)
+    return prompts, refused
 
 
 def _as_chats(messages: object) -> list[Sequence[Message]]:

@@ -2,9 +2,10 @@
 thread that owns the engine.
 
 That thread makes the engine, steps it while there is work, and sleeps while
-there is none. What others want is put into its inbox, and looked at between two
-steps. So an interrupt (Ctrl-C) of whoever waits for an answer never comes in
-the middle of a step: the engine stays usable.
+there is none (``fastdecode.engine.loop``). What others want is put into its
+inbox, and looked at between two steps. So an interrupt (Ctrl-C) of whoever
+waits for an answer never comes in the middle of a step: the engine stays
+usable.
 
 The engine is made by the thread that steps it, since OpenMP's threads and
 CUDA's current device belong to the thread that calls. Where only one certain
@@ -33,6 +34,7 @@ from typing import Generic, Literal
 from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.sequence import Request
+from fastdecode.engine.loop import EngineLoop
 from fastdecode.engine.owner import Numbers, Owner, T
 
 LEAVING_S = 10.0
@@ -66,19 +68,13 @@ class EngineService(Generic[T]):
     def __init__(self, make: Callable[[], T], *, own_thread: bool = True) -> None:
         self._make = make
         self._pid = os.getpid()
-        # Waits are single calls in C: an interrupt leaves nothing half done,
-        # and may come in a signal's handler.
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._opened: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._thread = (
-            threading.Thread(target=self._live, name="engine", daemon=True) if own_thread else None
-        )
-        self._owner: Owner[T] | None = None
-        self._drained: list[SimpleQueue[None]] = []
-        self._is_draining = self._is_closing = self._is_over = False
-        self._closing_failed: BaseException | None = None
-        self._is_finished = threading.Event()  # from then on nobody looks into the inbox by himself
-        self._seeing_off = threading.Lock()
+        self._loop: EngineLoop[T] = EngineLoop(lambda: atexit.unregister(self._leave))
+        self._made: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if own_thread:
+            live = partial(self._loop.run, make, self._made)
+            self._thread = threading.Thread(target=live, name="engine", daemon=True)
+        self._is_draining = False
 
     def open(self) -> T:
         """Make the engine. Returns it: what is known of it from its start on
@@ -88,11 +84,11 @@ class EngineService(Generic[T]):
             BaseException: what making it raised.
         """
         if self._thread is None:
-            self._owner = Owner(self._make())
+            self._loop.owner = Owner(self._make())
         else:
             self._start(self._thread)
         atexit.register(self._leave)
-        return self._owned.served
+        return self._loop.owned.served
 
     def submit(self, requests: Iterable[Request], reader: DeltaQueue) -> None:
         """Queue requests, whose ids are unique among the open ones; work on
@@ -107,23 +103,23 @@ class EngineService(Generic[T]):
                 another process's; nothing was queued.
         """
         self._check_usable()
-        self._put(partial(self._owned.submit, list(requests), reader))
+        self._loop.put(partial(self._loop.owned.submit, list(requests), reader))
 
     def cancel(self, request_id: str) -> None:
         """End a request with the error ``cancelled``; what it holds is free
         when the step in flight is over. Ids of requests that are over, or of
         none, are no error."""
-        self._put(partial(self._owned.cancel, request_id))
+        self._loop.put(partial(self._loop.owned.cancel, request_id))
 
     def cancel_waiting(self, reader: DeltaQueue) -> None:
         """End those requests of a reader with the error ``cancelled`` of which nothing has run."""
-        self._put(partial(self._owned.cancel_waiting, reader))
+        self._loop.put(partial(self._loop.owned.cancel_waiting, reader))
 
     def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
         """A call that ends all requests of a reader, without a word. It is one
         call in C, so an interrupt comes before or after it; it may be made
         twice."""
-        return partial(self._inbox.put, partial(self._owned.forget, reader))
+        return self._loop.putting(partial(self._loop.owned.forget, reader))
 
     def take(self, reader: DeltaQueue, timeout_s: float | None = None) -> list[Delta]:
         """``reader.take``, whichever thread runs the steps."""
@@ -136,9 +132,7 @@ class EngineService(Generic[T]):
                 left_s = end_s - time.monotonic()
                 if deltas or left_s <= 0:
                     return deltas
-                self._turn(min(left_s, _LOOK_EVERY_S))
-                if self._is_closing:
-                    self._live_on()
+                self._loop.turn_alone(min(left_s, _LOOK_EVERY_S))
         return []
 
     def call(self, act: Callable[[T], None]) -> None:
@@ -149,19 +143,19 @@ class EngineService(Generic[T]):
 
         def act_if_open() -> None:
             self._check_usable()
-            act(self._owned.served)
+            act(self._loop.owned.served)
 
-        self._put(partial(_do, act_if_open, done))
+        self._loop.put(partial(_do, act_if_open, done))
         if self._thread is None:
-            self._turn(0)
+            self._loop.turn(0)
         _raise(done.get())
 
     def snapshot(self) -> Snapshot:
         """How it is; never waits for a step."""
-        owner = self._owner
+        owner = self._loop.owner
         if owner is None:
-            return Snapshot("closed" if self._is_over else "starting", Numbers())
-        if self._is_over:
+            return Snapshot("closed" if self._loop.is_over else "starting", Numbers())
+        if self._loop.is_over:
             return Snapshot("closed", owner.numbers, owner.broken)
         if owner.broken is not None:
             return Snapshot("broken", owner.numbers, owner.broken)
@@ -171,13 +165,10 @@ class EngineService(Generic[T]):
         """Take no more requests, and wait until those that are open are over;
         False if they aren't in time."""
         self._is_draining = True
-        drained: SimpleQueue[None] = SimpleQueue()
-        self._put(partial(self._drained.append, drained))
+        drained = self._loop.when_drained()
         end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while self._thread is None and drained.empty() and time.monotonic() < end_s:
-            self._turn(_LOOK_EVERY_S)
-            if self._is_closing:
-                self._live_on()
+            self._loop.turn_alone(_LOOK_EVERY_S)
         try:
             drained.get(timeout=None if timeout_s is None else max(0.0, end_s - time.monotonic()))
         except Empty:
@@ -186,8 +177,7 @@ class EngineService(Generic[T]):
 
     def ask_to_close(self) -> None:
         """Have the engine closed as soon as the step in flight is over; doesn't wait."""
-        if not self._is_over:  # or nobody would take it out, and it keeps this object
-            self._inbox.put(self._ask_to_close)
+        self._loop.ask_to_close()
 
     def close(self) -> None:
         """Close the engine; requests that are open end with an error. Safe to
@@ -200,16 +190,11 @@ class EngineService(Generic[T]):
             return  # a fork has neither the thread nor the R-workers
         self.ask_to_close()
         if self._thread is None:
-            self._live_on()
+            self._loop.run_to_end()
         elif self._thread.ident is not None:
             self._thread.join()
-        failed, self._closing_failed = self._closing_failed, None
+        failed, self._loop.closing_failed = self._loop.closing_failed, None
         _raise(failed)
-
-    @property
-    def _owned(self) -> Owner[T]:
-        assert self._owner is not None, "not open yet"
-        return self._owner
 
     def _check_usable(self) -> None:
         here = os.getpid()
@@ -219,9 +204,9 @@ class EngineService(Generic[T]):
                 "make one after forking",
                 code="forked",
             )
-        if self._owned.broken is not None:
-            raise copy(self._owned.broken)
-        if self._is_over:
+        if self._loop.owned.broken is not None:
+            raise copy(self._loop.owned.broken)
+        if self._loop.is_over:
             raise ConfigError("this LLM was closed: make another one", code="closed")
         if self._is_draining:
             raise ConfigError(
@@ -231,7 +216,7 @@ class EngineService(Generic[T]):
     def _start(self, thread: threading.Thread) -> None:
         try:
             thread.start()
-            failed = self._opened.get()
+            failed = self._made.get()
         except BaseException:
             # Interrupted. What would have stopped this thread, had it made the
             # engine, stops the one that makes it.
@@ -247,74 +232,6 @@ class EngineService(Generic[T]):
         if os.getpid() == self._pid and self._thread is not None:
             self.ask_to_close()
             self._thread.join(LEAVING_S)
-
-    def _ask_to_close(self) -> None:
-        self._is_closing = True
-
-    # From here on: in the thread that owns the engine.
-
-    def _live(self) -> None:
-        try:
-            self._owner = Owner(self._make())
-        except BaseException as error:
-            self._is_over = True
-            self._opened.put(error)
-            return
-        self._opened.put(None)
-        self._live_on()
-
-    def _live_on(self) -> None:
-        if self._owner is None or self._is_over:
-            return
-        try:
-            while not self._is_closing:
-                self._turn(None)
-        finally:
-            self._is_over = True
-            atexit.unregister(self._leave)
-            try:
-                self._owner.close()
-            except BaseException as error:
-                self._closing_failed = error
-            self._is_finished.set()
-            self._see_off()
-
-    def _put(self, act: Callable[[], None]) -> None:
-        """Have the thread that owns the engine do something; any thread."""
-        self._inbox.put(act)
-        if self._is_finished.is_set():
-            self._see_off()
-
-    def _see_off(self) -> None:
-        """The engine is closed: answer those who came too late; any thread."""
-        with self._seeing_off:
-            self._obey(0)
-            self._owned.hand_out()
-            while self._drained:
-                self._drained.pop().put(None)
-
-    def _turn(self, timeout_s: float | None) -> None:
-        """Do what others want, and a step if there is work; if there is none,
-        or it has to wait, wait so long for what they want."""
-        owner = self._owned
-        waits_s = [wait_s for wait_s in (owner.pause_s, timeout_s) if wait_s is not None]
-        try:
-            self._obey(min(waits_s, default=None))
-            if not self._is_closing:
-                owner.step()
-        except BaseException as error:
-            owner.break_down(error)
-        owner.hand_out()
-        if not owner.has_open:
-            while self._drained:
-                self._drained.pop().put(None)
-
-    def _obey(self, timeout_s: float | None) -> None:
-        with contextlib.suppress(Empty):
-            self._inbox.get(timeout_s != 0, timeout_s)()
-            for _ in range(self._inbox.qsize()):
-                # And no more, or who asks much would starve the steps.
-                self._inbox.get_nowait()()
 
 
 def _do(act: Callable[[], None], done: SimpleQueue[BaseException | None]) -> None:

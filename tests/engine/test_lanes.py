@@ -84,7 +84,8 @@ def test_the_engine_does_what_its_lane_control_wants(tiny_checkpoint: Callable[.
     with LLM(path, lanes=2, max_num_sequences=8, **OPTIONS) as llm:
         expected = tokens_of(llm)
         engine = llm._running.engine
-        engine._watch = replace(engine._watch, lanes=Restless(MeasuredTimes(), 2))
+        executor = engine._executor
+        executor._watch = replace(executor._watch, lanes=Restless(MeasuredTimes(), 2))
         seen = set()
         found = tokens_of(llm, lambda: seen.add(engine._pipeline.num_lanes))
     assert found == expected

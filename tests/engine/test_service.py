@@ -224,9 +224,9 @@ def test_who_comes_too_late_is_answered_all_the_same(serve: Serve) -> None:
     """A request that was on its way when the engine was closed, and who waits
     for the end of others'."""
     service, reader = serve(Counting()), DeltaQueue()
-    submit = service._owned.submit
+    submit = service._loop.owned.submit
     service.close()
-    service._put(lambda: submit([request("late")], reader))  # it had found the service open
+    service._loop.put(lambda: submit([request("late")], reader))  # it had found the service open
     (last,) = reader.take(0)
     assert last.error is not None and last.error.code == "closed"
     assert service.drain(PATIENCE_S)

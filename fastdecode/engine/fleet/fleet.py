@@ -1,5 +1,5 @@
-"""The R-workers as the engine sees them: who is alive, who owes an answer, and
-since when.
+"""The holders of KV as the engine sees them: who is there, and what each is
+asked and answers.
 
 The engine talks to **holders**, which are caches. The fleet knows the **peer**
 that keeps each: a process at the end of one connection. At first every peer
@@ -8,13 +8,9 @@ keeps one; it may take over others' (``move``).
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from fastdecode.core.errors import (
     CapacityError,
@@ -23,50 +19,18 @@ from fastdecode.core.errors import (
     ProtocolError,
     WorkerError,
 )
-from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.wire.messages import (
-    Answer,
-    Failed,
-    FromRWorker,
-    Hello,
-    ToRWorker,
-    Unasked,
-    Welcome,
-)
-from fastdecode.wire.transport import TIMEOUT, Hub, PeerLostError, loss
-
-logger = logging.getLogger(__name__)
-
-RHub: TypeAlias = Hub[ToRWorker, FromRWorker]
-
-
-@dataclass(frozen=True)
-class _Due:
-    """An answer that is owed."""
-
-    since_s: float
-    holder: HolderId
-    kinds: tuple[type[Answer], ...]
-
-
-@dataclass(eq=False)
-class _Peer:
-    """An R-worker's process. It answers in the order in which it was asked."""
-
-    due: deque[_Due] = field(default_factory=deque)
-    is_lost: bool = False
+from fastdecode.engine.fleet.peers import Peers, RHub
+from fastdecode.wire.messages import Answer, Hello, ToRWorker, Welcome
 
 
 class Fleet:
-    """Sends to holders, receives from whichever R-worker answers first, and
-    notices the dead and the silent.
+    """Sends to holders, and receives their answers.
 
-    A peer is **lost** when its connection breaks, when it says ``Failed``, when
-    an answer is overdue, or isn't one that it owes; and with it all its
-    holders. What is sent to a lost holder goes nowhere. It never comes back,
-    though another peer may take its place (``revive``, ``move``).
+    With a peer (``fastdecode.engine.fleet.peers``) all its holders are lost.
+    What is sent to a lost holder goes nowhere. It never comes back, though
+    another peer may take its place (``revive``, ``move``).
 
     Args:
         hub: one connection an R-worker; at first a holder's number is its
@@ -88,47 +52,40 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         absent: Mapping[int, WorkerError] | None = None,
     ) -> None:
-        self._hub = hub
-        self._deadlines = Deadlines(timeout_s, silence_s, clock)
-        self._lost: dict[int, WorkerError] = dict(absent or {})
-        self._peers = [_Peer(is_lost=index in self._lost) for index in range(len(hub.connections))]
-        self._peer_of: dict[int, int] = {index: index for index in range(len(self._peers))}
+        self._peers = Peers(hub, Deadlines(timeout_s, silence_s, clock), absent or {})
+        self._peer_of = {HolderId(index): index for index in range(len(self._peers))}
         self._has_moved = False  # a peer may keep several holders
-        self._early: deque[tuple[int, FromRWorker]] = deque()
-        self._untold = [(HolderId(holder), error) for holder, error in self._lost.items()]
 
     def __len__(self) -> int:
         return len(self._peer_of)
 
     @property
-    def lost(self) -> dict[int, WorkerError]:
+    def lost(self) -> dict[HolderId, WorkerError]:
         """The holders that are lost, and why."""
-        return self._lost
+        lost = self._peers.lost
+        return {holder: lost[index] for holder, index in self._peer_of.items() if index in lost}
 
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
         """The losses of which nobody has been told yet, in their order. Each is told once."""
-        losses, self._untold = self._untold, []
-        return losses
+        return [
+            (holder, self._peers.lost[lost])
+            for lost in self._peers.take_losses()
+            for holder, index in self._peer_of.items()
+            if index == lost
+        ]
 
-    def peer(self, holder: int) -> str:
+    def peer(self, holder: HolderId) -> str:
         """What the R-worker that keeps a holder is called."""
-        return self._name(self._peer_of[holder])
+        return self._peers.name(self._peer_of[holder])
 
-    def send(self, holder: int, message: ToRWorker) -> None:
+    def send(self, holder: HolderId, message: ToRWorker) -> None:
         """Send, or do nothing if the holder is lost (finding that out may be this call's doing)."""
-        if holder in self._lost:
-            return
         index = self._peer_of[holder]
-        if message.answers:
-            self._peers[index].due.append(
-                _Due(self._deadlines.clock(), HolderId(holder), message.answers)
-            )
+        if index in self._peers.lost:
+            return
         if self._has_moved or isinstance(message, Hello):
             message = message.for_holder(holder)
-        try:
-            self._hub.connections[index].send(message)
-        except WorkerError as error:
-            self._lose_peer(index, self._last_words(index) or error)
+        self._peers.send(index, message, holder)
 
     def receive(self) -> tuple[HolderId, Answer] | None:
         """The next answer of any holder that owes one. None: look again, and at
@@ -137,24 +94,9 @@ class Fleet:
         Waits at most until the first peer has to be given up. Must not be
         called when nobody owes anything.
         """
-        if self._early:
-            return self._taken(*self._early.popleft())
-        now = self._deadlines.begin_look()
-        until_s = min(self._end(index)[0] for index, peer in enumerate(self._peers) if peer.due)
-        try:
-            return self._taken(*self._hub.receive_any(self._deadlines.wait_s(now, until_s)))
-        except PeerLostError as error:
-            self._lose_peer(error.index, error)
-        except WorkerError as error:
-            if error.code == TIMEOUT:
-                self._give_up_overdue()
-            else:
-                self._find_closed()
-        finally:
-            self._deadlines.end_look()
-        return None
+        return self._peers.receive()
 
-    def greet(self, hello: Hello) -> dict[int, Welcome]:
+    def greet(self, hello: Hello) -> dict[HolderId, Welcome]:
         """Say Hello to every holder's R-worker and collect the answers of those
         that are there.
 
@@ -165,114 +107,36 @@ class Fleet:
             ConfigError: an R-worker hasn't the memory for one KV block, or
                 can't hold such a cache.
         """
-        usual = self._deadlines
-        self._deadlines = usual.while_greeting()
+        usual = self._peers.deadlines
+        self._peers.deadlines = usual.while_greeting()
         try:
             return self._greet(hello)
         finally:
-            self._deadlines = usual
+            self._peers.deadlines = usual
 
-    def lose(self, holder: int, error: FastDecodeError) -> None:
+    def lose(self, holder: HolderId, error: FastDecodeError) -> None:
         """Give up the R-worker that keeps a holder."""
-        self._lose_peer(self._peer_of[holder], error)
+        self._peers.lose(self._peer_of[holder], error)
 
-    def revive(self, holder: int) -> None:
+    def revive(self, holder: HolderId) -> None:
         """The hub has another connection in the place of a lost peer's: whoever
         is there has said ``Welcome``."""
-        index = self._peer_of[holder]
-        self._peers[index] = _Peer()
-        kept = self._holders(index)
-        for holder_there in kept:
-            self._lost.pop(holder_there, None)
-        self._untold = [loss_ for loss_ in self._untold if loss_[0] not in kept]
-        self._early = deque(early for early in self._early if early[0] != index)
+        self._peers.revive(self._peer_of[holder])
 
-    def move(self, holder: int, to: int) -> None:
+    def move(self, holder: HolderId, to: HolderId) -> None:
         """From now on the R-worker that keeps ``to`` keeps a lost holder, too:
         it has a cache under that name."""
-        assert holder in self._lost and to not in self._lost
+        assert holder in self.lost and to not in self.lost
         self._peer_of[holder] = self._peer_of[to]
         self._has_moved = True
-        del self._lost[holder]
 
-    def _holders(self, index: int) -> list[HolderId]:
-        return [HolderId(holder) for holder, peer in self._peer_of.items() if peer == index]
-
-    def _name(self, index: int) -> str:
-        return self._hub.connections[index].peer
-
-    def _end(self, index: int) -> tuple[float, str]:
-        """When a peer that owes an answer has to be given up, and why."""
-        return self._deadlines.end(
-            self._peers[index].due[0].since_s, self._hub.connections[index].heard_s
-        )
-
-    def _give_up_overdue(self) -> None:
-        """Nobody answered; but they may have given signs of life meanwhile."""
-        now = self._deadlines.clock()
-        for index, peer in enumerate(self._peers):
-            if peer.due:
-                end_s, reason = self._end(index)
-                if end_s <= now:
-                    self._lose_peer(
-                        index, WorkerError(f"{self._name(index)} {reason}", code=TIMEOUT)
-                    )
-
-    def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
-        if self._peers[index].is_lost:
-            return None  # it was given up, and answers after all
-        if isinstance(message, Failed):
-            self._take_unasked(index, message)
-            return None
-        return self._take_answer(index, message)
-
-    def _take_unasked(self, index: int, message: Unasked) -> None:
-        """What an R-worker says of its own accord."""
-        match message:
-            case Failed():
-                self._lose_peer(index, _failure(message))
-            case _:
-                assert_never(message)
-
-    def _take_answer(self, index: int, answer: Answer) -> tuple[HolderId, Answer] | None:
-        due = self._peers[index].due
-        if not due or not isinstance(answer, due[0].kinds):
-            text = f"{self._name(index)} sent {type(answer).__name__}, which nobody asked for"
-            self._lose_peer(index, ProtocolError(text))
-            return None
-        return due.popleft().holder, answer
-
-    def _last_words(self, index: int) -> WorkerError | None:
-        """Why a peer closed its connection, if it said so before."""
-        try:
-            while (answer := self._hub.connections[index].poll()) is not None:
-                if isinstance(answer, Failed):
-                    return _failure(answer)
-        except WorkerError:
-            pass
-        return None
-
-    def _find_closed(self) -> None:
-        """Some connection has closed: find out whose. Answers that come to
-        light are kept for ``receive``."""
-        for index, connection in enumerate(self._hub.connections):
-            if self._peers[index].is_lost:
-                continue
-            try:
-                answer = connection.poll()
-            except WorkerError as error:
-                self._lose_peer(index, error)
-            else:
-                if answer is not None:
-                    self._early.append((index, answer))
-
-    def _greet(self, hello: Hello) -> dict[int, Welcome]:
+    def _greet(self, hello: Hello) -> dict[HolderId, Welcome]:
         for holder in self._peer_of:
             self.send(holder, hello)
-        welcomes: dict[int, Welcome] = {}
-        while any(peer.due for peer in self._peers):
+        welcomes: dict[HolderId, Welcome] = {}
+        while self._peers.is_owed:
             received = self.receive()
-            for error in self._lost.values():
+            for error in self._peers.lost.values():
                 if error.code in (CapacityError.default_code, ConfigError.default_code):
                     raise ConfigError(error.message, code=error.code)
             if received is not None:
@@ -284,21 +148,4 @@ class Fleet:
                     self.lose(holder, lie)
                 else:
                     welcomes[holder] = welcome
-        return {holder: welcome for holder, welcome in welcomes.items() if holder not in self._lost}
-
-    def _lose_peer(self, index: int, error: FastDecodeError) -> None:
-        """Give a peer up, and all that it keeps."""
-        if self._peers[index].is_lost:
-            return
-        self._peers[index].is_lost = True
-        self._peers[index].due.clear()
-        # Another error: one that was raised keeps all that its frames hold alive.
-        told = WorkerError(error.message, code=error.code)
-        for holder in self._holders(index):
-            self._lost[holder] = told
-            self._untold.append((holder, told))
-        logger.error("%s", loss(self._name(index), error))
-
-
-def _failure(failed: Failed) -> WorkerError:
-    return WorkerError(f"R-worker {failed.worker} failed: {failed.message}", code=failed.code)
+        return {holder: welcome for holder, welcome in welcomes.items() if holder not in self.lost}

@@ -18,15 +18,15 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
 from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.spec import HeadShare
+from fastdecode.engine.fleet.answers import GroupAnswers
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import RHub
+from fastdecode.engine.fleet.peers import RHub
 from fastdecode.engine.fleet.workers import Reached
 from fastdecode.wire.messages import (
     Accepted,
@@ -105,25 +105,23 @@ class HeadsHub:
         """The R-workers that are lost, and why."""
         self.connections = (HeadsConnection(self),)
         self._shares: dict[int, HeadShare] = {}
-        self._answers: dict[int, deque[Answer]] = {}
-        # Greetings that each has still to answer: what comes before the last
-        # Welcome answers what is forgotten.
-        self._greetings: Counter[int] = Counter()
-        self._asked: deque[ToRWorker] = deque()
+        self._answers = GroupAnswers(self._present())
         self._broken: WorkerError | None = None
-        self._set_live()
+        """One is lost that the others don't do without yet."""
 
     @property
     def peer(self) -> str:
         return (
             "the group of "
-            f"{', '.join(self.parts.connections[worker].peer for worker in self._answers)}"
+            f"{', '.join(self.parts.connections[worker].peer for worker in self._answers.workers)}"
         )
 
     @property
     def heard_s(self) -> float | None:
         """When the one that has been silent for longest was heard."""
-        return min((s for s in map(self._heard_s, self._answers) if s is not None), default=None)
+        return min(
+            (s for s in map(self._heard_s, self._answers.workers) if s is not None), default=None
+        )
 
     def _heard_s(self, worker: int) -> float | None:
         return self.parts.connections[worker].heard_s
@@ -133,10 +131,9 @@ class HeadsHub:
             self._start_anew(message)
         if self._broken is not None:
             raise self._broken
-        if message.answers:
-            self._asked.append(message)
-        for worker in self._answers:
-            self._greetings[worker] += isinstance(message, Hello)
+        self._answers.ask(message)
+        for worker in self._answers.workers:
+            self._answers.sent(worker, message)
             try:
                 self.parts.connections[worker].send(message.part(self._shares[worker]))
             except WorkerError as error:
@@ -174,9 +171,8 @@ class HeadsHub:
         """Somebody has kept us waiting for too long: whoever has answered
         least, or was heard least lately, is lost."""
         if self._broken is None:
-            least = min(map(len, self._answers.values()))
-            behind = [worker for worker, answers in self._answers.items() if len(answers) == least]
-            if len(behind) == len(self._answers):
+            behind = self._answers.behind
+            if len(behind) == len(self._answers.workers):
                 behind = [min(behind, key=lambda worker: self._heard_s(worker) or 0.0)]
             for worker in behind:
                 peer = self.parts.connections[worker].peer
@@ -185,7 +181,7 @@ class HeadsHub:
     def give_up_overdue(self, deadlines: Deadlines, since_s: float) -> None:
         """Whoever should have answered by now, or given a sign of life, is lost."""
         now = deadlines.clock()
-        for worker in [worker for worker, answers in self._answers.items() if not answers]:
+        for worker in self._answers.silent:
             end_s, reason = deadlines.end(since_s, self._heard_s(worker))
             if end_s <= now:
                 self._lose(
@@ -193,20 +189,17 @@ class HeadsHub:
                     WorkerError(f"{self.parts.connections[worker].peer} {reason}", code=TIMEOUT),
                 )
 
-    def _set_live(self) -> None:
-        self._answers = {
-            i: deque() for i in range(len(self.parts.connections)) if i not in self.dead
-        }
+    def _present(self) -> list[int]:
+        return [i for i in range(len(self.parts.connections)) if i not in self.dead]
 
     def _start_anew(self, hello: Hello) -> None:
         """Share the heads among those that are alive. What they have been asked
         before is forgotten on both sides."""
-        self._asked.clear()
         self._broken = None
-        self._set_live()
+        self._answers.begin(workers := self._present())
         kv, spec = hello.kv, hello.attention[0]
-        shares = share_heads(spec.num_q_heads, kv.num_kv_heads, len(self._answers))
-        self._shares = dict(zip(self._answers, shares, strict=True))
+        shares = share_heads(spec.num_q_heads, kv.num_kv_heads, len(workers))
+        self._shares = dict(zip(workers, shares, strict=True))
 
     def _arrive(self, worker: int, message: FromRWorker) -> None:
         if worker in self.dead:
@@ -220,45 +213,25 @@ class HeadsHub:
                     ),
                 )
             case Welcome() | Report() | Accepted() | Refused() | AttendResult():
-                self._take_answer(worker, message)
+                self._answers.take(worker, message)
             case _:
                 assert_never(message)
 
-    def _take_answer(self, worker: int, answer: Answer) -> None:
-        if self._greetings[worker]:
-            self._greetings[worker] -= isinstance(answer, Welcome)
-            if self._greetings[worker] or not isinstance(answer, Welcome):
-                return
-        self._answers[worker].append(answer)
-
     def _join(self) -> Answer | None:
         """The answer to what was asked first, once everybody has given it."""
-        if not self._asked or not all(self._answers.values()):
+        answered = self._answers.next()
+        if answered is None:
             return None
-        asked = self._asked.popleft()
-        answers = {worker: queue.popleft() for worker, queue in self._answers.items()}
+        asked, answers = answered
         try:
-            return self._joined(asked, answers)
+            return _joined(self.parts, asked, answers)
         except ProtocolError as error:
             for worker in answers:
                 self._lose(worker, WorkerError(f"{self.peer}: {error.message}", code=error.code))
             raise self._broken or error from None
 
-    def _joined(self, asked: ToRWorker, answers: dict[int, Answer]) -> Answer:
-        for worker, answer in answers.items():
-            if not isinstance(answer, asked.answers):
-                what = f"{self.parts.connections[worker].peer} sent {type(answer).__name__}"
-                raise ProtocolError(f"{what}, which nobody asked for: are all of the same version?")
-        joined = asked.join(list(answers.values()))
-        undo = asked.undo()
-        if isinstance(joined, Refused) and undo is not None:
-            for worker, answer in answers.items():
-                if isinstance(answer, Accepted):
-                    self.parts.connections[worker].send(undo)
-        return joined
-
     def _find_closed(self) -> None:
-        for worker in list(self._answers):
+        for worker in self._answers.workers:
             try:
                 while worker not in self.dead:
                     answer = self.parts.connections[worker].poll()
@@ -279,6 +252,22 @@ class HeadsHub:
                 loss(self.parts.connections[worker].peer, error),
             )
         self._broken = self._broken or error
+
+
+def _joined(parts: RHub, asked: ToRWorker, answers: dict[int, Answer]) -> Answer:
+    """Everybody's answer as one. Raises ProtocolError: one isn't what was
+    asked for."""
+    for worker, answer in answers.items():
+        if not isinstance(answer, asked.answers):
+            what = f"{parts.connections[worker].peer} sent {type(answer).__name__}"
+            raise ProtocolError(f"{what}, which nobody asked for: are all of the same version?")
+    joined = asked.join(list(answers.values()))
+    undo = asked.undo()
+    if isinstance(joined, Refused) and undo is not None:
+        for worker, answer in answers.items():
+            if isinstance(answer, Accepted):
+                parts.connections[worker].send(undo)
+    return joined
 
 
 def share_out_heads(workers: Reached) -> Reached:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 from fastdecode.core.errors import WorkerError, imports_for
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import Fleet, RHub
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.peers import RHub
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
 from fastdecode.wire.transport import Connection, SoleHub
@@ -73,9 +74,9 @@ class Reached:
     def num_r_workers(self) -> int:
         return len((self.group or self.hub).connections)
 
-    def lost(self, fleet: Fleet) -> Mapping[int, WorkerError]:
-        """The R-workers that are lost, and why."""
-        return fleet.lost if self.group is None else self.group_lost
+    def lost(self, fleet: Fleet) -> list[WorkerError]:
+        """Why those R-workers are lost that are."""
+        return list(fleet.lost.values() if self.group is None else self.group_lost.values())
 
     @property
     def greeting(self) -> str:

@@ -10,13 +10,14 @@ from collections.abc import Callable
 import torch
 
 from fastdecode.core.config import EngineConfig
-from fastdecode.core.errors import ConfigError, Given
-from fastdecode.core.holders import Holder
+from fastdecode.core.errors import ConfigError, Given, WorkerError
+from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import KVSpec
 from fastdecode.core.trace import NoTrace, Trace
-from fastdecode.engine.engine import Engine, Watch
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.executor import Watch
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.heads import share_out_heads
@@ -88,13 +89,13 @@ class RunningEngine:
         # before than after a large model is loaded.
         self._ranks: Ranks | None = None
         workers = _reach_workers(self.resolved)
-        self._workers: Reached | None = workers
+        self._workers = workers
+        self._is_closed = False
         cluster = config.cluster
         self._fleet = Fleet(
             workers.hub, cluster.worker_timeout_s, cluster.worker_silence_s, absent=workers.absent
         )
         self.num_r_workers = workers.num_r_workers
-        self._lost = workers.lost(self._fleet)
         try:
             model = self._load_model(tell)
             tell(workers.greeting)
@@ -104,7 +105,8 @@ class RunningEngine:
             welcomes = self._greet(hello, replacements)
             self.welcomes = tuple(welcomes.values())
             blocks = tuple(
-                welcomes[i].num_blocks if i in welcomes else 0 for i in range(len(self._fleet))
+                welcomes[i].num_blocks if i in welcomes else 0
+                for i in map(HolderId, range(len(self._fleet)))
             )
             self.engine = self._make_engine(
                 model,
@@ -141,7 +143,7 @@ class RunningEngine:
             shard=shard,
         )[1]
 
-    def _greet(self, hello: Hello, replacements: Replacements | None) -> dict[int, Welcome]:
+    def _greet(self, hello: Hello, replacements: Replacements | None) -> dict[HolderId, Welcome]:
         """The answers of those that are there, by holder; of those that have
         come in a lost one's place meanwhile, too.
 
@@ -156,16 +158,16 @@ class RunningEngine:
                 time.sleep(_LOOK_EVERY_S)
             for holder, welcome in found.items():
                 replacements.admit(holder)
-                self._fleet.revive(holder)
-                welcomes[holder] = welcome
+                self._fleet.revive(HolderId(holder))
+                welcomes[HolderId(holder)] = welcome
         live, at_least = self.num_live_r_workers, self.resolved.config.cluster.min_r_workers
         if live < at_least:
             too_few = ConfigError(
                 Given("min_r_workers", at_least), f": there are only {live} R-workers"
             )
-            raise next(iter(self._lost.values()), too_few)
+            raise next(iter(self._lost), too_few)
         if self._lost:
-            missing = "; ".join(error.message for error in self._lost.values())
+            missing = "; ".join(error.message for error in self._lost)
             logger.warning(
                 "the job starts with %d of %d R-workers: %s", live, self.num_r_workers, missing
             )
@@ -207,8 +209,13 @@ class RunningEngine:
         return self.spec.eos_token_ids or own
 
     @property
+    def _lost(self) -> list[WorkerError]:
+        """Why those R-workers are lost that are."""
+        return self._workers.lost(self._fleet)
+
+    @property
     def has_hung_r_workers(self) -> bool:
-        return any(error.code == TIMEOUT for error in self._lost.values())
+        return any(error.code == TIMEOUT for error in self._lost)
 
     @property
     def num_live_r_workers(self) -> int:
@@ -217,13 +224,13 @@ class RunningEngine:
     def close(self) -> None:
         """Stop the R-workers, S-workers beside this one and what encodes
         prompts. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.codec.close()
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.close()
-        workers, self._workers = self._workers, None
-        if workers is not None:
-            workers.close(self._fleet.lost, self.resolved.config.cluster.worker_timeout_s)
+        if self._ranks is not None:
+            self._ranks.close()
+        self._workers.close(self._fleet.lost, self.resolved.config.cluster.worker_timeout_s)
 
 
 def _lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:

@@ -1,0 +1,225 @@
+"""Carries out what the lifecycle of sequences wants: lanes' steps, rooms on
+holders, and what requests come to."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from fastdecode.core.errors import ProtocolError, WorkerError
+from fastdecode.core.holders import PartId
+from fastdecode.core.spec import longest_window
+from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.recovery import Recovery
+from fastdecode.engine.requests import Requests
+from fastdecode.engine.reservations import event_for, message_for
+from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.pipeline import LaneStep, Pipeline
+from fastdecode.schedule import events
+from fastdecode.schedule.lanes import LaneControl
+from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.plan import Chunk
+from fastdecode.schedule.times import MeasuredTimes
+from sworker.worker import SWorker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who is told what the engine does."""
+
+    trace: Trace = field(default_factory=NoTrace)
+    """What every step did."""
+    times: MeasuredTimes | None = None
+    """How long the parts of every step took."""
+    lanes: LaneControl | None = None
+    """Decides on the number of lanes; None: it stays what it is."""
+
+
+class Executor:
+    """Tells the lifecycle what happens, and does what it wants.
+
+    Args:
+        s_worker, pipeline, fleet, lifecycle, recovery, watch: see ``Engine``.
+        requests: what isn't finished.
+        stats: kept up to date.
+    """
+
+    def __init__(
+        self,
+        s_worker: SWorker,
+        pipeline: Pipeline,
+        fleet: Fleet,
+        lifecycle: Lifecycle,
+        recovery: Recovery,
+        watch: Watch,
+        requests: Requests,
+        stats: EngineStats,
+    ) -> None:
+        self._s_worker = s_worker
+        self._pipeline = pipeline
+        self._fleet = fleet
+        self._lifecycle = lifecycle
+        self._recovery = recovery
+        self._watch = watch
+        self._requests = requests
+        self._stats = stats
+        self._window = longest_window(s_worker.spec.attention)
+        self._answer_at_once = all(holder.answers_at_once for holder in pipeline.holders)
+        self._num_launched = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is in flight, or an answer about a room is owed."""
+        return bool(self._pipeline.in_flight or self._lifecycle.grants)
+
+    def launch(self) -> None:
+        """Take in what has happened, and start the idle lanes' steps.
+
+        Raises:
+            WorkerError: no holder is left.
+        """
+        self._take_news()
+        if not self._recovery.is_stranded():
+            for lane in self._pipeline.idle_lanes:
+                self._launch(lane)
+
+    def run_on(self) -> None:
+        """Run until some lane has finished its step, or there is news."""
+        finished = self._pipeline.run()
+        if finished is None:
+            self._take_news()
+        else:
+            self._finish_step(finished)
+
+    def adapt(self) -> None:
+        """Go on with as many lanes as whoever decides on them wants."""
+        if self._watch.lanes is not None:
+            self.regroup(self._watch.lanes.decide())
+
+    def regroup(self, num_lanes: int) -> None:
+        """Go on with so many lanes, when the steps in flight have ended."""
+        if num_lanes == self._pipeline.num_lanes:
+            return
+        while self._pipeline.in_flight:
+            self.run_on()
+        logger.info("%d lanes from now on, in place of %d", num_lanes, self._pipeline.num_lanes)
+        self.tell(events.Regrouped(num_lanes))
+        self._pipeline.set_num_lanes(num_lanes)
+        self._s_worker.set_num_lanes(num_lanes)
+        if self._watch.lanes is not None:
+            self._watch.lanes.regrouped(num_lanes)
+
+    def _take_news(self) -> None:
+        """Tell the lifecycle who has answered, who was lost, and who has come in whose place."""
+        for holder, news in self._pipeline.take_news():
+            if isinstance(news, WorkerError):
+                self._recovery.lose(holder, news)
+                self.tell(events.Lost(holder))
+            elif not self._lifecycle.grants.awaits(holder, PartId(news.sequence_id)):
+                answer = (
+                    f"{self._fleet.peer(holder)} sent {type(news).__name__}, which nobody asked for"
+                )
+                self._fleet.lose(holder, ProtocolError(answer))
+            else:
+                self.tell(event_for(news, self._fleet.peer(holder)))
+        for joined in self._recovery.joined(self._lifecycle):
+            self._stats.num_rejoined += 1
+            self.tell(joined)
+
+    def tell(self, event: events.Event) -> None:
+        """Tell the lifecycle what has happened, and do what it wants.
+
+        Raises:
+            CapacityError: a submitted request could never fit.
+        """
+        for instruction in self._lifecycle.handle(event):
+            match instruction:
+                case events.Open() | events.Fork() | events.Extend() | events.Close():
+                    self._fleet.send(instruction.part.holder, message_for(instruction))
+                case events.Finish():
+                    self._requests.finish(instruction.sequence, instruction.reason, self._stats)
+                case events.Fail():
+                    logger.warning(
+                        "request %s failed: %s", instruction.request_id, instruction.error
+                    )
+                    self._requests.forget(instruction.request_id).fail(instruction.error)
+                case events.Run():
+                    raise AssertionError("a lane runs when it is launched")
+        self._stats.num_recomputed = self._lifecycle.num_recomputed
+        self._stats.num_suspended = self._lifecycle.num_suspended
+
+    def _launch(self, lane: int) -> None:
+        """Plan and start a lane's step, as far as anybody has room."""
+        started, waited = time.perf_counter(), self._pipeline.wait_s
+        self.tell(events.LaneIdle(lane))
+        while self._answer_at_once and self._lifecycle.grants:
+            self._take_news()  # whoever was lost just now answers nothing
+            if self._lifecycle.grants:
+                self._pipeline.receive()
+                self._take_news()
+        for run in self._lifecycle.handle(events.LaneReady(lane)):
+            assert isinstance(run, events.Run)
+            step, holders = self._num_launched, self._pipeline.holders
+            batch = StepBatch.build(run.chunks, holders, step=step, lane=lane, window=self._window)
+            self._num_launched += 1
+            planned_s = time.perf_counter() - started - (self._pipeline.wait_s - waited)
+            self._pipeline.launch(lane, batch, batch.last_rows[batch.draws], planned_s)
+
+    def _finish_step(self, step: LaneStep) -> None:
+        """A lane's step is over: draw the next tokens, and tell the lifecycle."""
+        ran_s = time.perf_counter()
+        self._stats.count_step(step.r_compute_s, sum(step.remote.r_compute_s.values()))
+        wanted = self._lifecycle.lives.wanted(step.batch.chunks)
+        # Before what the step has ended is freed: the holders have held it all through the step.
+        self._count_load(wanted)
+        drawn = self._draw(step, wanted)
+        self.tell(events.StepDone(step.lane, drawn))
+        self._requests.tell(drawn)
+        if self._watch.times is not None:
+            step.tell(self._watch.times, self._watch.lanes, time.perf_counter() - ran_s)
+
+    def _count_load(self, wanted: Seq[Chunk]) -> None:
+        load = self._lifecycle.lives.num_cached_tokens + sum([chunk.num_tokens for chunk in wanted])
+        self._stats.count_load(load, sum([_in_prompt(chunk) for chunk in wanted]))
+        scheduler = self._lifecycle.scheduler
+        now = time.perf_counter()
+        self._watch.trace.load(now, scheduler.num_running, scheduler.num_waiting, load)
+
+    def _draw(self, step: LaneStep, wanted: Seq[Chunk]) -> tuple[events.Drawn, ...]:
+        """The tokens that follow, of all whose text is complete so far."""
+        drawing, rows = _drawing(step, wanted)
+        assert step.logits is not None
+        logits = step.logits if len(rows) == len(step.logits) else step.logits[rows]
+        started = time.perf_counter()
+        generations = [self._requests.generation(chunk.sequence) for chunk in drawing]
+        sampled = self._s_worker.sample(logits, [one.sampling for one in generations])
+        now = time.perf_counter()
+        self._watch.trace.sampled(step.lane, step.step, len(sampled), started, now)
+        return self._requests.accept(generations, sampled, self._stats, now)
+
+
+def _drawing(step: LaneStep, wanted: Seq[Chunk]) -> tuple[list[Chunk], list[int]]:
+    """Of a step that is over, the chunks for which a token is drawn, as far as
+    they are wanted; and their rows among the step's logits."""
+    drawing = [
+        chunk
+        for chunk, draws in zip(step.batch.chunks, step.batch.draws.tolist(), strict=True)
+        if draws
+    ]
+    if len(wanted) == len(step.batch.chunks):
+        return drawing, list(range(len(drawing)))
+    ids = {chunk.sequence.sequence_id for chunk in wanted}
+    rows = [row for row, chunk in enumerate(drawing) if chunk.sequence.sequence_id in ids]
+    return [drawing[row] for row in rows], rows
+
+
+def _in_prompt(chunk: Chunk) -> int:
+    """Tokens of it that are of the prompt."""
+    sequence = chunk.sequence
+    return min(chunk.num_tokens, max(0, sequence.num_prompt_tokens - sequence.num_cached))

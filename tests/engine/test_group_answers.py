@@ -1,0 +1,35 @@
+"""What a group of R-workers says is known when all of it have said it."""
+
+from __future__ import annotations
+
+from fastdecode.engine.fleet.answers import GroupAnswers
+from fastdecode.wire.messages import Accepted, CloseSequence, OpenSequence, Refused
+
+FIRST, SECOND = OpenSequence(1, 10), OpenSequence(2, 10)
+
+
+def test_answers_come_in_the_order_of_what_was_asked() -> None:
+    group = GroupAnswers([0, 2])
+    for message in (FIRST, CloseSequence(7), SECOND):  # the second has no answer
+        group.ask(message)
+    group.take(2, Accepted(1))
+    group.take(2, Refused(2, "out_of_capacity", "full"))
+    assert group.next() is None
+    assert (group.silent, group.behind) == ([0], [0])
+    group.take(0, Accepted(1))
+    assert group.next() == (FIRST, {0: Accepted(1), 2: Accepted(1)})
+    assert group.next() is None
+    group.take(0, Accepted(2))
+    assert group.next() == (SECOND, {0: Accepted(2), 2: Refused(2, "out_of_capacity", "full")})
+    assert group.next() is None and group.behind == [0, 2]
+
+
+def test_who_is_left_begins_with_nothing_asked() -> None:
+    group = GroupAnswers([0, 1])
+    group.ask(FIRST)
+    group.take(0, Accepted(1))
+    group.begin([0])
+    assert group.workers == [0] and group.next() is None
+    group.ask(SECOND)
+    group.take(0, Accepted(2))
+    assert group.next() == (SECOND, {0: Accepted(2)})

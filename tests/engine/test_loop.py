@@ -1,0 +1,99 @@
+"""The loop that owns an engine: when it steps, when it waits, and what it does
+meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.engine.loop import EngineLoop
+
+DEADLINE_S = 60.0
+BOTH_IN_TURN = [*["act", "act", "step"] * 2, "act", "closed"]
+"""One more act between two steps than there was to begin with: no more, or who
+asks much would starve the steps."""
+
+
+class Stepping:
+    """An engine with work for so many steps, each of which has to wait."""
+
+    num_running = num_unfinished_sequences = 0
+    num_r_workers = num_live_r_workers = 1
+    has_hung_r_workers = False
+
+    def __init__(self, num_left: int, pause_s: float = 0.0) -> None:
+        self.num_left = num_left
+        self.pause_s = pause_s
+        self.told: list[str] = []
+
+    @property
+    def engine(self) -> Stepping:
+        return self
+
+    @property
+    def has_work(self) -> bool:
+        return self.num_left > 0
+
+    def step(self) -> None:
+        self.told.append("step")
+        self.num_left -= 1
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+
+def run(engine: Stepping, first: Callable[[EngineLoop[Any]], None]) -> EngineLoop[Any]:
+    """A loop that begins with what ``first`` puts into its inbox, to its end."""
+    ended: list[str] = []
+    loop: EngineLoop[Any] = EngineLoop(lambda: ended.append("over"))
+    made: SimpleQueue[BaseException | None] = SimpleQueue()
+    first(loop)
+    loop.run(lambda: engine, made)
+    assert made.get(timeout=DEADLINE_S) is None and ended == ["over"] and loop.is_over
+    return loop
+
+
+def act_until_nothing_is_left(engine: Stepping, loop: EngineLoop[Any]) -> None:
+    def act() -> None:
+        engine.told.append("act")
+        if engine.has_work:
+            loop.put(act)
+        else:
+            loop.ask_to_close()
+
+    loop.put(act)
+
+
+def test_what_others_want_is_done_between_two_steps() -> None:
+    engine = Stepping(2)
+    run(engine, lambda loop: act_until_nothing_is_left(engine, loop))
+    assert engine.told == BOTH_IN_TURN
+
+
+def test_a_step_that_would_have_to_wait_keeps_nobody_waiting() -> None:
+    """Its pause is far longer than a test may take: only the inbox ends it."""
+    engine = Stepping(2, pause_s=1e6)
+    run(engine, lambda loop: act_until_nothing_is_left(engine, loop))
+    assert engine.told == BOTH_IN_TURN
+
+
+def test_who_comes_when_it_is_over_is_served_all_the_same() -> None:
+    loop = run(Stepping(0), lambda loop: loop.ask_to_close())
+    told: list[str] = []
+    loop.put(lambda: told.append("late"))
+    assert told == ["late"]
+    assert loop.when_drained().get(timeout=DEADLINE_S) is None
+
+
+def test_what_making_raises_ends_it() -> None:
+    loop: EngineLoop[Any] = EngineLoop(lambda: None)
+    error = WorkerError("nobody is there")
+
+    def make() -> Any:
+        raise error
+
+    made: SimpleQueue[BaseException | None] = SimpleQueue()
+    loop.run(make, made)
+    assert made.get(timeout=DEADLINE_S) is error and loop.is_over and loop.owner is None
