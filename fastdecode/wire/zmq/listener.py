@@ -15,8 +15,9 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
 from fastdecode.wire import codec
-from fastdecode.wire.messages import Failed, FromRWorker, Greeting, Hello, Inspect, Role, ToRWorker
+from fastdecode.wire.messages import Failed, FromRWorker, Greeting, Hello, Inspect, ToRWorker
 from fastdecode.wire.patience import Pump
+from fastdecode.wire.traits import Role
 from fastdecode.wire.transport import PeerLostError, timeout_error
 from fastdecode.wire.zmq.access import ClusterKey, check_address
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S, ZmqConnection
