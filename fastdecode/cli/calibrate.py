@@ -232,13 +232,13 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     from fastdecode.core.measurement import NetProfile, write_profile
     from fastdecode.wire.measure import measure_link
     from fastdecode.wire.messages import Shutdown
-    from fastdecode.wire.mpi import job as mpi_job
+    from fastdecode.wire.mpi import joining
     from fastdecode.wire.mpi.hub import connect_workers
 
     _check_repeats(args)
     spec = read_model(args.model)
     dtype = spec.choose_dtype(args.dtype)
-    job = mpi_job.join()
+    job = joining.join()
     hub = connect_workers(job)
     batches = args.batches or (1, 16, 64, 256, 1024)
     try:

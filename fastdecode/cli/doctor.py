@@ -21,6 +21,7 @@ from fastdecode.core.config import Cluster
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.core.install import pip_command
 from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi import joining, launcher
 
 if TYPE_CHECKING:
     from fastdecode.measure.doctor import Finding, WorkerFacts
@@ -98,9 +99,9 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def _serve_if_r_rank(args: argparse.Namespace) -> None:
     """In an MPI job every rank but the first is an R-worker, and doesn't return."""
-    if mpi_job.launched_size() is None or args.r_worker_addresses:
+    if launcher.launched_size() is None or args.r_worker_addresses:
         return
-    job = mpi_job.join()
+    job = joining.join()
     if job.rank != mpi_job.S_RANK:
         from rworker.host import serve_rank
 
@@ -111,7 +112,7 @@ def _examine_all(args: argparse.Namespace) -> list[WorkerFacts]:
     """Every R-worker there is: at the addresses given, or in this MPI job."""
     if args.r_worker_addresses:
         return _examine_addresses(args)
-    if mpi_job.launched_size() is None:
+    if launcher.launched_size() is None:
         return []
     from fastdecode.engine.fleet.workers import MpiWorkers
     from fastdecode.measure.doctor import examine
@@ -202,7 +203,7 @@ def _interfaces(num_hosts: int) -> list[Finding]:
     text = f"this host has {', '.join(outward) or 'only loopback'}" + (
         f"; MPI is to use {chosen}" if chosen else ""
     )
-    if num_hosts > 1 and len(outward) > 1 and not chosen and mpi_job.launched_size() is not None:
+    if num_hosts > 1 and len(outward) > 1 and not chosen and launcher.launched_size() is not None:
         mend = "--mca btl_tcp_if_include NET, or fastdecode launch --interface NET"
         return [Finding("WARN", "interface", f"{text}; MPI may choose any", mend)]
     return [Finding("PASS", "interface", text)]

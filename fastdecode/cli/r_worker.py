@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi import joining, launcher, leaving
 
 logger = logging.getLogger(__name__)
 
@@ -112,20 +113,20 @@ def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) ->
     """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but
     the first serves, and doesn't return. With ``--tp 2`` the second mirrors the
     first."""
-    if args.kv_placement == "gpu" and (mpi_job.launched_size() or 1) > 1:
+    if args.kv_placement == "gpu" and (launcher.launched_size() or 1) > 1:
         raise ConfigError(
             "--kv-placement gpu has no R-workers for the other ranks to be: start it without a "
             "launcher"
         )
-    if args.tp > 1 and mpi_job.launched_size() is not None and 0 < mpi_job.join().rank < args.tp:
+    if args.tp > 1 and launcher.launched_size() is not None and 0 < joining.join().rank < args.tp:
         _mirror_rank_0(args.model, engine_options)
     if (
-        mpi_job.launched_size() is None
+        launcher.launched_size() is None
         or args.transport not in ("auto", "mpi")
         or args.r_worker_addresses
     ):
         return
-    job = mpi_job.join()
+    job = joining.join()
     if job.rank != mpi_job.S_RANK:
         from rworker.host import serve_rank
 
@@ -136,9 +137,9 @@ def _mirror_rank_0(model: str, engine_options: dict[str, Any]) -> NoReturn:
     from fastdecode.core.config import EngineConfig
     from fastdecode.engine.setup.ranks import mirror_rank_0
 
-    mpi_job.let_rank_0_stop()
+    launcher.let_rank_0_stop()
     mirror_rank_0(EngineConfig.of(model, **engine_options))
-    mpi_job.leave(0)
+    leaving.leave(0)
 
 
 def _r_worker(args: argparse.Namespace) -> int:
@@ -156,7 +157,7 @@ def _r_worker(args: argparse.Namespace) -> int:
         if args.key is not None or args.keep_serving or args.model_hash is not None:
             raise ConfigError("--key, --model-hash and --keep-serving belong to --bind")
         serve_rank(
-            mpi_job.join(),
+            joining.join(),
             kv_memory_gb=args.kv_memory_gb,
             num_threads=args.threads,
             num_sharing_cpus=num_sharing,

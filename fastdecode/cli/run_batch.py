@@ -37,7 +37,7 @@ from fastdecode.core.config import EngineConfig
 from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_paths, write_json
 from fastdecode.core.progress import Progress
-from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi import leaving
 
 if TYPE_CHECKING:
     from fastdecode.jobs.job import BatchJob, JobResult
@@ -169,7 +169,7 @@ def _run(
     from fastdecode.measure.summary import summarise
 
     stopping = Stopping(args.grace_s)
-    mpi_job.before_leaving_stuck(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
+    leaving.before_leaving_stuck(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
     with (
         open_trace(args.trace) as trace,
         LLM(args.model, progress=tell, trace=trace, **engine_options(args)) as llm,

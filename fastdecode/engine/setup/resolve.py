@@ -25,7 +25,7 @@ from fastdecode.engine.setup.memory import (
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.arrays import MAX_BODY_BYTES
-from fastdecode.wire.mpi.job import launched_size
+from fastdecode.wire.mpi.launcher import launched_size
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets
 
 _GRAPHS_SHARE = 32
