@@ -3,7 +3,6 @@ many tokens it has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -27,7 +26,7 @@ class BlockTables:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._row_of: dict[int, int] = {}
+        self.row_of: dict[int, int] = {}
         self._free_rows: list[int] = []
         self.blocks = np.zeros((0, _FIRST_WIDTH), np.int32)
         self.widths = np.zeros(0, np.int64)
@@ -37,16 +36,6 @@ class BlockTables:
         self.reserved = np.zeros(0, np.int64)
         """Tokens that the sequence may grow to."""
 
-    def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._row_of
-
-    def __len__(self) -> int:
-        return len(self._row_of)
-
-    def __iter__(self) -> Iterator[int]:
-        """Rows that are in use."""
-        return iter(self._row_of.values())
-
     @property
     def nbytes(self) -> int:
         arrays = (self.blocks, self.widths, self.lengths, self.reserved)
@@ -55,7 +44,7 @@ class BlockTables:
     def row(self, sequence_id: int) -> int:
         """Raises ProtocolError: the sequence is not open."""
         try:
-            return self._row_of[sequence_id]
+            return self.row_of[sequence_id]
         except KeyError:
             raise ProtocolError(f"sequence {sequence_id} is not open") from None
 
@@ -63,7 +52,7 @@ class BlockTables:
         """Raises ProtocolError: one of the sequences is not open."""
         try:
             return np.fromiter(
-                map(self._row_of.__getitem__, sequence_ids.tolist()), np.int64, len(sequence_ids)
+                map(self.row_of.__getitem__, sequence_ids.tolist()), np.int64, len(sequence_ids)
             )
         except KeyError as error:
             raise ProtocolError(f"sequence {error.args[0]} is not open") from None
@@ -74,10 +63,6 @@ class BlockTables:
 
     def blocks_for(self, num_tokens: IntsT) -> IntsT:
         return -(-num_tokens // self._block_size)
-
-    def growth(self, row: int) -> int:
-        """Blocks that a sequence may still take for tokens of its own."""
-        return self.blocks_for(int(self.reserved[row])) - int(self.widths[row])
 
     def slots(
         self, rows: Rows, past: NDArray[np.int64], num_new: NDArray[np.int32]
@@ -98,14 +83,14 @@ class BlockTables:
             self._add_rows()
         self.widen(num_blocks)
         row = self._free_rows.pop()
-        self._row_of[sequence_id] = row
+        self.row_of[sequence_id] = row
         self.lengths[row] = 0
         self.widths[row] = 0
         self.reserved[row] = num_reserved_tokens
         return row
 
     def remove(self, sequence_id: int) -> None:
-        self._free_rows.append(self._row_of.pop(sequence_id))
+        self._free_rows.append(self.row_of.pop(sequence_id))
 
     def lengthen(self, rows: Rows, num_fresh: NDArray[np.int64], fresh: NDArray[np.int32]) -> None:
         """``num_fresh`` (>= 1) blocks more for each of them, from ``fresh`` in order."""
@@ -134,5 +119,5 @@ class BlockTables:
         self._free_rows.extend(range(num_rows + more - 1, num_rows - 1, -1))
 
     def check_invariants(self) -> None:
-        rows = [*self._row_of.values(), *self._free_rows]
+        rows = [*self.row_of.values(), *self._free_rows]
         assert sorted(rows) == list(range(len(self.blocks))), "a row is lost or used twice"

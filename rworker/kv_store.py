@@ -68,7 +68,7 @@ class KVStore:
         self.tables: Final = BlockTables(block_size)
 
     def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self.tables
+        return sequence_id in self.tables.row_of
 
     def num_tokens(self, sequence_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Cached tokens of each sequence, [N].
@@ -175,7 +175,7 @@ class KVStore:
         row = self.tables.row(sequence_id)
         blocks = self.tables.of_row(row)
         has_tail = self.tables.lengths[row] % self.block_size != 0
-        self.pool.num_promised -= self.tables.growth(row)
+        self.pool.num_promised -= self._growth(row)
         self.pool.leave(blocks, has_tail=has_tail)
         self.tables.remove(sequence_id)
 
@@ -231,10 +231,15 @@ class KVStore:
             fresh = self.pool.take(int(num_fresh.sum()))
             self.tables.lengthen(rows[growing], num_fresh[growing], fresh)
 
+    def _growth(self, row: int) -> int:
+        """Blocks that a sequence may still take for tokens of its own."""
+        tables = self.tables
+        return tables.blocks_for(int(tables.reserved[row])) - int(tables.widths[row])
+
     def _check_new(self, sequence_id: int) -> None:
-        if sequence_id in self.tables:
+        if sequence_id in self.tables.row_of:
             raise ProtocolError(f"sequence {sequence_id} is open already")
-        if len(self.tables) == self.max_sequences:
+        if len(self.tables.row_of) == self.max_sequences:
             raise CapacityError(
                 f"{self.max_sequences} sequences are open, the most that this R-worker takes"
             )
@@ -262,7 +267,7 @@ class KVStore:
         num_tails = np.zeros(self.num_blocks, np.int64)
         growth = 0
         tables = self.tables
-        for row in tables:
+        for row in tables.row_of.values():
             blocks = tables.of_row(row)
             length = int(tables.lengths[row])
             assert len(blocks) == tables.blocks_for(length), (
@@ -273,6 +278,6 @@ class KVStore:
             refcount[blocks] += 1
             if length % self.block_size:
                 num_tails[blocks[-1]] += 1
-            growth += tables.growth(row)
+            growth += self._growth(row)
         self.pool.check_invariants(refcount, num_tails, growth)
         self.tables.check_invariants()

@@ -62,9 +62,9 @@ def snapshot(store: KVStore) -> dict[str, object]:
             tables.reserved[row].item(),
             tables.widths[row].item(),
         )
-        for key, row in tables._row_of.items()
+        for key, row in tables.row_of.items()
     }
-    return in_pool | rows | {"free": pool.free.tolist(), "row of": repr(tables._row_of)}
+    return in_pool | rows | {"free": pool.free.tolist(), "row of": repr(tables.row_of)}
 
 
 def refuses_unchanged(
@@ -173,7 +173,7 @@ class KVStoreMachine(RuleBasedStateMachine):
     @invariant()
     def store_is_sound(self) -> None:
         self.store.check_invariants()
-        assert len(self.store.tables) == len(self.tokens)
+        assert len(self.store.tables.row_of) == len(self.tokens)
 
     @invariant()
     def every_sequence_reads_its_own_tokens(self) -> None:
