@@ -106,7 +106,7 @@ class ContinuousScheduler:
         for sequence in arrived:
             self.ledger.check_possible(sequence.max_cached_tokens)
             self.lanes[0].admission.check_possible(
-                self.ledger.part_sizes(sequence.max_cached_tokens)
+                self.ledger.shape.sizes(sequence.max_cached_tokens)
             )
         self._waiting.extend(arrived)
 
