@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import tell
+from fastdecode.cli.options import add_log_level_option, tell
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.measurement import Profile, RProfile, SProfile, read_profile
 
@@ -60,9 +60,7 @@ def add_bench(commands: Any) -> None:
         "--tolerance", type=float, default=0.15, metavar="X", help="relative (default: 0.15)"
     )
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
-    )
+    add_log_level_option(parser)
 
 
 def run_bench(args: argparse.Namespace) -> int:

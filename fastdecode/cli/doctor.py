@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import add_exit_code_option
+from fastdecode.cli.options import add_exit_code_option, add_log_level_option
 from fastdecode.core.config import Cluster
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.core.install import pip_command
@@ -58,9 +58,7 @@ def add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the findings and the facts behind them as JSON"
     )
-    parser.add_argument(
-        "--log-level", default="error", choices=("debug", "info", "warning", "error")
-    )
+    add_log_level_option(parser, default="error")
     add_exit_code_option(parser)
 
 

@@ -67,6 +67,12 @@ def lanes(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
+def add_log_level_option(parser: argparse.ArgumentParser, default: str = "warning") -> None:
+    parser.add_argument(
+        "--log-level", default=default, choices=("debug", "info", "warning", "error")
+    )
+
+
 def add_exit_code_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exit-code-file",

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fastdecode.cli.options import add_log_level_option
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher, leaving
@@ -31,13 +32,21 @@ def add_r_worker(commands: Any) -> None:
     parser = commands.add_parser(
         "r-worker",
         help="serve as an R-worker, in an MPI job or at an address",
-        description="Serve as an R-worker. In an MPI job: "
-        "mpirun -n 1 fastdecode generate ... : -n 3 fastdecode r-worker. "
-        "At an address: fastdecode r-worker --bind tcp://HOST:PORT, and on the S-worker's host "
-        "fastdecode generate --transport zmq --r-worker tcp://HOST:PORT ...",
+        description="Serve as an R-worker. In an MPI job: mpirun -n 1 fastdecode generate ... : "
+        "-n 3 fastdecode r-worker. At an address: fastdecode r-worker --bind tcp://HOST:PORT, "
+        "and on the S-worker's host fastdecode generate --transport zmq --r-worker "
+        "tcp://HOST:PORT ...",
     )
     parser.set_defaults(run=_r_worker)
-    resources = parser.add_argument_group("resources")
+    _add_resources(parser.add_argument_group("resources"))
+    _add_address(parser.add_argument_group("at an address"))
+    parser.add_argument(
+        "--exit-with-parent", action="store_true", help="end when whoever started this has ended"
+    )
+    add_log_level_option(parser)
+
+
+def _add_resources(resources: argparse._ArgumentGroup) -> None:
     resources.add_argument(
         "--kv-memory-gb",
         type=float,
@@ -64,7 +73,9 @@ def add_r_worker(commands: Any) -> None:
         metavar="N",
         help="run on the CPUs of this NUMA node only; auto: the job's ranks take turns",
     )
-    address = parser.add_argument_group("at an address")
+
+
+def _add_address(address: argparse._ArgumentGroup) -> None:
     address.add_argument(
         "--bind", metavar="ADDRESS", help="tcp://HOST:PORT; off loopback a key is needed too"
     )
@@ -86,8 +97,8 @@ def add_r_worker(commands: Any) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="when the S-worker is lost, which may be the network's doing, listen for it so long, "
-        "without its cache (default: 60)",
+        help="when the S-worker is lost, which may be the network's doing, listen for it so "
+        "long, without its cache (default: 60)",
     )
     address.add_argument(
         "--model-hash", metavar="HASH", help="serve S-workers that run this model only"
@@ -100,12 +111,6 @@ def add_r_worker(commands: Any) -> None:
         type=Path,
         metavar="FILE",
         help="write a new key to this file, and do nothing else",
-    )
-    parser.add_argument(
-        "--exit-with-parent", action="store_true", help="end when whoever started this has ended"
-    )
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
     )
 
 
