@@ -3,10 +3,12 @@ how many are promised."""
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
 
-Blocks = NDArray[np.int32]
+Blocks: TypeAlias = NDArray[np.int32]
 
 
 class BlockPool:
@@ -46,7 +48,7 @@ class BlockPool:
 
     @property
     def nbytes(self) -> int:
-        return self._returned.nbytes + self._refcount.nbytes + self._num_tails.nbytes
+        return sum(x.nbytes for x in (self._returned, self._refcount, self._num_tails))
 
     def are_shared(self, blocks: Blocks) -> NDArray[np.bool_]:
         """Whether several sequences refer to each."""

@@ -3,14 +3,14 @@ many tokens it has."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 
-Rows = NDArray[np.int64]
+Rows: TypeAlias = NDArray[np.int64]
 IntsT = TypeVar("IntsT", int, NDArray[np.int64])
 
 _FIRST_ROWS = 64
@@ -51,15 +51,16 @@ class BlockTables:
     def rows(self, sequence_ids: NDArray[np.int64]) -> Rows:
         """Raises ProtocolError: one of the sequences is not open."""
         try:
-            return np.fromiter(
-                map(self.row_of.__getitem__, sequence_ids.tolist()), np.int64, len(sequence_ids)
-            )
+            found = map(self.row_of.__getitem__, sequence_ids.tolist())
+            rows: Rows = np.fromiter(found, np.int64, len(sequence_ids))
         except KeyError as error:
             raise ProtocolError(f"sequence {error.args[0]} is not open") from None
+        return rows
 
     def of_row(self, row: int) -> NDArray[np.int32]:
         """A view of one table."""
-        return self.blocks[row, : self.widths[row]]
+        table: NDArray[np.int32] = self.blocks[row, : self.widths[row]]
+        return table
 
     def blocks_for(self, num_tokens: IntsT) -> IntsT:
         return -(-num_tokens // self._block_size)

