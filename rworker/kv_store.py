@@ -234,7 +234,8 @@ class KVStore:
     def _growth(self, row: int) -> int:
         """Blocks that a sequence may still take for tokens of its own."""
         tables = self.tables
-        return tables.blocks_for(int(tables.reserved[row])) - int(tables.widths[row])
+        num_blocks: int = tables.blocks_for(int(tables.reserved[row]))
+        return num_blocks - int(tables.widths[row])
 
     def _check_new(self, sequence_id: int) -> None:
         if sequence_id in self.tables.row_of:

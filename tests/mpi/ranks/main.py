@@ -18,7 +18,7 @@ import pytest  # noqa: E402
 from puppet import Puppets, obey  # noqa: E402
 
 from fastdecode.wire.mpi import job as mpi_job  # noqa: E402
-from fastdecode.wire.mpi import joining, leaving
+from fastdecode.wire.mpi import joining, leaving  # noqa: E402
 
 
 class Job:

@@ -21,7 +21,7 @@ from cpu_kernels import reference  # noqa: E402
 from fastdecode.core.errors import WorkerError  # noqa: E402
 from fastdecode.wire.messages import Accepted, AttendResult, Failed, OpenSequence, Shutdown, Welcome  # noqa: E402
 from fastdecode.wire.mpi import job as mpi_job  # noqa: E402
-from fastdecode.wire.mpi import joining, leaving
+from fastdecode.wire.mpi import joining, leaving  # noqa: E402
 from fastdecode.wire.mpi.hub import RankRoles, connect_to_s_workers, connect_workers  # noqa: E402
 from rworker.attention import AttentionExecutor  # noqa: E402
 from rworker.state import RWorkerState  # noqa: E402
