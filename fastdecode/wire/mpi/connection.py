@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
+from typing import Final, Generic, TypeVar, cast
 
 from mpi4py import MPI
 
@@ -24,11 +24,9 @@ from fastdecode.wire import codec
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import Message
 from fastdecode.wire.mpi.caller import Caller
+from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.mpi.pieces import SIGN_OF_LIFE, Arrived, Incoming, Outgoing, Way
 from fastdecode.wire.transport import CLOSED, closed_error
-
-if TYPE_CHECKING:
-    from fastdecode.wire.mpi.job import MpiJob
 
 SendT = TypeVar("SendT", bound=Message)
 ReceiveT = TypeVar("ReceiveT", bound=Message)

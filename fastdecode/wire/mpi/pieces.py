@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -20,9 +20,7 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.wire import codec
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import Message
-
-if TYPE_CHECKING:
-    from fastdecode.wire.mpi.job import MpiJob
+from fastdecode.wire.mpi.job import MpiJob
 
 INLINE_BYTES: Final = codec.MAX_HEAD_BYTES
 """Messages of up to so many bytes travel in one piece: receives for heads,
