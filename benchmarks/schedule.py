@@ -59,7 +59,7 @@ from schedule_job import (
 from cost_model.simulate.simulator import Simulator
 from cost_model.simulate.tables import Table, TabledTimes
 from cost_model.simulate.trace import Trace, TracedRequest
-from fastdecode.core.config import Batching
+from fastdecode.core.config.groups import Batching
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.times import balanced_loads

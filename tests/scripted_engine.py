@@ -27,7 +27,7 @@ from fastdecode.engine.fleet.workers import Replacements
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
-from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.inproc import InprocHub

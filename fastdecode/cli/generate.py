@@ -13,6 +13,7 @@ from fastdecode.cli.options import (
     EXIT_WORKERS_LOST,
     add_engine_options,
     add_exit_code_option,
+    add_log_level_option,
     add_sampling_options,
     check_options,
     engine_options,
@@ -57,9 +58,7 @@ def add_generate(commands: Any) -> None:
     add_engine_options(parser)
     add_sampling_options(parser)
     add_exit_code_option(parser)
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
-    )
+    add_log_level_option(parser)
 
 
 def _generate(args: argparse.Namespace) -> int:

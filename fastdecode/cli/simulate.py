@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastdecode.cli.options import add_options
-from fastdecode.core.config import Batching
+from fastdecode.cli.options import add_log_level_option, add_options
+from fastdecode.core.config.groups import Batching
+from fastdecode.core.config.options import declared
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.options import declared
 from fastdecode.schedule.options import MODES, ScheduleOptions
 
 if TYPE_CHECKING:
@@ -49,38 +49,13 @@ def add_simulate(commands: Any) -> None:
         metavar="FILE",
         help="draw load and latency over steps (.svg, .png, .pdf)",
     )
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
-    )
+    add_log_level_option(parser)
     _add_hardware(parser.add_argument_group("hardware"))
     _add_schedule(parser.add_argument_group("schedule"))
 
 
 def _add_hardware(group: Any) -> None:
-    group.add_argument(
-        "--s-time",
-        default="0.02",
-        metavar="T",
-        help="seconds of the S-part of a lane's step: a number, or a table over its tokens like "
-        "1:0.010,256:0.016 (default: %(default)s)",
-    )
-    group.add_argument(
-        "--r-time",
-        action="append",
-        metavar="R",
-        help="seconds of the R-part for each cached token, or a table over cached tokens; once for "
-        "all R-workers, or once for each (default: 1e-6)",
-    )
-    group.add_argument(
-        "--link-time",
-        type=float,
-        default=0.0,
-        metavar="L",
-        help=(
-            "seconds that a lane's step spends on the way between S-worker and R-workers "
-            "(default: 0)"
-        ),
-    )
+    _add_times(group)
     group.add_argument(
         "--r-workers", type=int, default=1, metavar="P", help="R-workers (default: %(default)s)"
     )
@@ -107,6 +82,33 @@ def _add_hardware(group: Any) -> None:
         default=2,
         metavar="N",
         help="1: S-part and R-part take turns (default: 2)",
+    )
+
+
+def _add_times(group: Any) -> None:
+    group.add_argument(
+        "--s-time",
+        default="0.02",
+        metavar="T",
+        help="seconds of the S-part of a lane's step: a number, or a table over its tokens like "
+        "1:0.010,256:0.016 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--r-time",
+        action="append",
+        metavar="R",
+        help="seconds of the R-part for each cached token, or a table over cached tokens; once "
+        "for all R-workers, or once for each (default: 1e-6)",
+    )
+    group.add_argument(
+        "--link-time",
+        type=float,
+        default=0.0,
+        metavar="L",
+        help=(
+            "seconds that a lane's step spends on the way between S-worker and R-workers "
+            "(default: 0)"
+        ),
     )
 
 

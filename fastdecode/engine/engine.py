@@ -5,7 +5,7 @@ A request's life: ``submit`` → waiting → room opened on its holders
 (``OpenSequence`` or ``ForkSequence``) → its prompt run in one or more chunks →
 one token drawn a step → finished, its blocks freed (``CloseSequence``). Whoever
 listens is told what it says (``fastdecode.core.delta``). What comes next is
-decided by ``fastdecode.schedule.lifecycle``, which is told what happens, and
+decided by ``fastdecode.schedule.life.lifecycle``, which is told what happens, and
 carried out by ``fastdecode.engine.executor``; nothing here knows how a step is
 scheduled, what a layer computes, or where an R-worker runs.
 
@@ -30,8 +30,8 @@ from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.pipeline import Pipeline
-from fastdecode.schedule import events
-from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.life import events
+from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.text.codec import TextCodec
 from sworker.failures import typed_failures
 from sworker.worker import SWorker

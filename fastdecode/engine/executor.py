@@ -19,9 +19,9 @@ from fastdecode.engine.reservations import event_for, message_for
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import LaneStep, Pipeline
-from fastdecode.schedule import events
 from fastdecode.schedule.lanes import LaneControl
-from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.life import events
+from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import MeasuredTimes
 from sworker.worker import SWorker

@@ -10,7 +10,7 @@ from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import SequenceId
 from fastdecode.core.sequence import FinishReason, Request, Sequence, TokenLogprob
 from fastdecode.engine.stats import EngineStats
-from fastdecode.schedule.events import Drawn
+from fastdecode.schedule.life.events import Drawn
 from fastdecode.text.codec import SequenceText, TextCodec
 from sworker.sampler import SampledToken, SamplingState
 

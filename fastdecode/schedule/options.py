@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fastdecode.core.config import SCHEDULES, Batching
-from fastdecode.schedule.load_control import FixedInterval
+from fastdecode.core.config.groups import SCHEDULES, Batching
+from fastdecode.schedule.admission.load_control import FixedInterval
 
 MODES = tuple(mode for mode in SCHEDULES if mode != "auto")
 

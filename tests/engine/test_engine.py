@@ -13,7 +13,7 @@ from scripted_engine import continued, request, rig
 
 from fastdecode.core.errors import RequestError, WorkerError
 from fastdecode.core.sequence import Request, RequestOutput
-from fastdecode.schedule.lives import Status
+from fastdecode.schedule.life.lives import Status
 from fastdecode.wire.messages import OpenSequence
 
 ASKED = [

@@ -22,10 +22,10 @@ from traffic import (
     traffic,
 )
 
-from fastdecode.core.config import COLD_STARTS
+from fastdecode.core.config.groups import COLD_STARTS
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
-from fastdecode.schedule.lives import Status
+from fastdecode.schedule.life.lives import Status
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
 

@@ -140,10 +140,10 @@ def reach_ranks(num_s_ranks: int = 1, *, silence_s: float) -> Reached:
         MissingExtraError: mpi4py or an MPI library is missing.
     """
     from fastdecode.wire.mpi import hub as mpi
-    from fastdecode.wire.mpi import job as mpi_job
+    from fastdecode.wire.mpi import joining
 
     hub = mpi.connect_workers(
-        mpi_job.join(),
+        joining.join(),
         roles=mpi.RankRoles(num_s_ranks),
         stuck_after_s=max(LEAST_STUCK_S, silence_s),
     )

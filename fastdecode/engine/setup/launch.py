@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
@@ -37,7 +37,7 @@ from fastdecode.engine.step.local import reach_device
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.schedule.lanes import LaneControl
-from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
