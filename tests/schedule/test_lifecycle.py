@@ -226,9 +226,8 @@ def test_who_never_fits_leaves_nothing_behind() -> None:
 
 def test_a_doubted_sequence_starts_again_from_its_first_token_beside_no_sibling() -> None:
     life = lifecycle()
-    submit(life, "a", num_prompt_tokens=8, n=2)
-    asked = opening(life, 0)
-    tell(life, Opened(asked.part.part_id))
+    submit(life, "a", num_prompt_tokens=4, n=2)
+    tell(life, Opened(opening(life, 0).part.part_id))
     step(life, 0)
     (fork,) = tell(life, LaneIdle(1))
     assert isinstance(fork, Fork)
