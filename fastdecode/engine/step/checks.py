@@ -31,14 +31,9 @@ _GREATEST = 1e15
 
 
 class Checks:
-    """What is known of the sequences that are looked at; for all steps.
+    """What is known of the sequences that are looked at; for all steps."""
 
-    Args:
-        kv_dtype: what holders keep k and v in, where they may overflow.
-    """
-
-    def __init__(self, kv_dtype: DType) -> None:
-        self._kv_dtype = kv_dtype
+    def __init__(self) -> None:
         self._spoilt: WeakSet[Sequence] = WeakSet()
 
     def begin(self, batch: StepBatch) -> StepChecks | None:
@@ -56,8 +51,7 @@ class Checks:
         return sequence in self._spoilt
 
     def sent(self, sequence: Sequence, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Some of its rows, in one layer."""
-        k, v = as_cached(k, self._kv_dtype), as_cached(v, self._kv_dtype)
+        """Some of its rows, in one layer; k and v as holders keep them."""
         if not all(bool((x.abs() < _GREATEST).all()) for x in (q, k, v)):  # nor is NaN
             self._spoilt.add(sequence)
 
@@ -74,11 +68,12 @@ class StepChecks:
         self._checks = checks
         self._rows = tuple(rows)
 
-    def sent(self, staged: Staged, dtype: torch.dtype) -> None:
-        """A layer's q, k and v are about to be sent."""
+    def sent(self, staged: Staged, dtype: torch.dtype, kv_dtype: DType) -> None:
+        """A layer's q, k and v, of ``dtype``, are about to be sent. Kept as
+        ``kv_dtype``, k and v may overflow."""
         for sequence, rows in self._rows:
             q, k, v = (as_tensor(x[rows], dtype) for x in (staged.q, staged.k, staged.v))
-            self._checks.sent(sequence, q, k, v)
+            self._checks.sent(sequence, q, as_cached(k, kv_dtype), as_cached(v, kv_dtype))
 
     def bad_heads(
         self, span: HolderSpan, result: AttendResult, dtype: torch.dtype

@@ -117,10 +117,7 @@ class AttentionPlan:
     """Where a holder is several R-workers: told in which heads [Hq] it lied,
     and how, before it is given up."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
-    checks: Checks = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "checks", Checks(self.kv_dtype))
+    checks: Checks = field(default_factory=Checks)
 
     def begin(self, batch: StepBatch) -> RemoteStep:
         return RemoteStep(self, batch)
@@ -182,7 +179,7 @@ class RemoteStep:
         self._unsent.popleft()
         self.sent_s.append(time.perf_counter())
         if self._checks is not None:
-            self._checks.sent(staged, self._o.dtype)
+            self._checks.sent(staged, self._o.dtype, self._plan.kv_dtype)
         for holder, span in self._spans.items():
             begin = span.begin
             q, k, v = staged.q[span.query_rows], staged.k[span.rows], staged.v[span.rows]
