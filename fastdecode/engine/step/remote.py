@@ -240,7 +240,9 @@ class RemoteStep:
             None if self._checks is None else self._checks.bad_heads(span, result, self._o.dtype)
         )
         if heads is not None:
-            reason = f"answered NaN or Inf in layer {result.layer}, though all that it was sent is finite"
+            reason = (
+                f"answered NaN or Inf in layer {result.layer}, though all it was sent is finite"
+            )
             if self._plan.blame is not None:
                 self._plan.blame(heads, reason)
             raise ProtocolError(f"{self._plan.fleet.peer(span.holder)} {reason}")
