@@ -1,6 +1,6 @@
 """Faults at random moments of many small jobs.
 
-    make campaign                       # or, with options: python tests/campaign/campaign.py --losses 20 --minutes 5
+    make campaign        # or: python tests/campaign/campaign.py --losses 20 --minutes 5
 
 R-workers are killed, stopped and terminated (``losses``), jobs are told to stop
 (``stops``), calls are interrupted (``interrupts``), and messages are damaged

@@ -38,13 +38,15 @@ class Checks:
 
     def begin(self, batch: StepBatch) -> StepChecks | None:
         """For one step; None: nobody in it is looked at."""
+        if True not in [chunk.sequence.is_checked for chunk in batch.chunks]:
+            return None  # in every step but theirs
         checked: list[tuple[Sequence, slice]] = []
         for chunk, last in zip(batch.chunks, batch.last_rows, strict=True):
             if chunk.sequence.is_checked:
                 checked.append((chunk.sequence, slice(last + 1 - chunk.num_tokens, last + 1)))
                 if chunk.sequence.num_cached == 0:  # it starts again
                     self._spoilt.discard(chunk.sequence)
-        return StepChecks(self, checked) if checked else None
+        return StepChecks(self, checked)
 
     def is_spoilt(self, sequence: Sequence) -> bool:
         """Whether anything was sent for it that isn't sane."""
