@@ -20,6 +20,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.spec import HeadShare
@@ -184,6 +187,13 @@ class HeadsHub:
             for worker in behind:
                 peer = self.parts.connections[worker].peer
                 self._lose(worker, WorkerError(f"{peer} keeps the others waiting", code=TIMEOUT))
+
+    def give_up_heads(self, heads: NDArray[np.bool_], reason: str) -> None:
+        """Those that answered for any of these query heads [Hq] are lost."""
+        for worker, share in self._shares.items():
+            if heads[share.q].any():
+                peer = self.parts.connections[worker].peer
+                self._lose(worker, WorkerError(f"{peer} {reason}", code=ProtocolError.default_code))
 
     def end(self, deadlines: Deadlines, since_s: float) -> float:
         """When the first of those that haven't answered what they were asked

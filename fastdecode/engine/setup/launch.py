@@ -238,7 +238,12 @@ def _attention(
     at_once = isinstance(workers, InlineWorkers)
     holder = Holder(HolderKind.R_WORKER, resolved.prompts_on_r, at_once, token_bytes)
     return AttentionPlan(
-        spec.attention, resolved.kv_dtype, fleet, s_worker.device, (holder,) * len(fleet)
+        spec.attention,
+        resolved.kv_dtype,
+        fleet,
+        s_worker.device,
+        (holder,) * len(fleet),
+        workers.hub.give_up_heads if isinstance(workers, HeadsWorkers) else None,
     )
 
 

@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,8 +52,12 @@ _LOCAL_SIZE_VARIABLES: Final = (
 )
 
 # What we'd like of Open MPI unless the user says otherwise: waiting ranks leave
-# their core to those that compute.
-_OPEN_MPI_DEFAULTS: Final = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+# their core to those that compute; MPI_Init says that it failed, and doesn't end
+# the job with an exit code of its own.
+_OPEN_MPI_DEFAULTS: Final = {
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_mpi_initial_errhandler": "mpi_errors_return",
+}
 
 S_RANK: Final = 0
 """The rank that leads a job: an S-worker, and unless others are named the only
@@ -62,6 +67,7 @@ DEFAULT_TAG: Final = 64
 MEETING_TAG: Final = 62
 """Of what S-workers tell each other when the job begins."""
 LEAVING_TIMEOUT_S: Final = 5.0
+_NAMED_WITHIN_S: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -213,7 +219,10 @@ def _initialize(mpi: Any) -> None:
     except (OSError, AttributeError):
         mpi.Init_thread(level)
     else:
-        init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+        if init_thread(None, None, level, ctypes.byref(ctypes.c_int())):
+            # Whoever has ended is about to be named by the watch.
+            time.sleep(_NAMED_WITHIN_S)
+            _give_up_joining("MPI_Init failed, as MPI's own output says")
 
 
 def _give_up_joining(reason: str) -> None:
