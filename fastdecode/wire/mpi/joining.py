@@ -122,9 +122,8 @@ def check_size(size: int, launched: int, library: str) -> None:
     )
     raise ConfigError(
         f"the launcher started {launched} ranks, but {library} sees {size}: the launcher belongs "
-        "to another MPI than "
-        f"the library that mpi4py loaded. Use {launcher}, or install mpi4py for your launcher's "
-        "MPI",
+        f"to another MPI than the library that mpi4py loaded. Use {launcher}, or install mpi4py "
+        "for your launcher's MPI",
         code="mpi_launcher_mismatch",
     )
 
