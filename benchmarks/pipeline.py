@@ -132,7 +132,7 @@ def s_worker(options: argparse.Namespace) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from fastdecode.core.config import EngineConfig
+    from fastdecode.core.config.engine import EngineConfig
     from fastdecode.engine.setup.launch import RunningEngine
 
     sums = Sums()

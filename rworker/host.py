@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, NoReturn
 
 from fastdecode.core.errors import ConfigError, Given, WorkerError
-from fastdecode.core.machine import default_kv_bytes
+from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.wire.messages import MAX_THREADS
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import launcher, leaving

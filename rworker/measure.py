@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
-from fastdecode.core.machine import this_machine
+from fastdecode.core.host.machine import this_machine
 from fastdecode.core.measurement import DecodePoint, RProfile, Timing
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.messages import (

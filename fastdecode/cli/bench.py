@@ -19,7 +19,7 @@ from fastdecode.core.measurement import Profile, RProfile, SProfile, read_profil
 
 if TYPE_CHECKING:
     from cost_model.steady import Quantity, SteadyBatch
-    from fastdecode.core.config import EngineConfig
+    from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.model.spec import ModelSpec
 
 EXIT_OFF = 1
@@ -93,9 +93,9 @@ def _twin(
     """What runs here in the plan's place."""
     from cost_model.shapes import read_model
     from cost_model.steady import scale_down
-    from fastdecode.core.config import EngineConfig
+    from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.dtype import DType
-    from fastdecode.core.machine import available_cores, default_kv_bytes
+    from fastdecode.core.host.machine import available_cores, default_kv_bytes
     from fastdecode.engine.setup.resolve import choose_device
 
     spec, cores = read_model(args.model), available_cores()

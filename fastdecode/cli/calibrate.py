@@ -151,7 +151,7 @@ def _check_host(args: argparse.Namespace) -> None:
 
 def run_calibrate_s(args: argparse.Namespace) -> int:
     """Measure the S-part. Returns the exit code."""
-    from fastdecode.core.config import EngineConfig
+    from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.measurement import write_profile
 
     _check_repeats(args)
@@ -185,7 +185,7 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     from cost_model.fit import fit_decode
     from cost_model.shapes import read_model
     from fastdecode.core.dtype import DType
-    from fastdecode.core.machine import available_cores
+    from fastdecode.core.host.machine import available_cores
     from fastdecode.core.measurement import write_profile
     from rworker.measure import Effort, Host, measure_r_part
 
@@ -228,7 +228,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     """Measure the way to the first R-worker of this MPI job. Returns the exit code."""
     from cost_model.shapes import read_model
     from cost_model.stages import Link
-    from fastdecode.core.machine import this_machine
+    from fastdecode.core.host.machine import this_machine
     from fastdecode.core.measurement import NetProfile, write_profile
     from fastdecode.wire.measure import measure_link
     from fastdecode.wire.messages import Shutdown
@@ -270,7 +270,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
 
 def _memory_bytes(args: argparse.Namespace) -> int:
     """Of each R-worker's KV cache: as given, or what R-workers take by default."""
-    from fastdecode.core.machine import default_kv_bytes
+    from fastdecode.core.host.machine import default_kv_bytes
 
     if args.kv_memory_gb is None:
         return default_kv_bytes(args.r_workers)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import add_exit_code_option, add_log_level_option
-from fastdecode.core.config import Cluster
+from fastdecode.core.config.groups import Cluster
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.core.install import pip_command
 from fastdecode.wire.mpi import job as mpi_job
@@ -64,7 +64,7 @@ def add_doctor(commands: Any) -> None:
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Ask, judge, print. Returns the exit code."""
-    from fastdecode.core.host import this_host
+    from fastdecode.core.host.facts import this_host
     from fastdecode.measure.doctor import Finding, hash_of_model, judge
 
     findings: list[Finding] = []
@@ -193,7 +193,7 @@ def _mpi_library() -> str | None:
 
 
 def _interfaces(num_hosts: int) -> list[Finding]:
-    from fastdecode.core.host import this_host
+    from fastdecode.core.host.facts import this_host
     from fastdecode.measure.doctor import Finding
 
     outward = [x for x in this_host().interfaces if not x.endswith(" 127.0.0.1")]

@@ -10,9 +10,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fastdecode.core.config import GROUPS, EngineConfig
+from fastdecode.core.config.engine import GROUPS, EngineConfig
+from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import ConfigError, RequestError
-from fastdecode.core.options import Declared, declared
 from fastdecode.core.sequence import SamplingParams
 
 EXIT_SOME_FAILED = 3

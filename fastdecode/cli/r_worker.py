@@ -139,7 +139,7 @@ def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) ->
 
 
 def _mirror_rank_0(model: str, engine_options: dict[str, Any]) -> NoReturn:
-    from fastdecode.core.config import EngineConfig
+    from fastdecode.core.config.engine import EngineConfig
     from fastdecode.engine.setup.ranks import mirror_rank_0
 
     launcher.let_rank_0_stop()

@@ -34,7 +34,7 @@ from fastdecode.cli.options import (
     tell,
 )
 from fastdecode.cli.r_worker import serve_if_r_rank
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_paths, write_json
 from fastdecode.core.progress import Progress

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
-from fastdecode.core.config import EngineConfig
-from fastdecode.core.machine import this_machine
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.host.machine import this_machine
 from fastdecode.core.measurement import ModelShape, Point, SProfile, Timing
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.setup.launch import RunningEngine

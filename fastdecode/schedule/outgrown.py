@@ -11,8 +11,8 @@ Where forecasts are upper bounds, nobody is suspended.
 from __future__ import annotations
 
 from fastdecode.core.holders import Part
+from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.load_control import MicroBatch
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.plan import Grow
 from fastdecode.schedule.running import Lane, Run, arrival, cached_at_end

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from fastdecode.core.holders import HolderId, PartId, new_residence
 from fastdecode.core.sequence import Sequence
+from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.load_control import MicroBatch
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.plan import Start
 from fastdecode.schedule.running import Lane, Run, cached_at_end

@@ -96,7 +96,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, ProtocolError
-from fastdecode.core.host import HostFacts
+from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from fastdecode.core.words import make_printable
 from fastdecode.wire.traits import (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.setup.resolve import resolve_for_this_host

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given
-from fastdecode.core.machine import available_cores, free_memory_bytes
+from fastdecode.core.host.machine import available_cores, free_memory_bytes
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.memory import (
