@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.core.machine import this_machine
+from fastdecode.core.host.machine import this_machine
 from sworker.graphs import MAX_GRAPH_ROWS
 
 LIMITS_S = {

@@ -132,7 +132,7 @@ def s_worker(options: argparse.Namespace) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from fastdecode.core.config import EngineConfig
+    from fastdecode.core.config.engine import EngineConfig
     from fastdecode.engine.setup.launch import RunningEngine
 
     sums = Sums()
@@ -226,14 +226,14 @@ def record(bench: Bench, path: Path) -> None:
 
 
 def r_worker(delay_s: float) -> None:
-    from fastdecode.wire.mpi import job as mpi_job
+    from fastdecode.wire.mpi import joining, leaving
     from fastdecode.wire.mpi.hub import connect_to_s_workers
     from fastdecode.wire.transport import SoleHub
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState
     from rworker.worker import serve
 
-    hub = connect_to_s_workers(mpi_job.join())
+    hub = connect_to_s_workers(joining.join())
     connection: Any = hub.connections[0]
     if delay_s:
         connection = Delayed(connection, delay_s)
@@ -241,7 +241,7 @@ def r_worker(delay_s: float) -> None:
         SoleHub(connection), RWorkerState("r0", kv_bytes=4 << 30), AttentionExecutor(num_threads=1)
     )
     hub.close()
-    mpi_job.leave(0)
+    leaving.leave(0)
 
 
 def make_checkpoint(directory: Path) -> None:

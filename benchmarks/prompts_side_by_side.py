@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from provenance import provenance
 from torch import Tensor
 
-from fastdecode.core.machine import available_cores
+from fastdecode.core.host.machine import available_cores
 from fastdecode.core.spec import AttentionSpec
 from sworker.prefill import local_causal_attention
 

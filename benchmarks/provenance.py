@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import psutil
 
-from fastdecode.core.machine import available_cores, this_machine
+from fastdecode.core.host.machine import available_cores, this_machine
 
 
 def provenance() -> dict[str, Any]:

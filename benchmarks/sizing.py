@@ -43,7 +43,7 @@ from cost_model.predict import System
 from cost_model.stages import Link, RPart, SPart
 from cost_model.steady import SteadyBatch, predict_steady
 from cost_model.workload import TokenCosts, Workload
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.dtype import DType
 from fastdecode.core.measurement import Point, RProfile, SProfile, Timing
 from fastdecode.core.model.spec import ModelSpec

@@ -166,8 +166,9 @@ def serve(connection: Any, raw: Raw) -> None:
 
 def mpi_rank(transport: str, out: Path) -> None:
     from fastdecode.wire.mpi import job as mpi_job
+    from fastdecode.wire.mpi import joining, leaving
 
-    job = mpi_job.join()
+    job = joining.join()
     from fastdecode.wire.mpi import hub as mpi
 
     pin(job.rank)
@@ -179,7 +180,7 @@ def mpi_rank(transport: str, out: Path) -> None:
         s_side = mpi.connect_to_s_workers(job)
         serve(s_side.connections[0], RawMpi(job, [mpi_job.S_RANK]))
         s_side.close()
-    mpi_job.leave(0)
+    leaving.leave(0)
 
 
 def zmq_r_worker(index: int, directory: Path) -> None:

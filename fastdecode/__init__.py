@@ -21,10 +21,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.core.openmp import bound_spinning
+from fastdecode.core.host.openmp import bound_spinning
 
 if TYPE_CHECKING:
-    from fastdecode.core.config import EngineConfig as EngineConfig
+    from fastdecode.core.config.engine import EngineConfig as EngineConfig
     from fastdecode.core.errors import FastDecodeError as FastDecodeError
     from fastdecode.core.sequence import Completion as Completion
     from fastdecode.core.sequence import PromptRequest as PromptRequest
@@ -42,7 +42,7 @@ _HOME = {
     "PromptRequest": "fastdecode.core.sequence",
     "RequestOutput": "fastdecode.core.sequence",
     "Completion": "fastdecode.core.sequence",
-    "EngineConfig": "fastdecode.core.config",
+    "EngineConfig": "fastdecode.core.config.engine",
     "FastDecodeError": "fastdecode.core.errors",
 }
 __all__ = [*_HOME, "__version__"]

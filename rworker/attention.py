@@ -16,7 +16,7 @@ import cpu_kernels
 from cpu_kernels import allocate_pool
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId
-from fastdecode.core.machine import free_memory_bytes
+from fastdecode.core.host.machine import free_memory_bytes
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.messages import Activations, AttendResult
 from rworker.instructions import Compute, CopyBlocks, Drop, Prepare, StepPlan

@@ -32,8 +32,8 @@ from fastdecode.wire.messages import (
     Hello,
     OpenSequence,
     Refused,
-    Role,
 )
+from fastdecode.wire.traits import Role
 from rworker.kv_store import DEFAULT_MAX_SEQUENCES, Appended, KVStore
 
 

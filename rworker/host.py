@@ -7,9 +7,10 @@ import logging
 from typing import TYPE_CHECKING, NoReturn
 
 from fastdecode.core.errors import ConfigError, Given, WorkerError
-from fastdecode.core.machine import default_kv_bytes
+from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.wire.messages import MAX_THREADS
 from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi import launcher, leaving
 from rworker.binding import bind, is_bound, numa_node_cpus, numa_nodes, parse_cpu_list, usable_cpus
 
 if TYPE_CHECKING:
@@ -95,8 +96,8 @@ def bind_cpus(cpus: str | None, numa_node: str | None) -> int | None:
     elif numa_node == "auto":
         nodes = numa_nodes()
         if nodes:
-            bind(numa_node_cpus(nodes[mpi_job.local_rank() % len(nodes)]))
-        return max(1, mpi_job.local_size() // max(1, len(nodes)))
+            bind(numa_node_cpus(nodes[launcher.local_rank() % len(nodes)]))
+        return max(1, launcher.local_size() // max(1, len(nodes)))
     elif numa_node is not None:
         if not (numa_node.isascii() and numa_node.isdigit() and len(numa_node) <= 5):
             raise ConfigError(f"--numa-node={numa_node!r} is neither a number nor auto")
@@ -125,7 +126,7 @@ def serve_rank(
     Raises:
         ConfigError: an option is out of range, or this is the S-worker's rank.
     """
-    mpi_job.let_rank_0_stop()
+    launcher.let_rank_0_stop()
     from fastdecode.wire.mpi.hub import connect_to_s_workers
     from rworker.worker import serve
 
@@ -134,7 +135,7 @@ def serve_rank(
         num_threads = max(1, usable_cpus() // num_sharing_cpus)
     hub = connect_to_s_workers(job)  # it gives signs of life from now on
     state, executor = make_worker(
-        name, kv_memory_gb=kv_memory_gb, num_threads=num_threads, num_sharing=mpi_job.local_size()
+        name, kv_memory_gb=kv_memory_gb, num_threads=num_threads, num_sharing=launcher.local_size()
     )
     serve(hub, state, executor)
     hub.close()
@@ -143,5 +144,5 @@ def serve_rank(
         logger.critical(
             "the S-worker has died: the job ends, with exit code %d", WorkerError.exit_code
         )
-        mpi_job.leave(WorkerError.exit_code, end_job=True)
-    mpi_job.leave(0)
+        leaving.leave(WorkerError.exit_code, end_job=True)
+    leaving.leave(0)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
-from fastdecode.core.machine import this_machine
+from fastdecode.core.host.machine import this_machine
 from fastdecode.core.measurement import DecodePoint, RProfile, Timing
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.messages import (
@@ -100,13 +100,7 @@ def measure_r_part(
             ``effort.max_kv_bytes``.
         CapacityError, WorkerError: as ``measure_decode``.
     """
-    sizes = decode_sizes(kv, effort.max_kv_bytes, effort.sequences, effort.contexts)
-    if len(sizes) < 3:
-        raise ConfigError(
-            f"only {len(sizes)} sizes fit into {effort.max_kv_bytes} bytes of KV cache, of "
-            f"{kv.token_bytes} bytes a token; 3 are needed: allow more memory, or measure fewer "
-            "sequences and shorter contexts"
-        )
+    sizes = _enough_sizes(kv, effort)
     before = measure_read_bandwidth(host, num_bytes=effort.read_bytes, repeats=3, clock=clock)
     decode = measure_decode(
         host,
@@ -132,6 +126,18 @@ def measure_r_part(
         decode=decode,
         read_bytes_per_s=(*before, *after),
     )
+
+
+def _enough_sizes(kv: KVSpec, effort: Effort) -> list[tuple[int, int]]:
+    """``decode_sizes``. Raises ConfigError: there are too few to fit a line to."""
+    sizes = decode_sizes(kv, effort.max_kv_bytes, effort.sequences, effort.contexts)
+    if len(sizes) < 3:
+        raise ConfigError(
+            f"only {len(sizes)} sizes fit into {effort.max_kv_bytes} bytes of KV cache, of "
+            f"{kv.token_bytes} bytes a token; 3 are needed: allow more memory, or measure fewer "
+            "sequences and shorter contexts"
+        )
+    return sizes
 
 
 def measure_decode(

@@ -26,11 +26,11 @@ from fastdecode.wire.messages import (
     Hello,
     Inspect,
     OpenSequence,
-    Role,
     Shutdown,
     ToRWorker,
     Welcome,
 )
+from fastdecode.wire.traits import Role
 from rworker.books import check_hello
 from rworker.caches import Cache, Caches
 from rworker.instructions import (

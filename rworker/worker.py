@@ -11,7 +11,7 @@ from typing import Protocol
 
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.core.exhaustive import assert_never
-from fastdecode.core.host import this_host
+from fastdecode.core.host.facts import this_host
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,

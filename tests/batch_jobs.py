@@ -9,7 +9,7 @@ from typing import Any
 
 from fake_llm import FakeLLM
 
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.job import BatchJob, JobResult
 from fastdecode.jobs.opening import JobOptions, open_job

@@ -15,7 +15,7 @@ def keep_one_sequence_each(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     really_open = KVStore.open
 
     def open_one(store: KVStore, sequence_id: int, num_reserved: int) -> None:
-        if store.num_sequences:
+        if store.tables.row_of:
             refused.append(sequence_id)
             raise CapacityError("no room for a second sequence")
         really_open(store, sequence_id, num_reserved)

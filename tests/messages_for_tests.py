@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.dtype import DType
-from fastdecode.core.host import HostFacts
+from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire import codec
 from fastdecode.wire.messages import (

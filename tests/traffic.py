@@ -16,7 +16,7 @@ from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId, Part
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
-from fastdecode.schedule.events import (
+from fastdecode.schedule.life.events import (
     Cancelled,
     Close,
     Drawn,
@@ -35,7 +35,7 @@ from fastdecode.schedule.events import (
     StepDone,
     Submitted,
 )
-from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.options import ScheduleOptions
 from rworker.kv_store import KVStore
 

@@ -24,7 +24,7 @@ from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import Part, PartId, Residence
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
-from fastdecode.schedule.events import (
+from fastdecode.schedule.life.events import (
     Close,
     Drawn,
     Event,
@@ -39,7 +39,7 @@ from fastdecode.schedule.events import (
     StepDone,
     Submitted,
 )
-from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import StepTimes
 

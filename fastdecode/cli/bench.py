@@ -13,13 +13,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import tell
+from fastdecode.cli.options import add_log_level_option, tell
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.measurement import Profile, RProfile, SProfile, read_profile
 
 if TYPE_CHECKING:
     from cost_model.steady import Quantity, SteadyBatch
-    from fastdecode.core.config import EngineConfig
+    from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.model.spec import ModelSpec
 
 EXIT_OFF = 1
@@ -60,9 +60,7 @@ def add_bench(commands: Any) -> None:
         "--tolerance", type=float, default=0.15, metavar="X", help="relative (default: 0.15)"
     )
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
-    )
+    add_log_level_option(parser)
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -95,9 +93,9 @@ def _twin(
     """What runs here in the plan's place."""
     from cost_model.shapes import read_model
     from cost_model.steady import scale_down
-    from fastdecode.core.config import EngineConfig
+    from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.dtype import DType
-    from fastdecode.core.machine import available_cores, default_kv_bytes
+    from fastdecode.core.host.machine import available_cores, default_kv_bytes
     from fastdecode.engine.setup.resolve import choose_device
 
     spec, cores = read_model(args.model), available_cores()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_model.quantities import seconds_text
-from fastdecode.cli.options import tell
+from fastdecode.cli.options import add_log_level_option, tell
 from fastdecode.core.errors import ConfigError, imports_for
 
 MAX_SIZES = 64
@@ -116,9 +116,7 @@ def _add_common(parser: argparse.ArgumentParser, model: str) -> None:
     parser.add_argument(
         "--repeats", type=int, default=9, metavar="N", help="of each size (default: 9)"
     )
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
-    )
+    add_log_level_option(parser)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -140,9 +138,20 @@ def _check_repeats(args: argparse.Namespace) -> None:
         raise ConfigError(f"--repeats {args.repeats} is not a whole number from 1 to 10000")
 
 
+def _check_host(args: argparse.Namespace) -> None:
+    if not 1 <= args.r_workers <= 4096 or not 1 <= (args.r_threads or 1) <= 4096:
+        raise ConfigError(
+            f"--r-workers {args.r_workers} and --r-threads {args.r_threads} must be within 1..4096"
+        )
+    if not 0.001 <= args.max_memory_gb <= 65536:
+        raise ConfigError(
+            f"--max-memory-gb {args.max_memory_gb} is not a number of GB from 0.001 to 65536"
+        )
+
+
 def run_calibrate_s(args: argparse.Namespace) -> int:
     """Measure the S-part. Returns the exit code."""
-    from fastdecode.core.config import EngineConfig
+    from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.measurement import write_profile
 
     _check_repeats(args)
@@ -158,8 +167,7 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
     )
     with imports_for("fastdecode calibrate s (an S-worker)"):
         from fastdecode.measure.calibrate import SEffort, calibrate_s
-    default = SEffort()
-    effort = SEffort(args.batches or default.batches, args.prompts or default.prompts, args.repeats)
+    effort = SEffort(args.batches or SEffort.batches, args.prompts or SEffort.prompts, args.repeats)
     profile = calibrate_s(config, effort, tell)
     write_profile(args.out, profile)
     for point in profile.layer:
@@ -177,11 +185,12 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     from cost_model.fit import fit_decode
     from cost_model.shapes import read_model
     from fastdecode.core.dtype import DType
-    from fastdecode.core.machine import available_cores
+    from fastdecode.core.host.machine import available_cores
     from fastdecode.core.measurement import write_profile
     from rworker.measure import Effort, Host, measure_r_part
 
     _check_repeats(args)
+    _check_host(args)
     spec = read_model(args.model)
     dtype = spec.choose_dtype(args.dtype)
     kv_dtype = (
@@ -189,19 +198,10 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
         if args.kv_dtype == "auto"
         else DType.parse(args.kv_dtype, option="kv_dtype", of_kv=True)
     )
-    if not 1 <= args.r_workers <= 4096 or not 1 <= (args.r_threads or 1) <= 4096:
-        raise ConfigError(
-            f"--r-workers {args.r_workers} and --r-threads {args.r_threads} must be within 1..4096"
-        )
-    if not 0.001 <= args.max_memory_gb <= 65536:
-        raise ConfigError(
-            f"--max-memory-gb {args.max_memory_gb} is not a number of GB from 0.001 to 65536"
-        )
     host = Host(args.r_workers, args.r_threads or max(1, available_cores() // args.r_workers))
-    default = Effort()
     effort = Effort(
-        sequences=args.sequences or default.sequences,
-        contexts=args.contexts or default.contexts,
+        sequences=args.sequences or Effort.sequences,
+        contexts=args.contexts or Effort.contexts,
         repeats=args.repeats,
         max_kv_bytes=int(args.max_memory_gb * 1e9) // args.r_workers,
     )
@@ -228,17 +228,17 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     """Measure the way to the first R-worker of this MPI job. Returns the exit code."""
     from cost_model.shapes import read_model
     from cost_model.stages import Link
-    from fastdecode.core.machine import this_machine
+    from fastdecode.core.host.machine import this_machine
     from fastdecode.core.measurement import NetProfile, write_profile
     from fastdecode.wire.measure import measure_link
     from fastdecode.wire.messages import Shutdown
-    from fastdecode.wire.mpi import job as mpi_job
+    from fastdecode.wire.mpi import joining
     from fastdecode.wire.mpi.hub import connect_workers
 
     _check_repeats(args)
     spec = read_model(args.model)
     dtype = spec.choose_dtype(args.dtype)
-    job = mpi_job.join()
+    job = joining.join()
     hub = connect_workers(job)
     batches = args.batches or (1, 16, 64, 256, 1024)
     try:
@@ -270,7 +270,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
 
 def _memory_bytes(args: argparse.Namespace) -> int:
     """Of each R-worker's KV cache: as given, or what R-workers take by default."""
-    from fastdecode.core.machine import default_kv_bytes
+    from fastdecode.core.host.machine import default_kv_bytes
 
     if args.kv_memory_gb is None:
         return default_kv_bytes(args.r_workers)

@@ -16,11 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import add_exit_code_option
-from fastdecode.core.config import Cluster
+from fastdecode.cli.options import add_exit_code_option, add_log_level_option
+from fastdecode.core.config.groups import Cluster
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.core.install import pip_command
 from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi import joining, launcher
 
 if TYPE_CHECKING:
     from fastdecode.measure.doctor import Finding, WorkerFacts
@@ -57,15 +58,13 @@ def add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the findings and the facts behind them as JSON"
     )
-    parser.add_argument(
-        "--log-level", default="error", choices=("debug", "info", "warning", "error")
-    )
+    add_log_level_option(parser, default="error")
     add_exit_code_option(parser)
 
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Ask, judge, print. Returns the exit code."""
-    from fastdecode.core.host import this_host
+    from fastdecode.core.host.facts import this_host
     from fastdecode.measure.doctor import Finding, hash_of_model, judge
 
     findings: list[Finding] = []
@@ -98,9 +97,9 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def _serve_if_r_rank(args: argparse.Namespace) -> None:
     """In an MPI job every rank but the first is an R-worker, and doesn't return."""
-    if mpi_job.launched_size() is None or args.r_worker_addresses:
+    if launcher.launched_size() is None or args.r_worker_addresses:
         return
-    job = mpi_job.join()
+    job = joining.join()
     if job.rank != mpi_job.S_RANK:
         from rworker.host import serve_rank
 
@@ -111,7 +110,7 @@ def _examine_all(args: argparse.Namespace) -> list[WorkerFacts]:
     """Every R-worker there is: at the addresses given, or in this MPI job."""
     if args.r_worker_addresses:
         return _examine_addresses(args)
-    if mpi_job.launched_size() is None:
+    if launcher.launched_size() is None:
         return []
     from fastdecode.engine.fleet.workers import MpiWorkers
     from fastdecode.measure.doctor import examine
@@ -194,7 +193,7 @@ def _mpi_library() -> str | None:
 
 
 def _interfaces(num_hosts: int) -> list[Finding]:
-    from fastdecode.core.host import this_host
+    from fastdecode.core.host.facts import this_host
     from fastdecode.measure.doctor import Finding
 
     outward = [x for x in this_host().interfaces if not x.endswith(" 127.0.0.1")]
@@ -202,7 +201,7 @@ def _interfaces(num_hosts: int) -> list[Finding]:
     text = f"this host has {', '.join(outward) or 'only loopback'}" + (
         f"; MPI is to use {chosen}" if chosen else ""
     )
-    if num_hosts > 1 and len(outward) > 1 and not chosen and mpi_job.launched_size() is not None:
+    if num_hosts > 1 and len(outward) > 1 and not chosen and launcher.launched_size() is not None:
         mend = "--mca btl_tcp_if_include NET, or fastdecode launch --interface NET"
         return [Finding("WARN", "interface", f"{text}; MPI may choose any", mend)]
     return [Finding("PASS", "interface", text)]

@@ -15,6 +15,7 @@ from fastdecode.cli.options import (
     EXIT_WORKERS_LOST,
     add_engine_options,
     add_exit_code_option,
+    add_log_level_option,
     add_sampling_options,
     check_options,
     engine_options,
@@ -62,9 +63,7 @@ def add_generate(commands: Any) -> None:
     add_engine_options(parser)
     add_sampling_options(parser)
     add_exit_code_option(parser)
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
-    )
+    add_log_level_option(parser)
 
 
 @stop_signals(signal.default_int_handler)  # until the job looks for them between steps

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.cli.errors import as_typed
-from fastdecode.cli.options import check_options, tell
+from fastdecode.cli.options import add_log_level_option, check_options, tell
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
 from fastdecode.wire.mpirun_line import JobLine, parse_hosts, vendor_of
@@ -39,6 +39,27 @@ def add_launch(commands: Any) -> None:
         ),
     )
     parser.set_defaults(run=run_launch)
+    _add_hosts(parser)
+    parser.add_argument(
+        "--mpirun",
+        metavar="FILE",
+        help="the launcher (default: beside this Python, else from PATH)",
+    )
+    parser.add_argument(
+        "--mpirun-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="a further word for mpirun; repeatable",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show the line, and do nothing else")
+    parser.add_argument(
+        "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS)
+    )
+    add_log_level_option(parser)
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hosts",
         required=True,
@@ -66,25 +87,6 @@ def add_launch(commands: Any) -> None:
         help="KV cache of each R-worker (default: its share)",
     )
     parser.add_argument("--no-numa", action="store_true", help="don't bind R-workers to NUMA nodes")
-    parser.add_argument(
-        "--mpirun",
-        metavar="FILE",
-        help="the launcher (default: beside this Python, else from PATH)",
-    )
-    parser.add_argument(
-        "--mpirun-arg",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="a further word for mpirun; repeatable",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="show the line, and do nothing else")
-    parser.add_argument(
-        "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS)
-    )
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
-    )
 
 
 def run_launch(args: argparse.Namespace) -> int:

@@ -31,31 +31,31 @@ from fastdecode.cli.simulate import add_simulate
 from fastdecode.cli.size import add_size
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 from fastdecode.core.files import open_output, write_whole
-from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi import joining, launcher, leaving
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit code; in an MPI job, leaves the job
     with it and doesn't return."""
     _keep_standard_files()
-    mpi_job.stop_on_request()
+    launcher.stop_on_request()
     parser = _parser()
     try:
         args = parser.parse_args(argv)
     except SystemExit as stopped:  # told what is wrong, or shown some help
-        if mpi_job.launched_size() is not None and mpi_job.joined_at_last(wanted=True):
-            mpi_job.leave(stopped.code if isinstance(stopped.code, int) else 2)
+        if launcher.launched_size() is not None and joining.joined_at_last(wanted=True):
+            leaving.leave(stopped.code if isinstance(stopped.code, int) else 2)
         raise
     args.parse = parser.parse_args
     exit_code_file: Path | None = getattr(args, "exit_code_file", None)
     if exit_code_file is not None:
-        mpi_job.before_leaving_stuck(partial(_note, path=exit_code_file))
+        leaving.before_leaving_stuck(partial(_note, path=exit_code_file))
     code = _run(args, argv)
     if exit_code_file is not None:
         _note(code, exit_code_file)
-    if mpi_job.launched_size() is not None and mpi_job.joined_at_last(wanted=code != 0):
+    if launcher.launched_size() is not None and joining.joined_at_last(wanted=code != 0):
         # Ranks that hang would keep the launcher waiting for ever: have it end them.
-        mpi_job.leave(
+        leaving.leave(
             code, end_job=code == EXIT_WORKERS_LOST or getattr(args, "has_hung_workers", False)
         )
     return code

@@ -10,9 +10,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fastdecode.core.config import GROUPS, EngineConfig
+from fastdecode.core.config.engine import GROUPS, EngineConfig
+from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import ConfigError, RequestError
-from fastdecode.core.options import Declared, declared
 from fastdecode.core.sequence import SamplingParams
 
 EXIT_SOME_FAILED = 3
@@ -65,6 +65,12 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared) -> None:
 def lanes(text: str) -> int | None:
     """A whole number, or auto, which is None."""
     return None if text == "auto" else int(text)
+
+
+def add_log_level_option(parser: argparse.ArgumentParser, default: str = "warning") -> None:
+    parser.add_argument(
+        "--log-level", default=default, choices=("debug", "info", "warning", "error")
+    )
 
 
 def add_exit_code_option(parser: argparse.ArgumentParser) -> None:

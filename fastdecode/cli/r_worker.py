@@ -18,8 +18,10 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fastdecode.cli.options import add_log_level_option
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi import joining, launcher, leaving
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +32,21 @@ def add_r_worker(commands: Any) -> None:
     parser = commands.add_parser(
         "r-worker",
         help="serve as an R-worker, in an MPI job or at an address",
-        description="Serve as an R-worker. In an MPI job: "
-        "mpirun -n 1 fastdecode generate ... : -n 3 fastdecode r-worker. "
-        "At an address: fastdecode r-worker --bind tcp://HOST:PORT, and on the S-worker's host "
-        "fastdecode generate --transport zmq --r-worker tcp://HOST:PORT ...",
+        description="Serve as an R-worker. In an MPI job: mpirun -n 1 fastdecode generate ... : "
+        "-n 3 fastdecode r-worker. At an address: fastdecode r-worker --bind tcp://HOST:PORT, "
+        "and on the S-worker's host fastdecode generate --transport zmq --r-worker "
+        "tcp://HOST:PORT ...",
     )
     parser.set_defaults(run=_r_worker)
-    resources = parser.add_argument_group("resources")
+    _add_resources(parser.add_argument_group("resources"))
+    _add_address(parser.add_argument_group("at an address"))
+    parser.add_argument(
+        "--exit-with-parent", action="store_true", help="end when whoever started this has ended"
+    )
+    add_log_level_option(parser)
+
+
+def _add_resources(resources: argparse._ArgumentGroup) -> None:
     resources.add_argument(
         "--kv-memory-gb",
         type=float,
@@ -63,7 +73,9 @@ def add_r_worker(commands: Any) -> None:
         metavar="N",
         help="run on the CPUs of this NUMA node only; auto: the job's ranks take turns",
     )
-    address = parser.add_argument_group("at an address")
+
+
+def _add_address(address: argparse._ArgumentGroup) -> None:
     address.add_argument(
         "--bind", metavar="ADDRESS", help="tcp://HOST:PORT; off loopback a key is needed too"
     )
@@ -85,8 +97,8 @@ def add_r_worker(commands: Any) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="when the S-worker is lost, which may be the network's doing, listen for it so long, "
-        "without its cache (default: 60)",
+        help="when the S-worker is lost, which may be the network's doing, listen for it so "
+        "long, without its cache (default: 60)",
     )
     address.add_argument(
         "--model-hash", metavar="HASH", help="serve S-workers that run this model only"
@@ -100,32 +112,26 @@ def add_r_worker(commands: Any) -> None:
         metavar="FILE",
         help="write a new key to this file, and do nothing else",
     )
-    parser.add_argument(
-        "--exit-with-parent", action="store_true", help="end when whoever started this has ended"
-    )
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
-    )
 
 
 def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but
     the first serves, and doesn't return. With ``--tp 2`` the second mirrors the
     first."""
-    if args.kv_placement == "gpu" and (mpi_job.launched_size() or 1) > 1:
+    if args.kv_placement == "gpu" and (launcher.launched_size() or 1) > 1:
         raise ConfigError(
             "--kv-placement gpu has no R-workers for the other ranks to be: start it without a "
             "launcher"
         )
-    if args.tp > 1 and mpi_job.launched_size() is not None and 0 < mpi_job.join().rank < args.tp:
+    if args.tp > 1 and launcher.launched_size() is not None and 0 < joining.join().rank < args.tp:
         _mirror_rank_0(args.model, engine_options)
     if (
-        mpi_job.launched_size() is None
+        launcher.launched_size() is None
         or args.transport not in ("auto", "mpi")
         or args.r_worker_addresses
     ):
         return
-    job = mpi_job.join()
+    job = joining.join()
     if job.rank != mpi_job.S_RANK:
         from rworker.host import serve_rank
 
@@ -133,12 +139,12 @@ def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) ->
 
 
 def _mirror_rank_0(model: str, engine_options: dict[str, Any]) -> NoReturn:
-    from fastdecode.core.config import EngineConfig
+    from fastdecode.core.config.engine import EngineConfig
     from fastdecode.engine.setup.ranks import mirror_rank_0
 
-    mpi_job.let_rank_0_stop()
+    launcher.let_rank_0_stop()
     mirror_rank_0(EngineConfig.of(model, **engine_options))
-    mpi_job.leave(0)
+    leaving.leave(0)
 
 
 def _r_worker(args: argparse.Namespace) -> int:
@@ -156,7 +162,7 @@ def _r_worker(args: argparse.Namespace) -> int:
         if args.key is not None or args.keep_serving or args.model_hash is not None:
             raise ConfigError("--key, --model-hash and --keep-serving belong to --bind")
         serve_rank(
-            mpi_job.join(),
+            joining.join(),
             kv_memory_gb=args.kv_memory_gb,
             num_threads=args.threads,
             num_sharing_cpus=num_sharing,

@@ -22,6 +22,7 @@ from fastdecode.cli.options import (
     EXIT_WORKERS_LOST,
     add_engine_options,
     add_exit_code_option,
+    add_log_level_option,
     add_sampling_options,
     check_options,
     engine_options,
@@ -29,12 +30,12 @@ from fastdecode.cli.options import (
     tell,
 )
 from fastdecode.cli.r_worker import serve_if_r_rank
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_paths, write_json
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.stopping import Stopping, asked_by_signals, stop_signals
-from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi import leaving
 
 if TYPE_CHECKING:
     from fastdecode.jobs.job import BatchJob, JobResult
@@ -58,9 +59,7 @@ def add_run_batch(commands: Any) -> None:
     add_engine_options(parser)
     add_sampling_options(parser)
     add_exit_code_option(parser)
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
-    )
+    add_log_level_option(parser)
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
@@ -164,7 +163,7 @@ def _run(
     from fastdecode.measure.summary import summarise
 
     stopping = Stopping(args.grace_s)
-    mpi_job.before_leaving_stuck(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
+    leaving.before_leaving_stuck(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
     with (
         open_trace(args.trace) as trace,
         LLM(args.model, progress=tell, trace=trace, **engine_options(args)) as llm,

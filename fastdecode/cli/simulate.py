@@ -10,8 +10,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from fastdecode.cli.options import add_log_level_option
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.options import COLD_STARTS, MODES, Mode, ScheduleOptions
 
@@ -46,38 +47,13 @@ def add_simulate(commands: Any) -> None:
         metavar="FILE",
         help="draw load and latency over steps (.svg, .png, .pdf)",
     )
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
-    )
+    add_log_level_option(parser)
     _add_hardware(parser.add_argument_group("hardware"))
     _add_schedule(parser.add_argument_group("schedule"))
 
 
 def _add_hardware(group: Any) -> None:
-    group.add_argument(
-        "--s-time",
-        default="0.02",
-        metavar="T",
-        help="seconds of the S-part of a lane's step: a number, or a table over its tokens like "
-        "1:0.010,256:0.016 (default: %(default)s)",
-    )
-    group.add_argument(
-        "--r-time",
-        action="append",
-        metavar="R",
-        help="seconds of the R-part for each cached token, or a table over cached tokens; once for "
-        "all R-workers, or once for each (default: 1e-6)",
-    )
-    group.add_argument(
-        "--link-time",
-        type=float,
-        default=0.0,
-        metavar="L",
-        help=(
-            "seconds that a lane's step spends on the way between S-worker and R-workers "
-            "(default: 0)"
-        ),
-    )
+    _add_times(group)
     group.add_argument(
         "--r-workers", type=int, default=1, metavar="P", help="R-workers (default: %(default)s)"
     )
@@ -108,65 +84,59 @@ def _add_hardware(group: Any) -> None:
     )
 
 
+def _add_times(group: Any) -> None:
+    group.add_argument(
+        "--s-time",
+        default="0.02",
+        metavar="T",
+        help="seconds of the S-part of a lane's step: a number, or a table over its tokens like "
+        "1:0.010,256:0.016 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--r-time",
+        action="append",
+        metavar="R",
+        help="seconds of the R-part for each cached token, or a table over cached tokens; once "
+        "for all R-workers, or once for each (default: 1e-6)",
+    )
+    group.add_argument(
+        "--link-time",
+        type=float,
+        default=0.0,
+        metavar="L",
+        help=(
+            "seconds that a lane's step spends on the way between S-worker and R-workers "
+            "(default: 0)"
+        ),
+    )
+
+
+_LIMITS: Final[tuple[tuple[str, type, int | None, str, str], ...]] = (
+    ("--max-num-sequences", int, ScheduleOptions.max_num_sequences, "B",
+     "most sequences that run at once"),
+    ("--prefill-chunk", int, ScheduleOptions.prefill_chunk, "N",
+     "most prompt tokens of one sequence in a step"),
+    ("--max-step-tokens", int, None, "N",
+     "most tokens of a lane's step; default: B + 2048, or B + a chunk"),
+    ("--load-limit", int, None, "W",
+     "W_lim in tokens; default: the load whose R-part takes as long as the S-part"),
+    ("--target-length", int, None, "S",
+     "tokens generated, for fixed intervals; default: the trace's mean"),
+    ("--interval", int, None, "F",
+     "for fixed intervals, in steps; default: S/16, or S/B if that is longer"),
+    ("--length-quantile", float, None, "Q",
+     "reserve blocks by this quantile of lengths; default: for max_tokens"),
+)  # fmt: skip
+
+
 def _add_schedule(group: Any) -> None:
-    default = ScheduleOptions()
     group.add_argument(
         "--schedule",
         default=",".join(MODES),
         metavar="MODES",
         help="to compare (default: %(default)s)",
     )
-    for flag, kind, value, metavar, text in (
-        (
-            "--max-num-sequences",
-            int,
-            default.max_num_sequences,
-            "B",
-            "most sequences that run at once",
-        ),
-        (
-            "--prefill-chunk",
-            int,
-            default.prefill_chunk,
-            "N",
-            "most prompt tokens of one sequence in a step",
-        ),
-        (
-            "--max-step-tokens",
-            int,
-            None,
-            "N",
-            "most tokens of a lane's step; default: B + 2048, or B + a chunk",
-        ),
-        (
-            "--load-limit",
-            int,
-            None,
-            "W",
-            "W_lim in tokens; default: the load whose R-part takes as long as the S-part",
-        ),
-        (
-            "--target-length",
-            int,
-            None,
-            "S",
-            "tokens generated, for fixed intervals; default: the trace's mean",
-        ),
-        (
-            "--interval",
-            int,
-            None,
-            "F",
-            "for fixed intervals, in steps; default: S/16, or S/B if that is longer",
-        ),
-        (
-            "--length-quantile",
-            float,
-            None,
-            "Q",
-            "reserve blocks by this quantile of lengths; default: for max_tokens",
-        ),
-    ):
+    for flag, kind, value, metavar, text in _LIMITS:
         shown = "" if value is None else " (default: %(default)s)"
         group.add_argument(flag, type=kind, default=value, metavar=metavar, help=text + shown)
     group.add_argument(
@@ -177,7 +147,7 @@ def _add_schedule(group: Any) -> None:
     )
     group.add_argument(
         "--cold-start",
-        default=default.cold_start,
+        default=ScheduleOptions.cold_start,
         choices=COLD_STARTS,
         help="of stabilized (default: %(default)s)",
     )

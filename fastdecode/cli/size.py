@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastdecode.cli.options import add_log_level_option
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ def add_size(commands: Any) -> None:
         "measured.",
     )
     parser.set_defaults(run=run_size)
+    _add_workload(parser)
+    _add_hardware(parser)
+    _add_goal(parser)
+    _add_output(parser)
+    add_log_level_option(parser)
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to run")
     what.add_argument(
         "--model",
@@ -59,8 +68,9 @@ def add_size(commands: Any) -> None:
         metavar="F",
         help="steps between starts (default: 1)",
     )
-    _add_hardware(parser)
-    _add_goal(parser)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print the plan as JSON")
     out.add_argument(
@@ -79,9 +89,6 @@ def add_size(commands: Any) -> None:
         type=Path,
         metavar="DIR",
         help="write launch files for the plan: hostfile, mpirun, sbatch",
-    )
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
     )
 
 

@@ -1,5 +1,6 @@
 """Small files that people or other programs wrote: read whole and bounded,
-written whole or not at all."""
+written whole or not at all. A name may stand for a pipe or a device that never
+ends, and a file may be of any size."""
 
 from __future__ import annotations
 
@@ -24,14 +25,17 @@ def read_bytes(path: Path, *, most_bytes: int, refuse: Refuse) -> bytes:
             regular file, or is too large.
     """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise refuse("can't read it: it is not a file")
-        if found.st_size > most_bytes:
-            raise refuse(f"it has {found.st_size} bytes, and {most_bytes} are the most")
-        return path.read_bytes()
+        # Without O_NONBLOCK, opening a pipe waits for somebody to write to it.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise refuse("can't read it: it is not a file")
+            data = file.read(most_bytes + 1)
     except OSError as error:
         raise refuse(f"can't read it: {error.strerror or error}") from None
+    if len(data) > most_bytes:
+        raise refuse(f"it has more than {most_bytes} bytes, which can't be right")
+    return data
 
 
 def read_object(

@@ -5,7 +5,7 @@ A request's life: ``submit`` → waiting → room opened on its holders
 (``OpenSequence`` or ``ForkSequence``) → its prompt run in one or more chunks →
 one token drawn a step → finished, its blocks freed (``CloseSequence``), its
 output returned by ``step``. What comes next is decided by
-``fastdecode.schedule.lifecycle``, which is told what happens; nothing here
+``fastdecode.schedule.life.lifecycle``, which is told what happens; nothing here
 knows how a step is scheduled, what a layer computes, or where an R-worker runs.
 
 When an R-worker is lost, its sequences start again elsewhere, and what was
@@ -41,9 +41,9 @@ from fastdecode.engine.reservations import event_for, message_for
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import LaneStep, Pipeline
-from fastdecode.schedule import events
 from fastdecode.schedule.lanes import LaneControl
-from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.life import events
+from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, RequestError, WorkerError

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
-from fastdecode.schedule.events import Joined
-from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.life.events import Joined
+from fastdecode.schedule.life.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from fastdecode.engine.fleet.workers import Newcomers

@@ -17,7 +17,7 @@ from fastdecode.core.sequence import (
     TokenLogprob,
 )
 from fastdecode.engine.stats import EngineStats
-from fastdecode.schedule.events import Drawn
+from fastdecode.schedule.life.events import Drawn
 from fastdecode.text.codec import SequenceText, TextCodec
 from sworker.sampler import NON_FINITE, SampledToken, SamplingState
 

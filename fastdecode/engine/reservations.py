@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fastdecode.core.holders import PartId
-from fastdecode.schedule import events
-from fastdecode.schedule.events import Close, Extend, Fork, Open
+from fastdecode.schedule.life import events
+from fastdecode.schedule.life.events import Close, Extend, Fork, Open
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
-from fastdecode.core.config import EngineConfig
-from fastdecode.core.machine import this_machine
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.host.machine import this_machine
 from fastdecode.core.measurement import ModelShape, Point, SProfile, Timing
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.setup.launch import RunningEngine
@@ -60,8 +60,8 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
         f"{effort.repeats} repeats"
     )
     s_worker = make_s_worker(spec, model, resolved)
-    of_s = () if resolved.prompts_on_r else effort.prompts
-    times = measure_s_part(s_worker, effort.batches, of_s, repeats=effort.repeats)
+    prompts = () if resolved.prompts_on_r else effort.prompts
+    times = measure_s_part(s_worker, effort.batches, prompts, repeats=effort.repeats)
     del s_worker, model
     tell(
         "whole steps in the engine"

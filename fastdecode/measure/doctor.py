@@ -12,7 +12,7 @@ from typing import Final, Literal
 from cost_model.quantities import seconds_text
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.host import HostFacts
+from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.measure import RConnection, measure_link

@@ -1,5 +1,5 @@
 """Continuous batching under a policy: the scheduler that all of
-``fastdecode.schedule.admission`` shares.
+``fastdecode.schedule.admission.policies`` shares.
 
 What holds under every policy:
 
@@ -32,8 +32,8 @@ from collections.abc import Callable, Iterable
 
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Sequence
+from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.load_control import MicroBatch
 from fastdecode.schedule.outgrown import Outgrown
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.plan import Chunk, Plan, Start, Suspend
@@ -106,7 +106,7 @@ class ContinuousScheduler:
         for sequence in arrived:
             self.ledger.check_possible(sequence.max_cached_tokens)
             self.lanes[0].admission.check_possible(
-                self.ledger.part_sizes(sequence.max_cached_tokens)
+                self.ledger.shape.sizes(sequence.max_cached_tokens)
             )
         self._waiting.extend(arrived)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastdecode.schedule.admission import Admission, FixedF, Greedy, Synchronized
+from fastdecode.schedule.admission.policies import Admission, FixedF, Greedy, Synchronized
+from fastdecode.schedule.admission.stabilized import Stabilized
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor, LongestLengths
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.prefill import PrefillBudget
 from fastdecode.schedule.running import Lane
-from fastdecode.schedule.stabilized import Stabilized
 from fastdecode.schedule.times import StepTimes, balanced_loads
 
 __all__ = ["ScheduleOptions", "make_scheduler"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fastdecode.core.errors import ConfigError, Given
-from fastdecode.schedule.load_control import FixedInterval
+from fastdecode.schedule.admission.load_control import FixedInterval
 
 Mode = Literal["stabilized", "fixed-f", "greedy", "synchronized"]
 ColdStartMode = Literal["headroom", "none"]

@@ -11,8 +11,8 @@ Where forecasts are upper bounds, nobody is suspended.
 from __future__ import annotations
 
 from fastdecode.core.holders import Part
+from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.load_control import MicroBatch
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.plan import Grow
 from fastdecode.schedule.running import Lane, Run, arrival, cached_at_end
@@ -85,7 +85,8 @@ class Outgrown:
     def _grow(self, run: Run, part: Part) -> int:
         """What it has room for from now on; 0 if there is no more."""
         sequence = run.sequence
-        next_block = self._ledger.block_size * self._ledger.blocks_for(sequence.num_cached + 1)
+        shape = self._ledger.shape
+        next_block = shape.block_size * shape.blocks_for(sequence.num_cached + 1)
         safe = cached_at_end(sequence, self._lengths.safe(sequence))
         for num_tokens in (safe, min(next_block, sequence.max_cached_tokens)):
             if self._ledger.grow(part, num_tokens):

@@ -11,11 +11,57 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Final
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId, Part, Residence
 
 _NOTHING: Mapping[HolderId, int] = {}
+
+
+@dataclass(frozen=True)
+class PartShape:
+    """How sequences lie on holders: in blocks and, where they are long, in parts."""
+
+    block_size: int
+    """Tokens in a block."""
+    part_tokens: int | None = None
+    """Of every part but a sequence's last; a multiple of ``block_size``. None:
+    every sequence is whole."""
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence of ``num_tokens`` cached tokens fills; a
+        sequence always takes one."""
+        return max(1, -(-num_tokens // self.block_size))
+
+    def sizes(self, num_tokens: int) -> tuple[int, ...]:
+        """Tokens of each part of a sequence of ``num_tokens``; a whole sequence is a part."""
+        if self.part_tokens is None or num_tokens <= self.part_tokens:
+            return (num_tokens,)
+        num_full, rest = divmod(num_tokens, self.part_tokens)
+        return (self.part_tokens,) * num_full + ((rest,) if rest else ())
+
+    def most_blocks(self, capacities: Seq[int]) -> int:
+        """Of the longest sequence that empty holders hold: as many full parts
+        as there is room for, and a last one in the largest room that these
+        leave.
+
+        Args:
+            capacities: blocks of each holder.
+        """
+        if self.part_tokens is None:
+            return max(capacities, default=0)
+        full = self.part_tokens // self.block_size
+        rests = (c % full for c in capacities)
+        return sum(c // full for c in capacities) * full + max(rests, default=0)
+
+    def most_parts(self, capacities: Seq[int], max_closed_parts: int) -> int:
+        """Of any sequence: as many closed ones as holders may have, and a last one."""
+        if self.part_tokens is None:
+            return 1
+        full = self.part_tokens // self.block_size
+        return sum(min(c // full, max_closed_parts) for c in capacities) + 1
 
 
 class BlockLedger:
@@ -40,8 +86,7 @@ class BlockLedger:
     ) -> None:
         assert blocks and min(blocks) >= 0 and block_size > 0
         assert part_tokens is None or (part_tokens > 0 and part_tokens % block_size == 0)
-        self.block_size = block_size
-        self.part_tokens = part_tokens
+        self.shape: Final = PartShape(block_size, part_tokens)
         self._capacity = list(blocks)
         self._free = list(blocks)
         self._max_closed_parts = max_closed_parts
@@ -58,77 +103,51 @@ class BlockLedger:
         self._lost.remove(holder)
         self._free[holder] = self._capacity[holder] = num_blocks
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of ``num_tokens`` cached tokens fills; a
-        sequence always takes one."""
-        return max(1, -(-num_tokens // self.block_size))
-
-    def part_sizes(self, num_tokens: int) -> tuple[int, ...]:
-        """Tokens of each part of a sequence of ``num_tokens``; a whole sequence is a part."""
-        if self.part_tokens is None or num_tokens <= self.part_tokens:
-            return (num_tokens,)
-        num_full, rest = divmod(num_tokens, self.part_tokens)
-        return (self.part_tokens,) * num_full + ((rest,) if rest else ())
-
     def is_possible(self, num_tokens: int) -> bool:
         """Whether holders, were they empty, could hold a sequence of ``num_tokens`` tokens."""
-        return (
-            self.blocks_for(num_tokens) <= self._most_blocks
-            and len(self.part_sizes(num_tokens)) <= self._most_parts
-        )
+        try:
+            self.check_possible(num_tokens)
+        except CapacityError:
+            return False
+        return True
 
     def check_possible(self, num_tokens: int) -> None:
         """Raises CapacityError unless ``is_possible``."""
-        if self.blocks_for(num_tokens) > self._most_blocks:
-            most = self._most_blocks
-            if self.part_tokens is None:
+        shape = self.shape
+        most = shape.most_blocks(self._present)
+        if shape.blocks_for(num_tokens) > most:
+            if shape.part_tokens is None:
                 who = "the largest R-worker has"
                 more = (
                     "or let several hold parts of it (--split-tokens; not with --r-partition heads)"
                 )
             else:
-                who = f"in parts of {self.part_tokens} tokens R-workers together have room for"
+                who = f"in parts of {shape.part_tokens} tokens R-workers together have room for"
                 more = "or take smaller parts (--split-tokens)"
             raise CapacityError(
                 f"the prompt and max_tokens may fill {num_tokens} cached tokens "
-                f"({self.blocks_for(num_tokens)} KV blocks), but {who} {most} blocks "
-                f"({most * self.block_size} tokens): shorten one of the two, give R-workers more "
-                f"memory (--kv-memory-gb), {more}"
+                f"({shape.blocks_for(num_tokens)} KV blocks), but {who} {most} blocks "
+                f"({most * shape.block_size} tokens): shorten one of the two, give R-workers "
+                f"more memory (--kv-memory-gb), {more}"
             )
-        sizes = self.part_sizes(num_tokens)
-        if len(sizes) > self._most_parts:
+        sizes = shape.sizes(num_tokens)
+        most_parts = shape.most_parts(self._present, self._max_closed_parts)
+        if len(sizes) > most_parts:
             raise CapacityError(
                 f"the sequence may grow to {num_tokens} cached tokens, {len(sizes)} parts of "
-                f"{sizes[0]}, but its queries can go to {self._most_parts} parts at most: lower "
+                f"{sizes[0]}, but its queries can go to {most_parts} parts at most: lower "
                 "max_tokens, or let parts be longer (--split-tokens)",
                 code="too_many_parts",
             )
 
     @property
-    def _most_blocks(self) -> int:
-        """Of the longest sequence that empty holders hold: as many full parts
-        as there is room for, and a last one in the largest room that these
-        leave."""
-        capacities = [c for h, c in enumerate(self._capacity) if h not in self._lost]
-        if self.part_tokens is None:
-            return max(capacities, default=0)
-        full = self.part_tokens // self.block_size
-        return sum(c // full for c in capacities) * full + max(
-            (c % full for c in capacities), default=0
-        )
-
-    @property
-    def _most_parts(self) -> int:
-        """Of any sequence: as many closed ones as holders may have, and a last one."""
-        if self.part_tokens is None:
-            return 1
-        full = self.part_tokens // self.block_size
-        present = (c for h, c in enumerate(self._capacity) if h not in self._lost)
-        return sum(min(c // full, self._max_closed_parts) for c in present) + 1
+    def _present(self) -> list[int]:
+        """Capacities of the holders that aren't lost."""
+        return [blocks for h, blocks in enumerate(self._capacity) if h not in self._lost]
 
     def capacity_tokens(self, holder: HolderId) -> int:
         """What the holder has room for when it is empty."""
-        return self._capacity[holder] * self.block_size
+        return self._capacity[holder] * self.shape.block_size
 
     def free_blocks(self, holder: HolderId) -> int:
         return self._free[holder]
@@ -139,7 +158,7 @@ class BlockLedger:
         """Those that have room for ``num_tokens`` now, and could hold
         ``may_grow_to`` if they were empty; those with most free blocks first.
         ``taken``: holder → blocks that are as good as reserved."""
-        blocks, most = self.blocks_for(num_tokens), self.blocks_for(may_grow_to)
+        blocks, most = self.shape.blocks_for(num_tokens), self.shape.blocks_for(may_grow_to)
         present = (HolderId(h) for h in range(len(self._free)) if h not in self._lost)
         free = {h: self._free[h] - taken.get(h, 0) for h in present}
         fitting = (h for h in free if free[h] >= blocks and self._capacity[h] >= most)
@@ -165,7 +184,7 @@ class BlockLedger:
         part = len(placed)
         taken: Counter[HolderId] = Counter()
         for holder, num_tokens in zip(placed, sizes, strict=False):
-            taken[holder] += self.blocks_for(num_tokens)
+            taken[holder] += self.shape.blocks_for(num_tokens)
         fitting = self.holders_with_room(sizes[part], may_grow_to[part], taken)
         if part < len(sizes) - 1:
             fitting = [
@@ -183,7 +202,7 @@ class BlockLedger:
 
     def grow(self, part: Part, num_tokens: int) -> bool:
         """Enlarge a part to so many tokens, if there is room; says whether there was."""
-        blocks = self.blocks_for(num_tokens) - self.blocks_for(part.num_tokens)
+        blocks = self.shape.blocks_for(num_tokens) - self.shape.blocks_for(part.num_tokens)
         if blocks > self._free[part.holder]:
             return False
         self._free[part.holder] -= blocks
@@ -201,13 +220,13 @@ class BlockLedger:
         free, closed = list(self._capacity), [0] * len(self._capacity)
         for residence in residences:
             for part in residence.parts:
-                free[part.holder] -= self.blocks_for(part.num_tokens)
+                free[part.holder] -= self.shape.blocks_for(part.num_tokens)
             for part in residence.parts[:-1]:
                 closed[part.holder] += 1
         assert free == self._free and closed == self._closed_parts, "the ledger is wrong"
 
     def _hold(self, residence: Residence, sign: int) -> None:
         for part in residence.parts:
-            self._free[part.holder] -= sign * self.blocks_for(part.num_tokens)
+            self._free[part.holder] -= sign * self.shape.blocks_for(part.num_tokens)
         for part in residence.parts[:-1]:
             self._closed_parts[part.holder] += sign

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from fastdecode.core.holders import HolderId, Residence
 from fastdecode.core.sequence import Sequence
-from fastdecode.schedule.admission import Admission
-from fastdecode.schedule.load_control import MicroBatch
+from fastdecode.schedule.admission.load_control import MicroBatch
+from fastdecode.schedule.admission.policies import Admission
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.prefill import PrefillBudget
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from fastdecode.core.holders import HolderId, PartId, new_residence
 from fastdecode.core.sequence import Sequence
+from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.load_control import MicroBatch
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.plan import Start
 from fastdecode.schedule.running import Lane, Run, cached_at_end
@@ -118,12 +118,12 @@ class Starts:
         num_shared: int = 0,
     ) -> Wish:
         most = sequence.max_cached_tokens
-        may_grow_to = self._ledger.part_sizes(most)
+        may_grow_to = self._ledger.shape.sizes(most)
         reserve = most
         if len(may_grow_to) == 1 and not recompute:
             reserve = cached_at_end(sequence, self._lengths.safe(sequence))
         return Wish(
-            sequence, self._ledger.part_sizes(reserve), may_grow_to, ahead, parent, num_shared
+            sequence, self._ledger.shape.sizes(reserve), may_grow_to, ahead, parent, num_shared
         )
 
     def _meet(self, lane: Lane, wish: Wish) -> Candidate | None:

@@ -89,17 +89,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Annotated, Any, ClassVar, Final, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, ProtocolError
-from fastdecode.core.host import HostFacts
+from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from fastdecode.core.words import make_printable
+from fastdecode.wire.traits import (
+    ANYBODY,
+    OWNERS,
+    Asking,
+    ForHolder,
+    Role,
+    Worded,
+    check_same,
+)
 
 PROTOCOL_VERSION = 3
 
@@ -122,30 +130,8 @@ MAX_THREADS: Final = 4096
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 
 
-class Role(Enum):
-    """What a peer of an R-worker is."""
-
-    S_WORKER = "S-worker"
-    NEIGHBOUR = "neighbour"
-    READER = "reader"
-
-
-_ANYBODY: Final = frozenset(Role)
-_OWNERS: Final = frozenset({Role.S_WORKER, Role.NEIGHBOUR})
-_S_WORKERS: Final = frozenset({Role.S_WORKER})
-
-AnyT = TypeVar("AnyT")
-
-
-class _Worded:
-    """An R-worker's own words are in it: whoever builds or receives it may log them."""
-
-    def __post_init__(self) -> None:
-        make_printable(self)
-
-
 @dataclass(frozen=True)
-class Welcome(_Worded):
+class Welcome(Worded):
     worker: str
     num_blocks: int
     block_size: int
@@ -153,7 +139,7 @@ class Welcome(_Worded):
 
 
 @dataclass(frozen=True)
-class Report(_Worded):
+class Report(Worded):
     worker: str
     protocol_version: int
     host: HostFacts
@@ -170,7 +156,7 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Refused(_Worded):
+class Refused(Worded):
     sequence_id: int
     code: str
     """``out_of_capacity``: there is no room now; ``exceeds_capacity``: there
@@ -190,81 +176,30 @@ class AttendResult:
     """Seconds spent appending and attending, waiting excluded."""
 
 
-Answer: TypeAlias = "Welcome | Report | Accepted | Refused | AttendResult"
+Answer: TypeAlias = Welcome | Report | Accepted | Refused | AttendResult
 """What is said because somebody asked."""
 
 
 @dataclass(frozen=True)
-class Failed(_Worded):
+class Failed(Worded):
     worker: str
     code: str
     message: str
 
 
-class Asking:
-    """Traits of a message to an R-worker, beside what it says."""
-
-    answers: ClassVar[tuple[type[Any], ...]] = ()
-    """The kinds of answer that it gets, one of them and one each time; none: it isn't answered."""
-    said_by: ClassVar[frozenset[Role]] = _S_WORKERS
-
-    def for_holder(self: AnyT, holder: int) -> AnyT:
-        """The same, naming the holder that it is for, if it is for one."""
-        return self
-
-    def part(self: AnyT, share: HeadShare) -> AnyT:
-        """What one of several R-workers is told that share out the heads: all
-        of it, or its heads' arrays."""
-        return self
-
-    def join(self, answers: Sequence[Answer]) -> Answer:
-        """The answer of R-workers that share out the heads, from each one's, in
-        the order of heads.
-
-        Raises:
-            ProtocolError: their answers don't belong together.
-        """
-        if any(answer != answers[0] for answer in answers):
-            raise ProtocolError(f"answers to {type(self).__name__} differ: {answers}")
-        return answers[0]
-
-    def undo(self) -> ToRWorker | None:
-        """What those are told that accepted it when others refused; None: what
-        was accepted may stay."""
-        return None
-
-
-def _same(asked: Asking, values: Sequence[AnyT]) -> AnyT:
-    """What several R-workers have said, if all have said the same."""
-    if any(value != values[0] for value in values):
-        raise ProtocolError(
-            f"each answers {type(asked).__name__} with something else: {list(values)}"
-        )
-    return values[0]
-
-
-class _ForHolder(Asking):
-    """About one holder's cache."""
-
-    said_by = _OWNERS
-
-    def for_holder(self: AnyT, holder: int) -> AnyT:
-        return cast(AnyT, replace(cast(Any, self), holder=holder))
-
-
-class _Reserving(_ForHolder):
+class _Reserving(ForHolder):
     """Whoever asks for room is told whether there is some."""
 
     answers = (Accepted, Refused)
 
-    def join(self, answers: Sequence[Answer]) -> Answer:
-        told = cast("Sequence[Accepted | Refused]", answers)
-        _same(self, [answer.sequence_id for answer in told])
+    def join(self, answers: Sequence[Any]) -> Accepted | Refused:
+        told: Sequence[Accepted | Refused] = answers
+        check_same(self, [answer.sequence_id for answer in told])
         return next((answer for answer in told if isinstance(answer, Refused)), told[0])
 
 
 @dataclass(frozen=True)
-class Hello(_ForHolder):
+class Hello(ForHolder):
     protocol_version: int
     model_hash: str
     kv: KVSpec
@@ -286,7 +221,7 @@ class Hello(_ForHolder):
             raise ConfigError(
                 f"activation_dtype={self.activation_dtype.value!r}: q, k, v and o travel as floats"
             )
-        if self.role not in _OWNERS:
+        if self.role not in OWNERS:
             raise ConfigError(f"a {self.role.value} keeps no cache: it says Inspect, not Hello")
 
     def check(self, welcome: Welcome) -> None:
@@ -313,8 +248,9 @@ class Hello(_ForHolder):
         kv = replace(self.kv, num_kv_heads=share.num_kv_heads)
         return replace(self, kv=kv, attention=tuple(share.of(spec) for spec in self.attention))
 
-    def join(self, answers: Sequence[Answer]) -> Welcome:
-        return min(cast("Sequence[Welcome]", answers), key=lambda welcome: welcome.num_blocks)
+    def join(self, answers: Sequence[Any]) -> Welcome:
+        welcomes: Sequence[Welcome] = answers
+        return min(welcomes, key=lambda welcome: welcome.num_blocks)
 
 
 @dataclass(frozen=True)
@@ -354,13 +290,13 @@ class ExtendSequence(_Reserving):
 
 
 @dataclass(frozen=True)
-class CloseSequence(_ForHolder):
+class CloseSequence(ForHolder):
     sequence_id: int
     holder: int = THE_ONLY
 
 
 @dataclass(frozen=True, eq=False)
-class BeginStep(_ForHolder):
+class BeginStep(ForHolder):
     step: int
     lane: int
     sequence_ids: Annotated[NDArray[np.int64], "N"]
@@ -380,7 +316,7 @@ class BeginStep(_ForHolder):
 
 
 @dataclass(frozen=True, eq=False)
-class Attend(_ForHolder):
+class Attend(ForHolder):
     step: int
     lane: int
     layer: int
@@ -398,9 +334,9 @@ class Attend(_ForHolder):
         v = np.ascontiguousarray(self.v[:, share.kv])
         return replace(self, q=q, k=k, v=v)
 
-    def join(self, answers: Sequence[Answer]) -> AttendResult:
-        results = cast("Sequence[AttendResult]", answers)
-        _same(self, [(x.step, x.lane, x.layer, x.o.shape[0], x.lse is None) for x in results])
+    def join(self, answers: Sequence[Any]) -> AttendResult:
+        results: Sequence[AttendResult] = answers
+        check_same(self, [(x.step, x.lane, x.layer, x.o.shape[0], x.lse is None) for x in results])
         o = np.concatenate([result.o for result in results], axis=1)
         logs = [result.lse for result in results if result.lse is not None]
         lse = np.concatenate(logs, axis=1) if logs else None
@@ -411,12 +347,12 @@ class Attend(_ForHolder):
 @dataclass(frozen=True)
 class Inspect(Asking):
     answers = (Report,)
-    said_by = _ANYBODY
+    said_by = ANYBODY
 
 
 @dataclass(frozen=True)
 class Shutdown(Asking):
-    said_by = _ANYBODY
+    said_by = ANYBODY
 
 
 ToRWorker: TypeAlias = (
@@ -434,7 +370,7 @@ Greeting: TypeAlias = Hello | Inspect
 """What a peer may begin with."""
 Unasked: TypeAlias = Failed
 """What an R-worker may say without having been asked."""
-FromRWorker: TypeAlias = Welcome | Report | Accepted | Refused | AttendResult | Unasked
+FromRWorker: TypeAlias = Answer | Unasked
 Message: TypeAlias = ToRWorker | FromRWorker
 
 OPCODES: Mapping[type[Message], int] = {

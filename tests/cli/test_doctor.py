@@ -12,7 +12,7 @@ import pytest
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
 
 from fastdecode.cli.main import main
-from fastdecode.core.host import HostFacts, this_host
+from fastdecode.core.host.facts import HostFacts, this_host
 from fastdecode.measure.doctor import LinkFacts, WorkerFacts, judge
 from fastdecode.wire.messages import PROTOCOL_VERSION, Report
 

@@ -9,7 +9,7 @@ import pytest
 
 from fastdecode.cli.errors import as_typed
 from fastdecode.cli.main import main
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given
 
 PARAMETERS = {

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 import fastdecode
-from fastdecode.core.machine import default_kv_bytes, free_memory_bytes
+from fastdecode.core.host.machine import default_kv_bytes, free_memory_bytes
 from rworker.attention import AttentionExecutor
 
 MB = 1 << 20

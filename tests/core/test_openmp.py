@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from fastdecode.core.openmp import bound_spinning, spins_on
+from fastdecode.core.host.openmp import bound_spinning, spins_on
 
 
 def test_bounds_both_runtimes() -> None:

@@ -13,7 +13,7 @@ from cost_model.simulate.report import as_json, as_text, summarise
 from cost_model.simulate.simulator import Outcome, Simulator
 from cost_model.simulate.tables import Table, TabledTimes
 from cost_model.simulate.trace import ArrivalUnit, Trace, TracedRequest
-from fastdecode.schedule.load_control import FixedInterval
+from fastdecode.schedule.admission.load_control import FixedInterval
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES, ScheduleOptions
 

@@ -24,8 +24,8 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
-from fastdecode.schedule.lifecycle import Lifecycle
-from fastdecode.schedule.lives import Status
+from fastdecode.schedule.life.lifecycle import Lifecycle
+from fastdecode.schedule.life.lives import Status
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.text.codec import TextCodec

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import PromptRequest
 from fastdecode.engine.setup.launch import RunningEngine

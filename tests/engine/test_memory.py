@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.engine.setup.memory import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastdecode import LLM
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS

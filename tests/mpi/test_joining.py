@@ -47,7 +47,7 @@ def test_a_rank_with_a_bad_command_keeps_nobody_waiting(
 MEET = """
 import os, signal, sys
 from pathlib import Path
-from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi import joining
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 trouble = sys.argv[1] if rank == "1" else ""
 if trouble == "ends":
@@ -57,7 +57,7 @@ if trouble == "unreachable":
 Path(os.environ["TMPDIR"], rank).write_text(str(os.getpid()))
 if trouble == "waits":
     signal.pause()
-mpi_job.join()
+joining.join()
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi import joining, launcher
 
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -28,25 +28,25 @@ PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
     ],
 )
 def test_what_launchers_say_of_the_size(environ: dict[str, str], size: int | None) -> None:
-    assert mpi_job.launched_size(environ) == size
+    assert launcher.launched_size(environ) == size
 
 
 def test_what_launchers_say_of_this_host() -> None:
-    assert mpi_job.local_size({}) == 1
-    assert mpi_job.local_size({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}) == 3
-    assert mpi_job.local_size({"MPI_LOCALNRANKS": "2"}) == 2
+    assert launcher.local_size({}) == 1
+    assert launcher.local_size({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}) == 3
+    assert launcher.local_size({"MPI_LOCALNRANKS": "2"}) == 2
 
 
 def test_without_a_launcher_mpi_is_not_even_loaded() -> None:
     with pytest.raises(ConfigError, match="needs a launcher") as caught:
-        mpi_job.join(environ={})
+        joining.join(environ={})
     assert caught.value.code == "no_mpi_launcher"
 
 
 def test_singletons_are_told_from_a_job() -> None:
-    mpi_job.check_size(4, 4, "Some MPI 1.0")
+    joining.check_size(4, 4, "Some MPI 1.0")
     with pytest.raises(ConfigError, match=r"started 4 ranks, but Some MPI 1.0 sees 1") as caught:
-        mpi_job.check_size(1, 4, "Some MPI 1.0")
+        joining.check_size(1, 4, "Some MPI 1.0")
     assert caught.value.code == "mpi_launcher_mismatch"
     assert "mpirun" in caught.value.message
 
@@ -105,8 +105,8 @@ def test_an_r_worker_may_not_be_the_first_rank() -> None:
 
 CRASH = """
 import sys
-from fastdecode.wire.mpi import job as mpi_job
-job = mpi_job.join()
+from fastdecode.wire.mpi import joining, launcher
+job = joining.join()
 if job.rank == int(sys.argv[1]):
     raise RuntimeError("a mistake")
 from fastdecode.core.errors import WorkerError

@@ -49,25 +49,22 @@ class Memory:
 
 
 def snapshot(store: KVStore) -> dict[str, object]:
-    returned = {"returned": store._returned[: store._num_returned].tolist()}
-    return (
-        returned
-        | {
-            name: value.tolist() if isinstance(value, np.ndarray) else repr(value)
-            for name, value in vars(store).items()
-            if name
-            not in ("_returned", "_tables", "_lengths", "_reserved", "_widths", "_free_rows")
-        }
-        | {
-            f"row {key}": (
-                store._tables[row].tolist(),
-                store._lengths[row].item(),
-                store._reserved[row].item(),
-                store._widths[row].item(),
-            )
-            for key, row in store._row_of.items()
-        }
-    )
+    pool, tables = store.pool, store.tables
+    in_pool = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in vars(pool).items()
+        if name != "_returned"
+    }
+    rows = {
+        f"row {key}": (
+            tables.blocks[row].tolist(),
+            tables.lengths[row].item(),
+            tables.reserved[row].item(),
+            tables.widths[row].item(),
+        )
+        for key, row in tables.row_of.items()
+    }
+    return in_pool | rows | {"free": pool.free.tolist(), "row of": repr(tables.row_of)}
 
 
 def refuses_unchanged(
@@ -176,7 +173,7 @@ class KVStoreMachine(RuleBasedStateMachine):
     @invariant()
     def store_is_sound(self) -> None:
         self.store.check_invariants()
-        assert self.store.num_sequences == len(self.tokens)
+        assert len(self.store.tables.row_of) == len(self.tokens)
 
     @invariant()
     def every_sequence_reads_its_own_tokens(self) -> None:
@@ -185,19 +182,19 @@ class KVStoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def sharing_never_costs_blocks(self) -> None:
-        num_used = NUM_BLOCKS - self.store.num_free_blocks
+        num_used = NUM_BLOCKS - self.store.pool.num_free
         assert num_used <= sum(-(-len(tokens) // BLOCK_SIZE) for tokens in self.tokens.values())
 
     @invariant()
     def promises_are_no_dearer_than_without_sharing(self) -> None:
-        num_held = NUM_BLOCKS - self.store.num_available_blocks
+        num_held = NUM_BLOCKS - self.store.pool.num_available
         assert num_held <= sum(-(-tokens // BLOCK_SIZE) for tokens in self.reserved.values())
 
     def teardown(self) -> None:
         for sequence in list(self.tokens):
             self.store.close(sequence)
         self.store.check_invariants()
-        assert self.store.num_free_blocks == self.store.num_available_blocks == NUM_BLOCKS
+        assert self.store.pool.num_free == self.store.pool.num_available == NUM_BLOCKS
 
 
 KVStoreMachine.TestCase.settings = settings(
@@ -225,14 +222,14 @@ def test_slots_fill_blocks_in_order() -> None:
 def test_open_takes_nothing_but_promises_everything() -> None:
     store = KVStore(4, 4)
     store.open(1, 9)
-    assert (store.num_free_blocks, store.num_available_blocks) == (4, 1)
+    assert (store.pool.num_free, store.pool.num_available) == (4, 1)
     error = refuses_unchanged(store, CapacityError, lambda: store.open(2, 5))
     assert error.code == "out_of_capacity"  # type: ignore[attr-defined]
     assert "room for 5 tokens" in str(error)
     error = refuses_unchanged(store, CapacityError, lambda: store.open(2, 17))
     assert error.code == "exceeds_capacity"  # type: ignore[attr-defined]
     store.open(2, 4)
-    assert store.num_available_blocks == 0
+    assert store.pool.num_available == 0
 
 
 def test_fork_of_a_full_block_costs_nothing() -> None:
@@ -241,13 +238,13 @@ def test_fork_of_a_full_block_costs_nothing() -> None:
     store.append(ids(1), counts(8))
     store.fork(1, 2, 4, 4)
     store.fork(1, 3, 8, 8)
-    assert store.num_available_blocks == 2
+    assert store.pool.num_available == 2
     store.close(1)
-    assert store.num_free_blocks == 2  # both blocks live on in sequence 3
+    assert store.pool.num_free == 2  # both blocks live on in sequence 3
     store.close(3)
-    assert store.num_free_blocks == 3
+    assert store.pool.num_free == 3
     store.close(2)
-    assert store.num_free_blocks == 4
+    assert store.pool.num_free == 4
 
 
 def test_fork_promises_the_copy_of_a_shared_tail() -> None:
@@ -255,7 +252,7 @@ def test_fork_promises_the_copy_of_a_shared_tail() -> None:
     store.open(1, 4)
     store.append(ids(1), counts(2))
     store.fork(1, 2, 2, 4)
-    assert store.num_available_blocks == 0
+    assert store.pool.num_available == 0
     refuses_unchanged(store, CapacityError, lambda: store.fork(1, 3, 2, 4))
     # Both write: one copies, the other is left alone with the old block.
     appended = store.append(ids(2, 1), counts(2, 2))
@@ -270,9 +267,9 @@ def test_closing_the_parent_returns_the_promised_copy() -> None:
     store.open(1, 4)
     store.append(ids(1), counts(4))
     store.fork(1, 2, 3, 4)  # the parent has the whole block, so the child must copy it
-    assert store.num_available_blocks == 1
+    assert store.pool.num_available == 1
     store.close(1)
-    assert store.num_available_blocks == 2  # the child alone is left, and writes in place
+    assert store.pool.num_available == 2  # the child alone is left, and writes in place
     assert store.append(ids(2), counts(1)).copy_sources.size == 0
 
 
@@ -315,11 +312,11 @@ def test_rows_and_tables_grow_and_are_used_again() -> None:
         memory.append(store, {i: [1000 * i + j for j in range(length)]})
     for i in range(0, 200, 2):
         store.close(i)
-    num_rows = store._tables.shape[0]
+    num_rows = len(store.tables.blocks)
     for i in range(200, 300):
         store.open(i, 3)
         memory.append(store, {i: [1000 * i, 1000 * i + 1, 1000 * i + 2]})
-    assert store._tables.shape[0] == num_rows
+    assert len(store.tables.blocks) == num_rows
     for i in range(1, 200, 2):
         assert memory.read(store, i) == [1000 * i + j for j in range(lengths[i])]
     store.check_invariants()
@@ -338,7 +335,9 @@ def test_kv_memory_overhead(mean_tokens: int, num_sequences: int) -> None:
         store.open(i, length)
     store.append(np.arange(num_sequences), lengths.astype(np.int32))
     layout = BlockLayout(kv.num_kv_heads, kv.head_dim, kv.dtype.value, kv.block_size)
-    num_used = num_blocks - store.num_free_blocks
-    used_bytes = num_used * kv.num_layers * layout.block_bytes + store.bookkeeping_bytes
+    num_used = num_blocks - store.pool.num_free
+    used_bytes = (
+        num_used * kv.num_layers * layout.block_bytes + store.pool.nbytes + store.tables.nbytes
+    )
     raw_bytes = int(lengths.sum()) * kv.token_bytes
     assert used_bytes <= 1.05 * raw_bytes + num_sequences * kv.block_bytes

@@ -18,10 +18,10 @@ from fastdecode.wire.messages import (
     Failed,
     Inspect,
     OpenSequence,
-    Role,
     Shutdown,
     Welcome,
 )
+from fastdecode.wire.traits import Role
 from rworker.instructions import (
     Compute,
     Drop,

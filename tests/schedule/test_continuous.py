@@ -24,7 +24,7 @@ from traffic import (
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
-from fastdecode.schedule.lives import Status
+from fastdecode.schedule.life.lives import Status
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import COLD_STARTS, MODES
 

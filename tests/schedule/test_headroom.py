@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from fastdecode.schedule.headroom import Headroom
-from fastdecode.schedule.load_control import FixedInterval, LoadControl, MicroBatch
+from fastdecode.schedule.admission.headroom import Headroom
+from fastdecode.schedule.admission.load_control import FixedInterval, LoadControl, MicroBatch
 
 
 def learnt(lengths: list[tuple[int, int]]) -> Headroom:

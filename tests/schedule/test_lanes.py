@@ -10,7 +10,8 @@ import pytest
 
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.schedule.continuous import ContinuousScheduler
-from fastdecode.schedule.events import (
+from fastdecode.schedule.lanes import LaneControl
+from fastdecode.schedule.life.events import (
     Drawn,
     LaneIdle,
     LaneReady,
@@ -21,8 +22,7 @@ from fastdecode.schedule.events import (
     StepDone,
     Submitted,
 )
-from fastdecode.schedule.lanes import LaneControl
-from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import ScheduleOptions, make_scheduler
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 

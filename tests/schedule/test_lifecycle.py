@@ -8,7 +8,7 @@ from traffic import BLOCK_SIZE, options
 from fastdecode.core.errors import CapacityError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Request, SamplingParams
-from fastdecode.schedule.events import (
+from fastdecode.schedule.life.events import (
     Cancelled,
     Close,
     Drawn,
@@ -29,8 +29,8 @@ from fastdecode.schedule.events import (
     StepDone,
     Submitted,
 )
-from fastdecode.schedule.lifecycle import Lifecycle
-from fastdecode.schedule.lives import Status
+from fastdecode.schedule.life.lifecycle import Lifecycle
+from fastdecode.schedule.life.lives import Status
 from fastdecode.schedule.modes import make_scheduler
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode.core.errors import CapacityError, ConfigError
-from fastdecode.schedule.load_control import FixedInterval, LoadControl, MicroBatch
+from fastdecode.schedule.admission.load_control import FixedInterval, LoadControl, MicroBatch
 
 CASES = {
     case["id"]: case

@@ -87,8 +87,8 @@ def test_a_replacement_is_as_large_as_it_says() -> None:
 
 def test_part_sizes() -> None:
     ledger = BlockLedger((10,), block_size=4, part_tokens=8)
-    assert [ledger.part_sizes(n) for n in (1, 8, 9, 16)] == [(1,), (8,), (8, 1), (8, 8)]
-    assert BlockLedger((10,), block_size=4).part_sizes(1000) == (1000,)
+    assert [ledger.shape.sizes(n) for n in (1, 8, 9, 16)] == [(1,), (8,), (8, 1), (8, 8)]
+    assert BlockLedger((10,), block_size=4).shape.sizes(1000) == (1000,)
 
 
 BLOCKS = st.lists(st.integers(0, 7), min_size=1, max_size=4)
@@ -109,9 +109,9 @@ def test_parts_are_placed_if_and_only_if_some_way_fits(
     )
     for worker in lost & set(range(len(blocks))):
         ledger.lose(worker)
-    sizes = ledger.part_sizes(num_tokens)
+    sizes = ledger.shape.sizes(num_tokens)
     assert sum(sizes) == num_tokens and all(size == sizes[0] for size in sizes[:-1])
-    needed = [ledger.blocks_for(size) for size in sizes]
+    needed = [ledger.shape.blocks_for(size) for size in sizes]
     # Full parts are all alike: what counts is how many of them go where, and
     # where the last one goes.
     free = [0 if worker in lost else x for worker, x in enumerate(blocks)]
@@ -149,7 +149,7 @@ def test_parts_are_spread_as_far_as_there_is_room(
     blocks: list[int], num_tokens: int, num_fixed: int
 ) -> None:
     ledger = BlockLedger(tuple(blocks), block_size=1, part_tokens=2)
-    sizes = ledger.part_sizes(num_tokens)
+    sizes = ledger.shape.sizes(num_tokens)
     fixed = (0,) * min(num_fixed, len(sizes))
     placed = place(ledger, sizes, first, fixed)
     if placed is None:

@@ -14,7 +14,7 @@ from messages_for_tests import in_one_piece, same, small_attend, with_crc
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
-from fastdecode.core.host import HostFacts
+from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire import arrays, codec, fields
 from fastdecode.wire.messages import (

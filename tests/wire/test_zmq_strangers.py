@@ -22,7 +22,8 @@ from transport_suite import WAIT_S, code_of
 zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 from fastdecode.wire import codec  # noqa: E402
-from fastdecode.wire.messages import Accepted, Failed, Hello, Inspect, OpenSequence, Role  # noqa: E402
+from fastdecode.wire.messages import Accepted, Failed, Hello, Inspect, OpenSequence  # noqa: E402
+from fastdecode.wire.traits import Role  # noqa: E402
 from fastdecode.wire.transport import CLOSED, PeerLostError  # noqa: E402
 from fastdecode.wire.zmq.hub import ZmqHub  # noqa: E402
 from fastdecode.wire.zmq.line import MAX_FRAME_BYTES  # noqa: E402

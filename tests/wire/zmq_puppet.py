@@ -12,7 +12,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from puppet import WAIT_S, obey  # noqa: E402
 
-from fastdecode.wire.messages import Role  # noqa: E402
+from fastdecode.wire.traits import Role  # noqa: E402
 from fastdecode.wire.zmq.access import ClusterKey  # noqa: E402
 from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
 

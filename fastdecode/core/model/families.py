@@ -71,21 +71,15 @@ def read_model_spec(
         ConfigError: ``max_model_len`` is beyond the model's.
     """
     reader = ConfigReader(config, f"{name}/config.json")
-    family, architecture = find_family(
-        reader, {name: entry.architectures for name, entry in _FAMILIES.items()}
-    )
+    architectures = {name: entry.architectures for name, entry in _FAMILIES.items()}
+    family, architecture = find_family(reader, architectures)
     refuse_features(reader)
     entry = _FAMILIES[family]
-    shape = read_shape(
-        reader,
-        grouped=entry.grouped,
-        default_kv_heads=entry.default_kv_heads,
-        default_head_dim=entry.default_head_dim,
-    )
-    eos = ConfigReader(generation_config or {}, f"{name}/generation_config.json").token_ids(
-        "eos_token_id"
-    )
-    eos, bos = eos or reader.token_ids("eos_token_id"), reader.token_ids("bos_token_id")[:1]
+    shape = read_shape(reader, entry.grouped, entry.default_kv_heads, entry.default_head_dim)
+    generation = ConfigReader(generation_config or {}, f"{name}/generation_config.json")
+    eos = generation.token_ids("eos_token_id") or reader.token_ids("eos_token_id")
+    bos = reader.token_ids("bos_token_id")[:1]
+    known = range(shape["vocab_size"])
     start = ModelSpec(
         name=name,
         family=family,
@@ -98,11 +92,10 @@ def read_model_spec(
         activation="silu",
         norm="rms",
         norm_eps=1e-6,
-        bos_token_id=next((token for token in bos if token < shape["vocab_size"]), None),
-        eos_token_ids=tuple(dict.fromkeys(token for token in eos if token < shape["vocab_size"])),
+        bos_token_id=next((token for token in bos if token in known), None),
+        eos_token_ids=tuple(dict.fromkeys(token for token in eos if token in known)),
     )
-    spec = entry.read(reader, start, max_model_len)
-    return limit_length(spec, max_model_len)
+    return limit_length(entry.read(reader, start, max_model_len), max_model_len)
 
 
 # --- RMSNorm, rotary embedding, gated MLP

@@ -119,10 +119,9 @@ def read_dtype(reader: ConfigReader) -> DType | None:
 
 def read_shape(
     reader: ConfigReader,
-    *,
     grouped: bool,
-    default_kv_heads: int | None = None,
-    default_head_dim: int | None = None,
+    default_kv_heads: int | None,
+    default_head_dim: int | None,
 ) -> Shape:
     """Sizes, under all the names that they have had.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.spec import ModelSpec

@@ -96,14 +96,7 @@ def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: 
     theta = shared.number("rope_theta", "rotary_emb_base", default=10000.0)
     if theta <= 1:
         raise rope.refuse("rope_theta", theta, "a number above 1")
-    partial = shared.number("partial_rotary_factor", "rotary_pct", high=1.0, default=partial)
-    dim = int(head_dim * partial)
-    if dim < 1 or dim + dim % 2 > head_dim:
-        raise rope.refuse(
-            "partial_rotary_factor",
-            partial,
-            f"such that an even part of a head's {head_dim} dims turns",
-        )
+    dim = _turning_dims(shared, head_dim, partial)
     base = RopeSpec(kind, theta, dim, max_positions)
     match kind:
         case "default":
@@ -120,6 +113,15 @@ def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: 
             return _yarn(config, rope, base)
         case "longrope":
             return _longrope(config, rope, base, max_len, default=4096 if phi3 else max_positions)
+
+
+def _turning_dims(rope: ConfigReader, head_dim: int, default: float) -> int:
+    part = rope.number("partial_rotary_factor", "rotary_pct", high=1.0, default=default)
+    dim = int(head_dim * part)
+    if dim < 1 or dim + dim % 2 > head_dim:
+        evenly = f"such that an even part of a head's {head_dim} dims turns"
+        raise rope.refuse("partial_rotary_factor", part, evenly)
+    return dim
 
 
 def _find_rope(config: ConfigReader) -> ConfigReader:

@@ -138,10 +138,10 @@ class MpiWorkers:
 
     def __init__(self, num_s_ranks: int = 1, *, silence_s: float) -> None:
         from fastdecode.wire.mpi import hub as mpi
-        from fastdecode.wire.mpi import job as mpi_job
+        from fastdecode.wire.mpi import joining
 
         self.hub: mpi.MpiHub[ToRWorker, FromRWorker] = mpi.connect_workers(
-            mpi_job.join(),
+            joining.join(),
             roles=mpi.RankRoles(num_s_ranks),
             stuck_after_s=max(LEAST_STUCK_S, silence_s),
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
@@ -35,7 +35,7 @@ from fastdecode.engine.step.local import LocalAttention, LocalWorkers
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.schedule.lanes import LaneControl
-from fastdecode.schedule.lifecycle import Lifecycle
+from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec

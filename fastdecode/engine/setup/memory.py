@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastdecode.core.errors import ConfigError, Given
-from fastdecode.core.machine import default_kv_bytes
+from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.core.model.spec import ModelSpec
 
 CUDA_RESERVE_BYTES = 1 << 30

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.engine.setup.s_worker import step_graphs
 from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi import joining, launcher
 from sworker.dtypes import torch_dtype
 from sworker.kernels.fused import fuse
 from sworker.load.weights import load_model
@@ -46,7 +47,7 @@ def meet_ranks(num_ranks: int, device: torch.device, patience_s: float) -> Ranks
             several hosts.
         WorkerError: the others didn't come, or have ended.
     """
-    if mpi_job.launched_size() is None:
+    if launcher.launched_size() is None:
         raise ConfigError(
             Given("tp", num_ranks),
             f" needs an MPI launcher: mpirun -n {num_ranks} fastdecode generate --tp {num_ranks} "
@@ -54,7 +55,7 @@ def meet_ranks(num_ranks: int, device: torch.device, patience_s: float) -> Ranks
             "-n 2 fastdecode r-worker",
             code="no_mpi_launcher",
         )
-    job = mpi_job.join(min_ranks=num_ranks)
+    job = joining.join(min_ranks=num_ranks)
     if job.size < num_ranks:
         raise ConfigError(
             Given("tp", num_ranks),
@@ -75,7 +76,7 @@ def mirror_rank_0(config: EngineConfig) -> None:
     checkpoint = open_checkpoint(config.model)
     max_model_len = config.s_part.max_model_len
     planned = checkpoint.spec(max_model_len=max_model_len)
-    resolved = resolve_for_this_host(config, planned, rank=mpi_job.join().rank)
+    resolved = resolve_for_this_host(config, planned, rank=joining.join().rank)
     ranks = meet_ranks(config.s_part.tp, resolved.device, config.cluster.worker_timeout_s)
     dtype = torch_dtype(resolved.dtype)
     spec, model = load_model(

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fastdecode.core.config import EngineConfig
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given
-from fastdecode.core.machine import available_cores, free_memory_bytes
+from fastdecode.core.host.machine import available_cores, free_memory_bytes
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.memory import (
@@ -25,7 +25,7 @@ from fastdecode.engine.setup.memory import (
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.arrays import MAX_BODY_BYTES
-from fastdecode.wire.mpi.job import launched_size
+from fastdecode.wire.mpi.launcher import launched_size
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets
 
 _GRAPHS_SHARE = 32

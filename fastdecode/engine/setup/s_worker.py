@@ -8,8 +8,8 @@ import os
 
 import torch
 
+from fastdecode.core.host.openmp import spins_on
 from fastdecode.core.model.spec import ModelSpec
-from fastdecode.core.openmp import spins_on
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import fuse

@@ -20,20 +20,21 @@ writing to shared memory; a watchdog ends the process then.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, cast, get_args
 
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
+from fastdecode.wire.mpi.caller import Caller
 from fastdecode.wire.mpi.connection import MpiConnection
-from fastdecode.wire.mpi.job import DEFAULT_TAG, S_RANK, MpiJob, leave_stuck
+from fastdecode.wire.mpi.job import DEFAULT_TAG, S_RANK, MpiJob
+from fastdecode.wire.mpi.leaving import leave_stuck
 from fastdecode.wire.patience import Pump, Watchdog, look_until_found
-from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
+from fastdecode.wire.transport import PeerLostError, closed_error
 
 SendT = TypeVar("SendT", bound=Message)
 ReceiveT = TypeVar("ReceiveT", bound=Message)
-T = TypeVar("T")
 
 PUMP_INTERVAL_S: Final = 250e-6
 PULSE_S: Final = 0.1
@@ -78,32 +79,35 @@ class MpiHub(Generic[SendT, ReceiveT]):
         peers_give_signs: bool = False,
         stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
-        self.job = job
-        self.tag = tag
-        self.peers_give_signs = peers_give_signs and job.threads_may_take_turns
+        self._job = job
+        self._caller = Caller()
         named = tuple(peers)
         with job.lock:
             job.peers.update(rank for rank, _ in named)
             self._connections = tuple(
-                MpiConnection(self, rank, peer, receives) for rank, peer in named
+                MpiConnection[SendT, ReceiveT](
+                    job,
+                    self._caller,
+                    rank,
+                    peer,
+                    receives,
+                    tag=tag,
+                    gives_signs=peers_give_signs and job.threads_may_take_turns,
+                )
+                for rank, peer in named
             )
         self._first = 0
-        self._waits_since: float | None = None
-        self._num_looks = 0
-        self._is_in_mpi = False
         self._watchdog = Watchdog(
-            self._looks,
+            self._caller.looks,
             lambda: leave_stuck(stuck_after_s),
             tick_s=stuck_after_s / _STUCK_TICKS,
             num_ticks=_STUCK_TICKS,
         )
         self._watchdog.start()
-        self._stirred = 0.0
-        self._pump: Pump | None = None
         self._pulse: Pump | None = None
         if pump_interval_s > 0 and job.threads_may_take_turns:
-            self._pump = Pump(self._keep_going, pump_interval_s)
-            self._pump.start()
+            self._caller.pump = Pump(self._keep_going, pump_interval_s)
+            self._caller.pump.start()
         if pulse_s > 0 and job.threads_may_take_turns:
             self._pulse = Pump(self._give_sign, pulse_s)
             self._pulse.start()
@@ -114,7 +118,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return self._connections
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
-        return self.wait(self._look_at_all, timeout_s, self._open_peers)
+        return self._caller.wait(self._look_at_all, timeout_s, self._open_peers)
 
     def close(self) -> None:
         """Close every connection, and see off what was sent over them, for a
@@ -124,61 +128,22 @@ class MpiHub(Generic[SendT, ReceiveT]):
         for connection in self._connections:
             connection.close()
         look_until_found(self._all_left, _LINGER_S)
-        if self._pump is not None:
-            self._pump.stop()
-        with self.job.lock:
+        if self._caller.pump is not None:
+            self._caller.pump.stop()
+        with self._job.lock:
             for connection in self._connections:
-                connection.abandon()
+                connection.outgoing.abandon()
         self._watchdog.stop()
 
-    def enter_mpi(self) -> None:
-        """The caller is about to use MPI, or to wait for the pump that does:
-        the watchdog has an eye on it."""
-        self._num_looks += 1
-        self._is_in_mpi = True
-
-    def leave_mpi(self) -> None:
-        """The caller is back."""
-        self._is_in_mpi = False
-
-    def _looks(self) -> int | None:
-        return self._num_looks if self._is_in_mpi or self._waits_since is not None else None
-
     def _all_left(self) -> bool | None:
-        self.enter_mpi()
-        try:
-            with self.job.lock:
-                for connection in self._connections:
-                    connection.advance()
-        finally:
-            self.leave_mpi()
-        return True if not any(connection.is_sending for connection in self._connections) else None
+        with self._caller, self._job.lock:
+            for connection in self._connections:
+                connection.advance()
+        return None if self._is_sending else True
 
-    def wait(
-        self, look: Callable[[], T | None], timeout_s: float | None, whom: Callable[[], str]
-    ) -> T:
-        """What ``look`` gives, as soon as it gives anything."""
-
-        def look_once() -> T | None:
-            self._num_looks += 1
-            return look()
-
-        self._waits_since = time.monotonic()
-        try:
-            found = look_until_found(look_once, timeout_s)
-        finally:
-            self._waits_since = None
-            self.stir()
-        if found is None:
-            assert timeout_s is not None
-            raise timeout_error(whom(), timeout_s)
-        return found
-
-    def stir(self) -> None:
-        """The caller goes its way: have the pump look after what is under way."""
-        if self._pump is not None:
-            self._stirred = time.monotonic()
-            self._pump.wake()
+    @property
+    def _is_sending(self) -> bool:
+        return any(connection.outgoing.is_busy for connection in self._connections)
 
     def _open_peers(self) -> str:
         return " or ".join(x.peer for x in self._connections if x.is_open)
@@ -186,7 +151,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
     def _look_at_all(self) -> tuple[int, ReceiveT] | None:
         """Asks every open connection, each call starting behind the one that answered last."""
         connections, arrived, any_open = self._connections, None, False
-        with self.job.lock:
+        with self._job.lock:
             for i in range(len(connections)):
                 index = (self._first + i) % len(connections)
                 if connections[index].is_open:
@@ -205,8 +170,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return None
 
     def _give_sign(self) -> bool:
-        with self.job.lock:
-            if self.job.over.is_set():
+        with self._job.lock:
+            if self._job.over.is_set():
                 return False
             for connection in self._connections:
                 connection.give_sign()
@@ -214,23 +179,20 @@ class MpiHub(Generic[SendT, ReceiveT]):
 
     def _keep_going(self) -> bool:
         """The pump's work. Returns whether to come again soon."""
-        now, waits_since = time.monotonic(), self._waits_since
+        now = time.monotonic()
+        waits_since = self._caller.waits_since
         if waits_since is not None:  # the caller looks after things itself
             return now - waits_since < _PUMP_RESTS_IN_WAIT_AFTER_S
-        if self.job.lock.acquire(blocking=False):
+        if self._job.lock.acquire(blocking=False):
             try:
-                if self.job.over.is_set():
+                if self._job.over.is_set():
                     return False
                 for connection in self._connections:
                     connection.advance()
             finally:
-                self.job.lock.release()
-        patience_s = (
-            _PUMP_GIVES_UP_AFTER_S
-            if any(x.is_sending for x in self._connections)
-            else _PUMP_RESTS_AFTER_S
-        )
-        return now - self._stirred < patience_s
+                self._job.lock.release()
+        longest_s = _PUMP_GIVES_UP_AFTER_S if self._is_sending else _PUMP_RESTS_AFTER_S
+        return now - self._caller.left_s < longest_s
 
 
 @dataclass(frozen=True)

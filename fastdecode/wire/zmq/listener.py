@@ -1,10 +1,8 @@
 """An R-worker's end of the ZeroMQ transport: one socket, peers that are
-accepted by role, and strangers."""
+accepted by role."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import threading
 from collections.abc import Mapping
 from typing import Final, TypeAlias, get_args
@@ -15,14 +13,14 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
 from fastdecode.wire import codec
-from fastdecode.wire.messages import Failed, FromRWorker, Greeting, Hello, Inspect, Role, ToRWorker
+from fastdecode.wire.messages import FromRWorker, Greeting, Hello, Inspect, ToRWorker
 from fastdecode.wire.patience import Pump
+from fastdecode.wire.traits import Role
 from fastdecode.wire.transport import PeerLostError, timeout_error
 from fastdecode.wire.zmq.access import ClusterKey, check_address
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S, ZmqConnection
 from fastdecode.wire.zmq.line import LINGER_MS, RouterLine, Socket, set_options, wait_for
-
-logger = logging.getLogger(__name__)
+from fastdecode.wire.zmq.strangers import Strangers
 
 _ZAP_DOMAIN: Final = "fastdecode"
 MOST_PEERS: Final = {Role.S_WORKER: 8, Role.NEIGHBOUR: 4, Role.READER: 16}
@@ -62,19 +60,18 @@ class ZmqListener:
         most_peers: Mapping[Role, int] = MOST_PEERS,
     ) -> None:
         check_address(address, key, option="--bind")
-        self._name = name
         self._most_peers = most_peers
         self._lock = threading.RLock()
         self._context: zmq.Context[Socket] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._pump: Pump | None = None
         self._socket = self._context.socket(zmq.ROUTER)
+        self._strangers = Strangers(self._socket, name)
         self._connections: list[_Connection] = []
         self._peers: list[tuple[bytes, RouterLine, Role]] = []  # of each connection
         self._index_of: dict[bytes, int] = {}  # by identity
         self._accepted: list[int] = []  # connections that ``accept`` hasn't given yet
         self._first = 0
-        self._num_dropped = 0
         set_options(self._socket, address, silence_s)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if key is not None:
@@ -188,14 +185,14 @@ class ZmqListener:
         except zmq.Again:
             return False
         if len(parts) != 2:
-            self._drop(f"{len(parts) - 1} frames where one belongs")
+            self._strangers.drop(f"{len(parts) - 1} frames where one belongs")
             return True
         identity, frame = parts[0].bytes, parts[1]
         index = self._index_of.get(identity)
         if index is not None and self._connections[index].is_open:
             self._peers[index][1].arrive(frame)
             return True
-        head = self._head_of(identity, frame)
+        head = self._strangers.head_of(identity, frame)
         if head is not None and head.kind in get_args(Greeting):
             self._greet(identity, frame, head)
         return True
@@ -205,7 +202,7 @@ class ZmqListener:
         try:
             greeting, _ = codec.decode(np.frombuffer(frame, np.uint8))
         except ProtocolError as error:
-            self._refuse(identity, frame, error)
+            self._strangers.refuse(identity, frame, error)
             return
         assert isinstance(greeting, (Hello, Inspect))
         role = greeting.role if isinstance(greeting, Hello) else Role.READER
@@ -218,7 +215,7 @@ class ZmqListener:
         if len(taken) >= self._most_peers.get(role, 0):
             whom = f" ({', '.join(connection.peer for connection in taken)})" if taken else ""
             busy = f"it serves another {role.value}{whom}" if taken else f"it takes no {role.value}"
-            self._answer(identity, Failed(self._name, "busy", busy), head.epoch)
+            self._strangers.answer(identity, "busy", busy, head.epoch)
             return
         line = RouterLine(self._socket, identity, head.epoch, self._take_in_for)
         line.arrive(frame)
@@ -242,35 +239,3 @@ class ZmqListener:
             self._peers.append((identity, line, role))
         self._index_of[identity] = index
         return index
-
-    def _head_of(self, identity: bytes, frame: zmq.Frame) -> codec.Head | None:
-        """What a stranger sent, if it is one of our messages."""
-        try:
-            return codec.read_head(frame.buffer) if len(frame.buffer) > 1 else None
-        except ProtocolError as error:
-            self._refuse(identity, frame, error)
-            return None
-
-    def _refuse(self, identity: bytes, frame: zmq.Frame, error: ProtocolError) -> None:
-        """Drop what a stranger sent, and tell it why if it speaks as we do."""
-        epoch = codec.read_epoch(frame.buffer)
-        if epoch is not None:
-            self._answer(identity, Failed(self._name, error.code, error.message), epoch)
-        self._drop(error.message)
-
-    def _answer(self, identity: bytes, message: Failed, epoch: int) -> None:
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart(
-                [identity, codec.encode(message, epoch=epoch).head], zmq.NOBLOCK
-            )
-
-    def _drop(self, reason: str) -> None:
-        self._num_dropped += 1
-        if self._num_dropped & (self._num_dropped - 1) == 0:
-            # The 1st, 2nd, 4th, 8th, … so that no log is flooded.
-            logger.warning(
-                "%s: dropped what a stranger sent (%d so far): %s",
-                self.address,
-                self._num_dropped,
-                reason,
-            )

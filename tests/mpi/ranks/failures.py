@@ -15,7 +15,7 @@ from transport_suite import WAIT_S, code_of
 
 from fastdecode.wire.mpi import hub as mpi_transport
 from fastdecode.wire.mpi.hub import connect_workers
-from fastdecode.wire.mpi.job import before_leaving_stuck
+from fastdecode.wire.mpi.leaving import before_leaving_stuck
 from fastdecode.wire.transport import CLOSED, TIMEOUT
 
 STUCK_AFTER_S = 0.2

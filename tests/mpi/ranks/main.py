@@ -18,6 +18,7 @@ import pytest  # noqa: E402
 from puppet import Puppets, obey  # noqa: E402
 
 from fastdecode.wire.mpi import job as mpi_job  # noqa: E402
+from fastdecode.wire.mpi import joining, leaving  # noqa: E402
 
 
 class Job:
@@ -35,7 +36,7 @@ class Job:
 
 
 def main(file: str, socket: str, *options: str) -> tuple[int, bool]:
-    job = mpi_job.join()
+    job = joining.join()
     if job.rank == 0:
         puppets = Puppets(Path(socket), list(job.r_ranks))
         job.comm.Barrier()
@@ -65,4 +66,4 @@ def main(file: str, socket: str, *options: str) -> tuple[int, bool]:
 
 if __name__ == "__main__":
     exit_code, end_job = main(*sys.argv[1:])
-    mpi_job.leave(exit_code, end_job=end_job, timeout_s=3.0)
+    leaving.leave(exit_code, end_job=end_job, timeout_s=3.0)

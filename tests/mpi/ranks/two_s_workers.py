@@ -21,6 +21,7 @@ from cpu_kernels import reference  # noqa: E402
 from fastdecode.core.errors import WorkerError  # noqa: E402
 from fastdecode.wire.messages import Accepted, AttendResult, Failed, OpenSequence, Shutdown, Welcome  # noqa: E402
 from fastdecode.wire.mpi import job as mpi_job  # noqa: E402
+from fastdecode.wire.mpi import joining, leaving  # noqa: E402
 from fastdecode.wire.mpi.hub import RankRoles, connect_to_s_workers, connect_workers  # noqa: E402
 from rworker.attention import AttentionExecutor  # noqa: E402
 from rworker.state import RWorkerState  # noqa: E402
@@ -76,7 +77,7 @@ def s_worker(job: mpi_job.MpiJob) -> None:
 
 
 def main() -> None:
-    job = mpi_job.join(min_ranks=4)
+    job = joining.join(min_ranks=4)
     if job.rank < 3:
         s_worker(job)
     else:
@@ -84,7 +85,7 @@ def main() -> None:
         serve(hub, RWorkerState("r", kv_bytes=200_000), AttentionExecutor(kernels=reference))  # type: ignore[arg-type]
         hub.close()
         print("the R-worker has ended", flush=True)
-    mpi_job.leave(0)
+    leaving.leave(0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ policies that ``--schedule`` chooses among.
                    "Sequence-level load-stabilizing schedule")
 ``Stabilized``     as soon as the projected load of an R-worker stays within its
                    limit (the same section, Algorithm 1); in
-                   ``fastdecode.schedule.stabilized``
+                   ``fastdecode.schedule.admission.stabilized``
 =================  =============================================================
 
 Room for its KV blocks, among the running sequences and in the step's prefill
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol, TypeAlias
 
-from fastdecode.schedule.load_control import FixedInterval, MicroBatch
+from fastdecode.schedule.admission.load_control import FixedInterval, MicroBatch
 
 Earlier: TypeAlias = Seq[tuple[int, MicroBatch]]
 NOTHING_EARLIER: Earlier = ()

@@ -30,7 +30,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.schedule.load_control import MicroBatch
+from fastdecode.schedule.admission.load_control import MicroBatch
 
 # Lengths of so many sequences that started last are known.
 _WINDOW = 256

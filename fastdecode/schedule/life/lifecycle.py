@@ -26,7 +26,7 @@ from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.core.sequence import FinishReason
 from fastdecode.schedule.continuous import ContinuousScheduler
-from fastdecode.schedule.events import (
+from fastdecode.schedule.life.events import (
     Cancelled,
     Close,
     Drawn,
@@ -48,8 +48,8 @@ from fastdecode.schedule.events import (
     StepDone,
     Submitted,
 )
-from fastdecode.schedule.grants import Grants
-from fastdecode.schedule.lives import Fate, Life, Lives, Status
+from fastdecode.schedule.life.grants import Grants
+from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
 from fastdecode.schedule.plan import Chunk, Start
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from fastdecode.core.errors import CapacityError
-from fastdecode.schedule.admission import NOTHING_EARLIER, Earlier
-from fastdecode.schedule.headroom import Headroom
-from fastdecode.schedule.load_control import LoadControl, MicroBatch
+from fastdecode.schedule.admission.headroom import Headroom
+from fastdecode.schedule.admission.load_control import LoadControl, MicroBatch
+from fastdecode.schedule.admission.policies import NOTHING_EARLIER, Earlier
 
 # Steps between two looks at the step times, once they are known.
 RECALIBRATE_EVERY = 64

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fastdecode.core.holders import HolderId, Part, PartId
-from fastdecode.schedule.lives import Life
+from fastdecode.schedule.life.lives import Life
 
 
 @dataclass(frozen=True)

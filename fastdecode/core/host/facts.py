@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from fastdecode.core.machine import free_memory_bytes
+from fastdecode.core.host.machine import free_memory_bytes
 from fastdecode.core.words import make_printable
 
 _PACKAGES = ("fastdecode", "numpy", "numba", "mpi4py", "pyzmq")

@@ -1,0 +1,1 @@
+"""What a user may choose about an engine, declared once."""

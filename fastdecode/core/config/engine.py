@@ -1,0 +1,104 @@
+"""What a user may choose about an engine. Frozen, and valid from construction
+on.
+
+Options are declared here, with their help, ranges and defaults, and nowhere
+else: ``LLM(model, **options)``, the command line and the checks read them from
+the fields (``fastdecode.core.config.options``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fastdecode.core.config.groups import Batching, Cluster, RPart, SPart
+from fastdecode.core.config.options import declared, group_options
+from fastdecode.core.errors import ConfigError, Given
+
+_OF_R_WORKERS = (
+    "tp", "r_workers", "min_r_workers", "r_partition", "r_worker_addresses", "transport",
+    "prompt_attention", "split_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine, in groups. ``resolve`` in the engine decides what
+    is left open, in one place.
+
+    Raises:
+        ConfigError: names the option, its value, and what it may be.
+    """
+
+    model: str
+    """A Hugging Face model directory."""
+    s_part: SPart = field(default_factory=SPart)
+    r_part: RPart = field(default_factory=RPart)
+    batching: Batching = field(default_factory=Batching)
+    cluster: Cluster = field(default_factory=Cluster)
+
+    @classmethod
+    def of(cls, model: str, **options: Any) -> EngineConfig:
+        """From the options of all groups together, by name.
+
+        Raises:
+            ConfigError: there is no such option, or a value makes no sense.
+        """
+        given = group_options(GROUPS, options)
+        return cls(model, **{name: group(**given[name]) for name, group in GROUPS.items()})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """By name, of all groups together: what ``of`` takes."""
+        return {
+            each.name: getattr(getattr(self, name), each.name)
+            for name, group in GROUPS.items()
+            for each in declared(group)
+        }
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError("model is empty: give the path of a Hugging Face model directory")
+        self._check_of_this_process()
+        if self.r_part.kv_placement == "gpu":
+            self._check_none_of_r_workers()
+
+    def _check_of_this_process(self) -> None:
+        """R-workers at addresses have memory and threads of their own."""
+        if not self.cluster.r_worker_addresses:
+            return
+        for name, theirs in (("kv_memory_gb", "--kv-memory-gb"), ("r_threads", "--threads")):
+            if getattr(self.r_part, name) is not None:
+                raise ConfigError(
+                    Given(name),
+                    " is for R-workers that this process starts; those at addresses have their "
+                    f"own: give {theirs} to each fastdecode r-worker instead",
+                )
+
+    def _check_none_of_r_workers(self) -> None:
+        """With the KV cache on the device there are no R-workers; whoever asks
+        for some expects others."""
+        given = self.options
+        for group in GROUPS.values():
+            for each in declared(group):
+                value = given[each.name]
+                if each.name not in _OF_R_WORKERS or value == each.default:
+                    continue
+                if (each.name, value) != ("prompt_attention", "s"):
+                    raise ConfigError(
+                        Given(each.name, value),
+                        " is for R-workers, and ",
+                        Given("kv_placement", "gpu"),
+                        " has none: leave one of the two out",
+                    )
+
+
+GROUPS: Mapping[str, type] = {
+    "s_part": SPart,
+    "r_part": RPart,
+    "batching": Batching,
+    "cluster": Cluster,
+}
+"""The groups of ``EngineConfig``, by the names of its fields."""
+assert list(GROUPS) == [f.name for f in fields(EngineConfig)][1:]

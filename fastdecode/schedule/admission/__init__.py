@@ -1,0 +1,1 @@
+"""Who may start now: the policies that ``--schedule`` chooses among."""

@@ -1,0 +1,1 @@
+"""The one life of a sequence: events in, instructions out."""

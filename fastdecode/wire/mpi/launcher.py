@@ -1,0 +1,72 @@
+"""What the launcher of an MPI job tells its ranks, by the environment and by
+signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Final
+
+# Where launchers say how many ranks they start: Open MPI, MPICH and Intel MPI
+# (Hydra), MVAPICH, Slurm's srun with PMI.
+_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_LOCAL_RANK_VARIABLES: Final = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+)
+_LOCAL_SIZE_VARIABLES: Final = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+
+
+def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
+    """How many ranks an MPI launcher says it started, this process among them;
+    None: started without a launcher."""
+    for name in (*_SIZE_VARIABLES, *_slurm_variables(environ)):
+        value = environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return None
+
+
+def local_size(environ: Mapping[str, str] = os.environ) -> int:
+    """Ranks on this host, as far as the launcher says; else 1."""
+    for name in _LOCAL_SIZE_VARIABLES:
+        value = environ.get(name, "")
+        if value.isdecimal() and int(value) >= 1:
+            return int(value)
+    return 1
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's place among the ranks on this host, as far as the launcher says; else 0."""
+    for name in _LOCAL_RANK_VARIABLES:
+        value = environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return 0
+
+
+def _slurm_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    # An interactive allocation sets SLURM_NTASKS too; only a step's tasks have
+    # a PMI or PMIx server to talk to.
+    return ("SLURM_STEP_NUM_TASKS",) if "PMIX_RANK" in environ or "PMI_RANK" in environ else ()
+
+
+def stop_on_request(environ: Mapping[str, str] = os.environ) -> None:
+    """In an MPI job SIGUSR1, which launchers pass on to all ranks, asks it to
+    stop, as Ctrl-C does elsewhere: with Ctrl-C or SIGTERM they kill the
+    ranks."""
+    if launched_size(environ) is not None:
+        signal.signal(signal.SIGUSR1, signal.default_int_handler)
+
+
+def let_rank_0_stop() -> None:
+    """A whole job is told to stop, by signals to all its ranks. Rank 0 then
+    decides when, and needs this one until it does."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

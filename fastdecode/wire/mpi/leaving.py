@@ -1,0 +1,161 @@
+"""Leaving an MPI job without hanging, whatever the other ranks do."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.wire.mpi.job import DEFAULT_TAG, S_RANK, joined
+from fastdecode.wire.mpi.siblings import end_stopped_siblings, stopped_siblings
+
+logger = logging.getLogger(__name__)
+
+LEAVING_TIMEOUT_S: Final = 5.0
+
+_last_acts: Final[list[Callable[[int], None]]] = []
+"""What this process does last, if it must end in the middle of something."""
+
+
+def leave(
+    exit_code: int, *, end_job: bool = False, timeout_s: float = LEAVING_TIMEOUT_S
+) -> NoReturn:
+    """End this process, and its part in the MPI job if it has joined one. Close
+    hubs first.
+
+    Args:
+        exit_code: this process's. mpirun's own exit code says little once a
+            rank was lost.
+        end_job: have the launcher kill every rank that is left; it is asked to
+            anyway if ranks hang, which nobody else would end. It doesn't do
+            that for an exit code of 0; 4, workers were lost, takes its place.
+        timeout_s: how long leaving may take.
+    """
+    _flush()
+    if "mpi4py.MPI" in sys.modules:
+        if end_job or any(job.hanging for job in joined):
+            _abort(exit_code or WorkerError.exit_code, timeout_s)
+        part(exit_code, timeout_s)
+    _exit(exit_code)
+
+
+def before_leaving_stuck(act: Callable[[int], None]) -> None:
+    """Have ``act(exit_code)`` called before ``leave_stuck`` ends this process;
+    in a thread of its own, while what the process was at hangs."""
+    _last_acts.append(act)
+
+
+def leave_stuck(waited_s: float) -> None:
+    """End this process, and have the launcher end the others: MPI has kept one
+    of its threads for far too long."""
+    exit_code = WorkerError.exit_code
+    _exit_later(exit_code, LEAVING_TIMEOUT_S)  # whatever becomes of logs and files
+    stopped = stopped_siblings()
+    whom = "some rank on this host hangs"
+    if stopped:
+        whom = f"{' and '.join(stopped)} {'has' if len(stopped) == 1 else 'have'} been stopped"
+    logger.critical(
+        "MPI hasn't returned for %.3g s: %s, in the middle of a message; the job ends, with exit "
+        "code %d",
+        waited_s, whom, exit_code,
+    )  # fmt: skip
+    for act in _last_acts:
+        with contextlib.suppress(Exception):
+            act(exit_code)
+    _abort(exit_code, LEAVING_TIMEOUT_S)
+
+
+def give_up_joining(reason: str) -> None:
+    """End this process: the job can't begin."""
+    exit_code = WorkerError.exit_code
+    logger.critical("the MPI job can't begin: %s; exit code %d", reason, exit_code)
+    for act in _last_acts:
+        with contextlib.suppress(Exception):
+            act(exit_code)
+    end_stopped_siblings()  # nobody else would
+    _exit(exit_code)
+
+
+def part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
+    """Say goodbye, and finalize MPI; end the process with that exit code if MPI
+    doesn't let it go.
+
+    Without the goodbye, ranks would wait for one that never got as far as
+    connecting to them. MPI_Finalize waits for all ranks, and after one has
+    failed it may never return.
+    """
+    from mpi4py import MPI
+
+    if MPI.Is_finalized() or not MPI.Is_initialized():
+        return
+    timer = _exit_later(exit_code, timeout_s)
+    _silence_threads()
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    waiting = set(range(1, size)) if rank == S_RANK else {S_RANK}
+    for job in joined:
+        waiting |= job.peers
+    for peer in sorted(waiting):
+        with contextlib.suppress(MPI.Exception):
+            MPI.COMM_WORLD.Isend([b"", MPI.BYTE], peer, DEFAULT_TAG)
+    _finalize(MPI.__file__)
+    timer.cancel()
+
+
+def _abort(exit_code: int, timeout_s: float) -> None:
+    from mpi4py import MPI
+
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        _exit_later(exit_code, timeout_s)
+        _silence_threads()
+        MPI.COMM_WORLD.Abort(exit_code)
+
+
+def _silence_threads() -> None:
+    """Hubs that weren't closed have threads that call MPI."""
+    for job in joined:
+        has_lock = job.lock.acquire(timeout=1.0)
+        job.over.set()
+        if has_lock:
+            job.lock.release()
+
+
+def _exit_later(exit_code: int, timeout_s: float) -> threading.Timer:
+    def give_up() -> None:
+        logger.warning("MPI doesn't let this rank go; it leaves all the same")
+        _exit(exit_code)
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _exit(exit_code: int) -> NoReturn:
+    logging.shutdown()
+    _flush()
+    os._exit(exit_code)
+
+
+def _finalize(mpi4py_library: str) -> None:
+    """MPI_Finalize, in a way that lets other threads run meanwhile: mpi4py's
+    keeps Python's lock to itself."""
+    try:
+        finalize = ctypes.CDLL(mpi4py_library).MPI_Finalize
+    except (OSError, AttributeError):
+        from mpi4py import MPI
+
+        MPI.Finalize()
+    else:
+        finalize()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()

@@ -1,0 +1,87 @@
+"""What stands with a message's class, beside its fields: who may say it, how it
+is answered, and how it is cut and joined where R-workers share out the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any, ClassVar, Final, TypeVar, cast
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.spec import HeadShare
+from fastdecode.core.words import make_printable
+
+
+class Role(Enum):
+    """What a peer of an R-worker is."""
+
+    S_WORKER = "S-worker"
+    NEIGHBOUR = "neighbour"
+    READER = "reader"
+
+
+ANYBODY: Final = frozenset(Role)
+OWNERS: Final = frozenset({Role.S_WORKER, Role.NEIGHBOUR})
+S_WORKERS: Final = frozenset({Role.S_WORKER})
+
+AnyT = TypeVar("AnyT")
+
+
+class Worded:
+    """An R-worker's own words are in it: whoever builds or receives it may log them."""
+
+    def __post_init__(self) -> None:
+        make_printable(self)
+
+
+class Asking:
+    """Traits of a message to an R-worker, beside what it says."""
+
+    answers: ClassVar[tuple[type[Any], ...]] = ()
+    """The kinds of answer that it gets, one of them and one each time; none: it isn't answered."""
+    said_by: ClassVar[frozenset[Role]] = S_WORKERS
+
+    def for_holder(self: AnyT, holder: int) -> AnyT:
+        """The same, naming the holder that it is for, if it is for one."""
+        return self
+
+    def part(self: AnyT, share: HeadShare) -> AnyT:
+        """What one of several R-workers is told that share out the heads: all
+        of it, or its heads' arrays."""
+        return self
+
+    def join(self, answers: Sequence[Any]) -> Any:
+        """The answer of R-workers that share out the heads, from each one's, in
+        the order of heads.
+
+        Raises:
+            ProtocolError: their answers don't belong together.
+        """
+        if any(answer != answers[0] for answer in answers):
+            raise ProtocolError(f"answers to {type(self).__name__} differ: {answers}")
+        return answers[0]
+
+    def undo(self) -> Any:
+        """The message for those that accepted it when others refused; None:
+        what was accepted may stay."""
+        return None
+
+
+def check_same(asked: Asking, values: Sequence[AnyT]) -> AnyT:
+    """What several R-workers have said, if all have said the same."""
+    if any(value != values[0] for value in values):
+        raise ProtocolError(
+            f"each answers {type(asked).__name__} with something else: {list(values)}"
+        )
+    return values[0]
+
+
+class ForHolder(Asking):
+    """About one holder's cache."""
+
+    said_by = OWNERS
+
+    def for_holder(self: AnyT, holder: int) -> AnyT:
+        return cast(AnyT, replace(cast(Any, self), holder=holder))

@@ -1,0 +1,60 @@
+"""What comes to an R-worker's socket from those that have no connection to it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import zmq
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.wire import codec
+from fastdecode.wire.messages import Failed
+from fastdecode.wire.zmq.line import Socket
+
+logger = logging.getLogger(__name__)
+
+
+class Strangers:
+    """Answers those that speak as we do, and drops the rest.
+
+    Args:
+        name: the R-worker's.
+    """
+
+    def __init__(self, socket: Socket, name: str) -> None:
+        self._socket = socket
+        self._name = name
+        self._num_dropped = 0
+
+    def head_of(self, identity: bytes, frame: zmq.Frame) -> codec.Head | None:
+        """What one sent, if it is one of our messages."""
+        try:
+            return codec.read_head(frame.buffer) if len(frame.buffer) > 1 else None
+        except ProtocolError as error:
+            self.refuse(identity, frame, error)
+            return None
+
+    def refuse(self, identity: bytes, frame: zmq.Frame, error: ProtocolError) -> None:
+        """Drop what one sent, and say why if it speaks as we do."""
+        epoch = codec.read_epoch(frame.buffer)
+        if epoch is not None:
+            self.answer(identity, error.code, error.message, epoch)
+        self.drop(error.message)
+
+    def answer(self, identity: bytes, code: str, message: str, epoch: int) -> None:
+        head = codec.encode(Failed(self._name, code, message), epoch=epoch).head
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([identity, head], zmq.NOBLOCK)
+
+    def drop(self, reason: str) -> None:
+        """Say so of the 1st, 2nd, 4th, 8th, …, so that no log is flooded."""
+        self._num_dropped += 1
+        if self._num_dropped & (self._num_dropped - 1) == 0:
+            address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            logger.warning(
+                "%s: dropped what a stranger sent (%d so far): %s",
+                address,
+                self._num_dropped,
+                reason,
+            )

@@ -1,0 +1,135 @@
+"""The blocks of one cache: which are free, how often each is referred to, and
+how many are promised."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Blocks: TypeAlias = NDArray[np.int32]
+
+
+class BlockPool:
+    """Blocks 0 … num_blocks - 1. ``rworker.kv_store`` says what a tail is, and
+    keeps its promises here."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_promised = 0
+        """Blocks that are to be had whatever comes; at most those that are free."""
+        # Free blocks are those given back, on a stack, and those never taken
+        # yet, from _num_taken on. So memory that was touched before is used
+        # again first, both the cache's and that of the arrays here.
+        self._returned = np.empty(num_blocks, np.int32)
+        self._num_returned = 0
+        self._num_taken = 0
+        self._refcount = np.zeros(num_blocks, np.int32)
+        # Sequences whose tail the block is. Kept for shared blocks only: an
+        # append need not touch it.
+        self._num_tails = np.zeros(num_blocks, np.int32)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing, promised or not."""
+        return self._num_returned + self.num_blocks - self._num_taken
+
+    @property
+    def num_available(self) -> int:
+        """Free blocks that are promised to nobody."""
+        return self.num_free - self.num_promised
+
+    @property
+    def free(self) -> NDArray[np.int64]:
+        """The free blocks; those given back first."""
+        fresh = np.arange(self._num_taken, self.num_blocks)
+        return np.concatenate((self._returned[: self._num_returned], fresh))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self._returned, self._refcount, self._num_tails))
+
+    def are_shared(self, blocks: Blocks) -> NDArray[np.bool_]:
+        """Whether several sequences refer to each."""
+        shared: NDArray[np.bool_] = self._refcount[blocks] > 1
+        return shared
+
+    def take(self, count: int) -> Blocks:
+        """Take promised blocks, each referred to once."""
+        assert count <= self.num_promised <= self.num_free
+        self.num_promised -= count
+        num_again = min(count, self._num_returned)
+        rest = self._num_returned - num_again
+        blocks = np.empty(count, np.int32)
+        blocks[:num_again] = self._returned[rest : self._num_returned][::-1]
+        blocks[num_again:] = np.arange(self._num_taken, self._num_taken + count - num_again)
+        self._num_returned = rest
+        self._num_taken += count - num_again
+        self._refcount[blocks] = 1
+        return blocks
+
+    def share(self, blocks: Blocks, *, had_tail: bool, has_tail: bool) -> None:
+        """A sequence more refers to a prefix of another's blocks.
+
+        Args:
+            had_tail: the last of them is the other's tail.
+            has_tail: it is a tail of the one more.
+        """
+        # From here on these blocks are shared, and their tails are counted.
+        self._num_tails[blocks[self._refcount[blocks] == 1]] = 0
+        last = int(blocks[-1])
+        if self._refcount[last] == 1:
+            self._num_tails[last] = had_tail
+        self._num_tails[last] += has_tail
+        self._refcount[blocks] += 1
+
+    def leave_tail(self, block: int) -> None:
+        """A sequence has copied its shared tail, and refers to it no more."""
+        self._refcount[block] -= 1
+        self._num_tails[block] -= 1
+
+    def leave(self, blocks: Blocks, *, has_tail: bool) -> None:
+        """A sequence refers to its blocks no more.
+
+        Args:
+            has_tail: the last of them is its tail.
+        """
+        refcounts = self._refcount[blocks]
+        shared = blocks[refcounts > 1]
+        if shared.size:
+            owed = self._num_owed_copies(shared)
+            if has_tail and refcounts[-1] > 1:
+                self._num_tails[blocks[-1]] -= 1
+            self._refcount[shared] -= 1
+            self.num_promised -= owed - self._num_owed_copies(shared)
+        freed = blocks[refcounts == 1]
+        self._refcount[freed] = 0
+        # Reversed: the next sequence takes them in the order in which this one had them.
+        self._returned[self._num_returned : self._num_returned + freed.size] = freed[::-1]
+        self._num_returned += int(freed.size)
+
+    def _num_owed_copies(self, shared: Blocks) -> int:
+        """Copies that sequences which have one of these blocks as their tail may still need."""
+        return int(np.minimum(self._num_tails[shared], self._refcount[shared] - 1).sum())
+
+    def check_invariants(
+        self, refcount: NDArray[np.int64], num_tails: NDArray[np.int64], growth: int
+    ) -> None:
+        """Compare with what was recounted from the block tables.
+
+        Args:
+            refcount: [num_blocks].
+            num_tails: [num_blocks].
+            growth: blocks that sequences may still take for their own tokens.
+        """
+        assert (refcount == self._refcount).all(), "reference counts are off"
+        shared = refcount > 1
+        assert (num_tails == self._num_tails)[shared].all(), "tails of shared blocks are miscounted"
+        free = self.free
+        assert len(np.unique(free)) == len(free) == self.num_free, "a block is free twice"
+        assert (refcount[free] == 0).all(), "a block in use is free"
+        assert len(free) + np.count_nonzero(refcount) == self.num_blocks, "a block is lost"
+        owed = int(np.minimum(num_tails, refcount - 1)[shared].sum())
+        assert self.num_promised == growth + owed, "promises are miscounted"
+        assert self.num_promised <= len(free), "more blocks are promised than free"

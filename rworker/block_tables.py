@@ -1,0 +1,124 @@
+"""The block table of every open sequence: a row of one array each, beside how
+many tokens it has."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.errors import ProtocolError
+
+Rows: TypeAlias = NDArray[np.int64]
+IntsT = TypeVar("IntsT", int, NDArray[np.int64])
+
+_FIRST_ROWS = 64
+_FIRST_WIDTH = 16
+
+
+class BlockTables:
+    """Open sequences, by id; each has a row of the arrays.
+
+    Args:
+        block_size: tokens a block holds.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.row_of: dict[int, int] = {}
+        self._free_rows: list[int] = []
+        self.blocks = np.zeros((0, _FIRST_WIDTH), np.int32)
+        self.widths = np.zeros(0, np.int64)
+        """Blocks in the table."""
+        self.lengths = np.zeros(0, np.int64)
+        """Cached tokens."""
+        self.reserved = np.zeros(0, np.int64)
+        """Tokens that the sequence may grow to."""
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.blocks, self.widths, self.lengths, self.reserved)
+        return sum(array.nbytes for array in arrays)
+
+    def row(self, sequence_id: int) -> int:
+        """Raises ProtocolError: the sequence is not open."""
+        try:
+            return self.row_of[sequence_id]
+        except KeyError:
+            raise ProtocolError(f"sequence {sequence_id} is not open") from None
+
+    def rows(self, sequence_ids: NDArray[np.int64]) -> Rows:
+        """Raises ProtocolError: one of the sequences is not open."""
+        try:
+            found = map(self.row_of.__getitem__, sequence_ids.tolist())
+            rows: Rows = np.fromiter(found, np.int64, len(sequence_ids))
+        except KeyError as error:
+            raise ProtocolError(f"sequence {error.args[0]} is not open") from None
+        return rows
+
+    def of_row(self, row: int) -> NDArray[np.int32]:
+        """A view of one table."""
+        table: NDArray[np.int32] = self.blocks[row, : self.widths[row]]
+        return table
+
+    def blocks_for(self, num_tokens: IntsT) -> IntsT:
+        return -(-num_tokens // self._block_size)
+
+    def slots(
+        self, rows: Rows, past: NDArray[np.int64], num_new: NDArray[np.int32]
+    ) -> NDArray[np.int64]:
+        """Slot of each new token, [T]; ``past`` tokens of each sequence come before."""
+        ends = np.cumsum(num_new, dtype=np.int64)
+        num_tokens = ends[-1] if ends.size else 0
+        positions = np.arange(num_tokens) + np.repeat(past + num_new - ends, num_new)
+        blocks = self.blocks[np.repeat(rows, num_new), positions // self._block_size]
+        slots: NDArray[np.int64] = (
+            blocks.astype(np.int64) * self._block_size + positions % self._block_size
+        )
+        return slots
+
+    def add(self, sequence_id: int, num_reserved_tokens: int, num_blocks: int) -> int:
+        """An empty table, with room for so many blocks; gives its row."""
+        if not self._free_rows:
+            self._add_rows()
+        self.widen(num_blocks)
+        row = self._free_rows.pop()
+        self.row_of[sequence_id] = row
+        self.lengths[row] = 0
+        self.widths[row] = 0
+        self.reserved[row] = num_reserved_tokens
+        return row
+
+    def remove(self, sequence_id: int) -> None:
+        self._free_rows.append(self.row_of.pop(sequence_id))
+
+    def lengthen(self, rows: Rows, num_fresh: NDArray[np.int64], fresh: NDArray[np.int32]) -> None:
+        """``num_fresh`` (>= 1) blocks more for each of them, from ``fresh`` in order."""
+        ends = np.cumsum(num_fresh)
+        starts = self.widths[rows] + num_fresh - ends
+        columns = np.arange(len(fresh)) + np.repeat(starts, num_fresh)
+        self.blocks[np.repeat(rows, num_fresh), columns] = fresh
+        self.widths[rows] += num_fresh
+
+    def widen(self, num_blocks: int) -> None:
+        """See to it that a table has room for so many blocks."""
+        before = width = self.blocks.shape[1]
+        while width < num_blocks:
+            width *= 2
+        if width > before:
+            self.blocks = np.pad(self.blocks, ((0, 0), (0, width - before)))
+
+    def _add_rows(self) -> None:
+        """As many as there are."""
+        num_rows = len(self.blocks)
+        more = max(_FIRST_ROWS, num_rows)
+        self.blocks = np.pad(self.blocks, ((0, more), (0, 0)))
+        self.widths = np.pad(self.widths, (0, more))
+        self.lengths = np.pad(self.lengths, (0, more))
+        self.reserved = np.pad(self.reserved, (0, more))
+        self._free_rows.extend(range(num_rows + more - 1, num_rows - 1, -1))
+
+    def check_invariants(self) -> None:
+        rows = [*self.row_of.values(), *self._free_rows]
+        assert sorted(rows) == list(range(len(self.blocks))), "a row is lost or used twice"
