@@ -41,6 +41,8 @@ from sworker.sampling_state import SamplingState, uniforms, validate_for_vocab
 
 __all__ = ["SampledToken", "SamplingState", "sample", "validate_for_vocab"]
 
+NON_FINITE = "non_finite_logits"
+"""The error code of a row that holds NaN or Inf."""
 SHORT_LIST = 1024
 """Likeliest tokens that a truncated row looks at first: sorting 1,024 of 128k
 costs a twentieth of sorting all. A row that needs more (a nearly flat
@@ -342,7 +344,7 @@ def _row_error(greatest: float, num_generated: int) -> RequestError:
     return RequestError(
         f"the model's logits hold NaN or Inf after {num_generated} generated tokens: the weights "
         "are damaged or overflow their dtype; try dtype float32 or bfloat16",
-        code="non_finite_logits",
+        code=NON_FINITE,
     )
 
 

@@ -106,6 +106,10 @@ class Running:
     def directory(self) -> Path:
         return self._log.parent
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 

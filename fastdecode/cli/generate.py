@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from fastdecode.cli.options import (
+    EXIT_INTERRUPTED,
     EXIT_SOME_FAILED,
     EXIT_WORKERS_LOST,
     add_engine_options,
@@ -24,6 +26,9 @@ from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_paths, write_json
 from fastdecode.core.progress import Progress
+from fastdecode.jobs.stopping import Stopping, asked_by_signals, stop_signals
+
+COMMAND = "fastdecode generate"
 
 
 def add_generate(commands: Any) -> None:
@@ -61,13 +66,13 @@ def add_generate(commands: Any) -> None:
     add_log_level_option(parser)
 
 
+@stop_signals(signal.default_int_handler)  # until the job looks for them between steps
 def _generate(args: argparse.Namespace) -> int:
     check_options(args)
     serve_if_r_rank(args, engine_options(args))
     with imports_for("fastdecode generate (an S-worker)"):
         from fastdecode.engine.llm import LLM
         from fastdecode.jobs.opening import JobOptions, open_ordered_job
-        from fastdecode.jobs.stopping import Stopping
         from fastdecode.measure.chrome_trace import open_trace
         from fastdecode.measure.summary import render, summarise
     check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
@@ -85,7 +90,9 @@ def _generate(args: argparse.Namespace) -> int:
         llm = stack.enter_context(
             LLM(args.model, progress=tell, trace=trace, **engine_options(args))
         )
-        result = job.run(llm, Stopping(grace_s=0), progress)
+        stopping = Stopping(grace_s=0)
+        with asked_by_signals(stopping, COMMAND):
+            result = job.run(llm, stopping, progress)
         args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers
         summary = summarise(
             llm,
@@ -96,15 +103,19 @@ def _generate(args: argparse.Namespace) -> int:
     if args.summary is not None:
         write_json(args.summary, summary, "summary")
     tell(render(summary))
+    if result.interrupted:
+        num_done = f"{result.num_done} of {result.num_lines}"
+        tell(f"{COMMAND}: interrupted; {num_done} answers are in {args.output}")
+        return EXIT_INTERRUPTED
     if result.lost is not None:
-        tell(f"fastdecode generate: workers were lost: {result.lost}")
+        tell(f"{COMMAND}: workers were lost: {result.lost}")
         return EXIT_WORKERS_LOST
     if result.num_run_failed:
         text = (
             f"{result.num_run_failed} of {result.num_run} requests failed; see the error lines in "
             f"{args.output}"
         )
-        tell(f"fastdecode generate: {text}")
+        tell(f"{COMMAND}: {text}")
         return EXIT_SOME_FAILED
     return 0
 

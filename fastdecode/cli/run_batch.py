@@ -10,14 +10,10 @@ the same command with ``--resume`` goes on.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
@@ -38,15 +34,14 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_paths, write_json
 from fastdecode.core.progress import Progress
+from fastdecode.jobs.stopping import Stopping, asked_by_signals, stop_signals
 from fastdecode.wire.mpi import leaving
 
 if TYPE_CHECKING:
     from fastdecode.jobs.job import BatchJob, JobResult
     from fastdecode.jobs.opening import JobOptions
-    from fastdecode.jobs.stopping import Stopping
 
 COMMAND = "fastdecode run-batch"
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def add_run_batch(commands: Any) -> None:
@@ -139,6 +134,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@stop_signals(signal.default_int_handler)  # until the job looks for them between steps
 def run_run_batch(args: argparse.Namespace) -> int:
     """Run or resume one job. Returns the exit code."""
     check_options(args)
@@ -163,7 +159,6 @@ def _run(
     job: BatchJob, config: EngineConfig, args: argparse.Namespace
 ) -> tuple[JobResult, dict[str, Any]]:
     from fastdecode.engine.llm import LLM
-    from fastdecode.jobs.stopping import Stopping
     from fastdecode.measure.chrome_trace import open_trace
     from fastdecode.measure.summary import summarise
 
@@ -173,7 +168,7 @@ def _run(
         open_trace(args.trace) as trace,
         LLM(args.model, progress=tell, trace=trace, **engine_options(args)) as llm,
         Progress(sys.stderr) as progress,
-        _interrupts(stopping),
+        asked_by_signals(stopping, COMMAND),
     ):
         result = job.run(llm, stopping, progress)
         return result, summarise(
@@ -200,23 +195,6 @@ def _job_options(args: argparse.Namespace) -> JobOptions:
         sync_lines=args.sync_lines,
         sync_s=args.sync_s,
     )
-
-
-@contextlib.contextmanager
-def _interrupts(stopping: Stopping) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM (in an MPI job SIGUSR1, too) ask the job to
-    stop instead of ending the process."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        # Not print: the signal may have come in the middle of one.
-        os.write(2, f"\n{COMMAND}: {stopping.ask()}\n".encode())
-
-    before = {number: signal.signal(number, on_signal) for number in _STOPS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _report(job: BatchJob, result: JobResult, args: argparse.Namespace) -> int:

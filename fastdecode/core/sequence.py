@@ -260,6 +260,8 @@ class Sequence:
     """Leading tokens whose K and V are cached."""
     residence: Residence | None = None
     """Where they are, and where there is room for more; None while waiting."""
+    is_checked: bool = False
+    """It came to logits that aren't finite: whoever attends it is looked at."""
 
     @classmethod
     def of(cls, sequence_id: SequenceId, request: Request, index: int) -> Sequence:

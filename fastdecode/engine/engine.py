@@ -5,9 +5,9 @@ A request's life: ``submit`` → waiting → room opened on its holders
 (``OpenSequence`` or ``ForkSequence``) → its prompt run in one or more chunks →
 one token drawn a step → finished, its blocks freed (``CloseSequence``). Whoever
 listens is told what it says (``fastdecode.core.delta``). What comes next is
-decided by ``fastdecode.schedule.life.lifecycle``, which is told what happens, and
-carried out by ``fastdecode.engine.executor``; nothing here knows how a step is
-scheduled, what a layer computes, or where an R-worker runs.
+decided by ``fastdecode.schedule.life.lifecycle``, which is told what happens,
+and carried out by ``fastdecode.engine.executor``; nothing here knows how a step
+is scheduled, what a layer computes, or where an R-worker runs.
 
 When an R-worker is lost, its sequences start again elsewhere, and what was
 cached is recomputed from their tokens, prompt and generated alike. Since a

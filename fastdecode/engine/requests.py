@@ -12,7 +12,7 @@ from fastdecode.core.sequence import FinishReason, Request, Sequence, TokenLogpr
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.life.events import Drawn
 from fastdecode.text.codec import SequenceText, TextCodec
-from sworker.sampler import SampledToken, SamplingState
+from sworker.sampler import NON_FINITE, SampledToken, SamplingState
 
 
 @dataclass(eq=False)
@@ -158,7 +158,8 @@ class Requests:
         now: float,
     ) -> tuple[Drawn, ...]:
         """Take in the tokens drawn just now. One that met an error ends its
-        request: its siblings get none."""
+        request: its siblings get none. But logits that aren't finite are
+        believed only the second time (``engine.step.checks``)."""
         drawn: list[Drawn] = []
         failed: set[str] = set()
         for generation, token in zip(generations, sampled, strict=True):
@@ -166,6 +167,9 @@ class Requests:
             if sequence.request.request_id in failed:
                 continue
             if token.error is not None:
+                if token.error.code == NON_FINITE and not sequence.is_checked:
+                    drawn.append(Drawn(sequence, is_doubted=True))
+                    continue
                 failed.add(sequence.request.request_id)
                 drawn.append(Drawn(sequence, error=token.error))
                 continue
@@ -183,7 +187,7 @@ class Requests:
         those that are over it told already."""
         for one in drawn:
             generation = self._generations.get(one.sequence.sequence_id)
-            if generation is not None and one.error is None:
+            if generation is not None and one.error is None and not one.is_doubted:
                 self._groups[one.sequence.request.request_id].tell(generation, None)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stats: EngineStats) -> None:

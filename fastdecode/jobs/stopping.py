@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Final
 
 EXIT_INTERRUPTED = 130
+_STOPS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""SIGUSR1 is what mpirun passes on to its ranks; with the others it kills them."""
 
 
 class StopNow(Exception):  # noqa: N818  (it isn't an error)
@@ -18,7 +24,8 @@ class Stopping:
     looks, between steps.
 
     Args:
-        grace_s: how long what runs may take to finish after the first time.
+        grace_s: how long what runs may take to finish after the first time; 0:
+            the first time is as good as the second.
         clock: in seconds.
         leave: ends the process without ceremony.
     """
@@ -37,7 +44,7 @@ class Stopping:
 
     def ask(self) -> str:
         """Once more. Returns what will happen, for a person."""
-        self._asked += 1
+        self._asked += 1 if self._asked or self._grace_s else 2
         if self._asked == 1:
             self._since = self._clock()
             return f"finishing what runs, for {self._grace_s:g} s at most; again to stop at once"
@@ -58,3 +65,27 @@ class Stopping:
         return self._asked > 1 or (
             self._asked == 1 and self._clock() - self._since >= self._grace_s
         )
+
+
+@contextlib.contextmanager
+def stop_signals(act: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Inside, the signals that ask a process to stop do this instead."""
+    before = {number: signal.signal(number, act) for number in _STOPS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def asked_by_signals(stopping: Stopping, command: str) -> Iterator[None]:
+    """Inside, signals ask the job to stop, and say what will happen."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        # Not print: the signal may have come in the middle of one.
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{command}: {stopping.ask()}\n".encode())
+
+    with stop_signals(on_signal):
+        yield

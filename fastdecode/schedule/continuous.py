@@ -251,8 +251,9 @@ def _move(lane: Lane, run: Run) -> None:
 
 
 def _running_sibling(lanes: Iterable[Lane], sequence: Sequence) -> Run | None:
-    """A running sequence of the same request: the one that has its room, and most tokens cached."""
-    if sequence.request.params.n == 1:
+    """A running sequence of the same request: the one that has its room, and
+    most tokens cached. None for one that is looked at: from its first token on."""
+    if sequence.request.params.n == 1 or sequence.is_checked:
         return None
     runs = (run for lane in lanes for run in lane.running.values())
     siblings = (run for run in runs if run.sequence.request is sequence.request)

@@ -129,10 +129,14 @@ class ArrayLayout:
                     )
             start = aligned(end)
             end = start + prod(dims, start=dtype.itemsize)
+            # An array without elements, too: NumPy refuses it for its other dims.
+            most = start + prod([size or 1 for size in dims], start=dtype.itemsize)
+            if most > MAX_BODY_BYTES:
+                raise ProtocolError(
+                    f"arrays of {most} bytes exceed the {MAX_BODY_BYTES} of a message"
+                )
             views.append((dims, dtype, start))
             places.append(slice(start, end))
-        if end > MAX_BODY_BYTES:
-            raise ProtocolError(f"arrays of {end} bytes exceed the {MAX_BODY_BYTES} of a message")
         return Body(words, tuple(views), tuple(places), end)
 
 

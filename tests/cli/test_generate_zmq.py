@@ -116,6 +116,23 @@ def test_the_python_api_and_workers_that_end_with_it(tiny_checkpoint: Callable[.
             assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
 
 
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_told_to_stop_it_leaves_whole_lines_and_its_r_workers_end(
+    stop: signal.Signals, asked: Callable[[int], tuple[list[str], Path, str]]
+) -> None:
+    options, output, expected = asked(400)
+    with r_workers("*", "*") as (jobs, addresses):
+        with running([*FASTDECODE, *options, *at(addresses)], **PATHS) as s_worker:
+            s_worker.wait_for_text(output)
+            s_worker.processes()[0].send_signal(stop)
+            outcome = s_worker.wait()
+        assert (outcome.exit_code, outcome.orphans) == (130, []), outcome
+        assert [job.wait().exit_code for job in jobs] == [0, 0]
+    answered = output.read_text()
+    assert answered.endswith("\n") and expected.startswith(answered) and answered != expected
+    assert "interrupted; 1 of 8 answers are in" in outcome.output
+
+
 @pytest.mark.parametrize(
     ("trouble", "partition"),
     [(signal.SIGKILL, "sequences"), (signal.SIGSTOP, "sequences"), (signal.SIGKILL, "heads")],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdecode.core.host.facts import facts as host
+from fastdecode.core.host import facts as host
 
 
 def test_numa_nodes_are_known_by_their_numbers(

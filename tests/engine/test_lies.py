@@ -3,14 +3,17 @@ nowhere, and the others go on."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 from checkpoints import prompts
+from safetensors.torch import load_file, save_file
 from state_machine import HELLO
 from trouble import give
 
@@ -31,7 +34,8 @@ from fastdecode.wire.messages import (
 )
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
-from rworker.worker import start_worker_thread
+from rworker.state import RWorkerState
+from rworker.worker import serve, start_worker_thread
 
 WAIT_S = 60.0
 HONEST = Welcome("r", 10, HELLO.kv.block_size, 1)
@@ -103,7 +107,7 @@ def test_a_neighbour_takes_over_a_lost_holder() -> None:
     ]
     fleet = Fleet(hub, WAIT_S)
     hello = replace(HELLO, max_blocks=8)
-    assert [welcome.worker for welcome in fleet.greet(hello).values()] == ["r0", "r1"]
+    assert {i: welcome.worker for i, welcome in fleet.greet(hello).items()} == {0: "r0", 1: "r1"}
     workers[0].connection.close()
     fleet.send(0, OpenSequence(1, 8))
     assert [holder for holder, _ in fleet.take_losses()] == [0]
@@ -152,3 +156,148 @@ def test_o_of_another_dtype_is_not_believed(
     assert num_live == 2
     give(monkeypatch, {"r1": OfAnotherDtype})
     assert tokens() == (expected, 1)
+
+
+class NotFinite(AttentionExecutor):
+    """From its ``after``-th layer on, answers ``what`` to some of the rows."""
+
+    def __init__(self, after: int = 17, what: float = np.nan) -> None:
+        super().__init__(num_threads=1)
+        self._left = after
+        self._what = what
+
+    def compute(self, compute: Compute) -> AttendResult:
+        result = super().compute(compute)
+        self._left -= 1
+        if self._left >= 0 or not len(result.o):
+            return result
+        o = result.o.copy()
+        o[-1, 0, 3] = self._what
+        return replace(result, o=o)
+
+
+PROMPTS = prompts([3, 30, 90, 45, 7], seed=2)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+HERE: dict[str, Any] = {"r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2}
+
+
+def answers(model: Path, **options: Any) -> tuple[list[Any], int]:
+    """Tokens or error codes of some requests, and how many R-workers are left."""
+    sampled = replace(GREEDY, temperature=0.9, top_p=0.9, seed=5, n=2)
+    asked = [GREEDY, sampled, GREEDY, GREEDY, sampled]
+    with LLM(str(model), **{"dtype": "float32", **(options or HERE)}) as llm:
+        outputs = llm.generate(PROMPTS, asked)
+        found = [o.error.code if o.error else [c.token_ids for c in o.completions] for o in outputs]
+        return found, llm.snapshot().engine.num_live_r_workers
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_checkpoint: Callable[..., Path]) -> tuple[Path, list[Any]]:
+    """A model, and its answers."""
+    model = tiny_checkpoint("llama", num_key_value_heads=2)
+    return model, answers(model)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({}, np.nan),
+        ({"lanes": 2, "prefill_chunk": 16}, np.inf),
+        ({"r_partition": "heads"}, np.nan),
+        ({"split_tokens": 64}, np.nan),
+        ({"prompt_attention": "r"}, np.nan),
+    ],
+)
+def test_o_that_is_not_finite_is_not_believed(
+    options: dict[str, Any],
+    what: float,
+    undisturbed: tuple[Path, list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same tokens come from those that are left; the request that met it is not to blame."""
+    model, expected = undisturbed
+    give(monkeypatch, {"r1": lambda: NotFinite(what=what)})
+    found, num_live = answers(model, **HERE, **options)
+    assert (found, num_live) == (expected, 1)
+
+
+def test_in_16_bits_too(
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class In16Bits(NotFinite):
+        def compute(self, compute: Compute) -> AttendResult:
+            result = super().compute(compute)
+            nan = np.full_like(result.o, 0x7FC0)  # in bfloat16
+            return replace(result, o=nan if self._left < 0 else result.o)
+
+    give(monkeypatch, {"r0": lambda: In16Bits(what=0)})
+    found, num_live = answers(tiny_checkpoint("llama"), **HERE, dtype="bfloat16")
+    assert num_live == 1 and all(isinstance(one, list) for one in found)
+    assert "R-worker r0 is lost: it answered NaN or Inf in layer" in caplog.text
+
+
+def test_over_zmq(undisturbed: tuple[Path, list[Any]], caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+    from fastdecode.wire.zmq.listener import ZmqListener
+
+    model, expected = undisturbed
+    executors = (AttentionExecutor(), NotFinite())
+    listeners = [ZmqListener("tcp://127.0.0.1:*", f"r{i}") for i in range(2)]
+    threads = []
+    for listener, executor in zip(listeners, executors, strict=True):
+        state = RWorkerState("r", kv_bytes=10_000_000)
+        threads.append(Thread(target=serve, args=(listener, state, executor), daemon=True))
+        threads[-1].start()
+    addresses = [listener.address for listener in listeners]
+    assert answers(model, r_worker_addresses=addresses)[0] == expected
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert f"R-worker {addresses[1]} is lost: it answered NaN or Inf" in caplog.text
+
+
+def with_weights(model: Path, to: Path, name: str, change: Callable[[Any], None]) -> Path:
+    """A copy of a model, one of whose weights is another."""
+    shutil.copytree(model, to)
+    weights = load_file(to / "model.safetensors")
+    change(weights[name])
+    save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"r_partition": "heads", "lanes": 2}, {"split_tokens": 64}]
+)
+def test_a_request_that_is_not_finite_by_itself_fails_alone(
+    options: dict[str, Any], undisturbed: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    """One whose prompt has a token with a damaged embedding."""
+    model, expected = undisturbed
+    damaged_token = PROMPTS[2][50]
+    others = [i for i, prompt in enumerate(PROMPTS) if damaged_token not in prompt]
+    damaged = with_weights(
+        model,
+        tmp_path / "damaged",
+        "model.embed_tokens.weight",
+        lambda embedding: embedding[damaged_token].fill_(float("nan")),
+    )
+    found, num_live = answers(damaged, **HERE, **options)
+    assert num_live == 2 and len(others) >= 2
+    assert found[2] == "non_finite_logits"
+    assert [found[i] for i in others] == [expected[i] for i in others]
+
+
+def test_kv_that_overflows_in_the_cache_is_nobodys_fault(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What was sent is finite; as float16, in which it is kept, it isn't."""
+    hot = with_weights(
+        tiny_checkpoint("llama"),
+        tmp_path / "hot",
+        "model.layers.0.self_attn.v_proj.weight",
+        lambda weight: weight.mul_(1e8),
+    )
+    found, num_live = answers(hot, **HERE, kv_dtype="float16")
+    assert (set(found), num_live) == ({"non_finite_logits"}, 2)

@@ -139,6 +139,15 @@ def test_the_grace_ends_and_a_third_interrupt_leaves_at_once() -> None:
     assert left == [130]
 
 
+def test_without_grace_the_first_interrupt_is_as_good_as_the_second() -> None:
+    left: list[int] = []
+    stopping = Stopping(0, leave=left.append)
+    assert "stopping after this step" in stopping.ask()
+    assert (stopping.wanted, stopping.now, left) == (True, True, [])
+    stopping.ask()
+    assert left == [130]
+
+
 def test_an_interrupt_that_comes_too_late_is_none(make_job: Callable[..., Job]) -> None:
     stopping = Stopping(60)
     job = make_job(lines=LINES[:2])

@@ -52,8 +52,10 @@ rank = os.environ["OMPI_COMM_WORLD_RANK"]
 trouble = sys.argv[1] if rank == "1" else ""
 if trouble == "ends":
     sys.exit(3)
+if trouble == "unreachable":
+    os.environ["OMPI_MCA_btl"] = "self"
 Path(os.environ["TMPDIR"], rank).write_text(str(os.getpid()))
-if trouble:
+if trouble == "waits":
     signal.pause()
 joining.join()
 """
@@ -67,6 +69,13 @@ def test_a_rank_that_has_ended_is_noticed() -> None:
     outcome = run(meet("ends"), timeout_s=60, **PATHS)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
     assert "the MPI job can't begin: rank 1 has ended before it joined" in outcome.output
+
+
+def test_ranks_that_cannot_reach_each_other_end_as_any_that_never_meet() -> None:
+    """So does one that is killed in the middle of MPI_Init, for the others."""
+    outcome = run(meet("unreachable"), timeout_s=60, **PATHS)
+    assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
+    assert "the MPI job can't begin: " in outcome.output
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ TCP, and ranks that die or hang."""
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from mpi_launch import Outcome, mpirun, needs_mpi, open_mpi_options, run, running
 
@@ -68,6 +70,17 @@ def test_an_r_worker_that_hangs_is_killed_in_the_end() -> None:
 def test_r_workers_end_when_the_s_worker_dies() -> None:
     outcome = run_ranks("failures.py", 4, "self,sm", "-k", "s_worker_dies")
     assert outcome.exit_code is not None and not outcome.orphans, outcome
+
+
+def test_ranks_whose_launcher_hangs_end_all_the_same() -> None:
+    command = [mpirun(), *open_mpi_options(), "-n", "2"]
+    with running([*command, sys.executable, str(RANKS / "stopped_launcher.py")]) as job:
+        launcher = psutil.Process(job.pid)
+        job.wait_until(lambda: launcher.status() == psutil.STATUS_STOPPED)
+        job.wait_until(lambda: job.processes() == [launcher])
+        launcher.send_signal(signal.SIGCONT)
+        outcome = job.wait(timeout_s=60.0)
+    assert outcome.exit_code not in (0, None) and not outcome.orphans, outcome
 
 
 def test_s_workers_that_wait_for_one_that_never_comes() -> None:

@@ -222,3 +222,22 @@ def test_who_never_fits_leaves_nothing_behind() -> None:
         submit(life, "long", num_prompt_tokens=20, max_tokens=20)
     life.check_invariants()
     assert not life.lives.by_request and not life.lives.sequences("long")
+
+
+def test_a_doubted_sequence_starts_again_from_its_first_token_beside_no_sibling() -> None:
+    life = lifecycle()
+    submit(life, "a", num_prompt_tokens=4, n=2)
+    tell(life, Opened(opening(life, 0).part.part_id))
+    step(life, 0)
+    (fork,) = tell(life, LaneIdle(1))
+    assert isinstance(fork, Fork)
+    tell(life, Opened(fork.part.part_id))
+    (run,) = tell(life, LaneReady(1))
+    assert isinstance(run, Run)
+    (second,) = (chunk.sequence for chunk in run.chunks)
+    assert tell(life, StepDone(1, (Drawn(second, is_doubted=True),))) == [Close(fork.part)]
+    assert (second.is_checked, second.num_cached) == (True, 0)
+    assert life.lives.status(second.sequence_id) is Status.INTERRUPTED
+    assert life.num_recomputed == 1
+    (again,) = tell(life, LaneIdle(1))
+    assert isinstance(again, Open)

@@ -73,6 +73,14 @@ def test_forged_heads_are_refused(at: int, value: bytes, match: str) -> None:
     refuse(forged(small_attend(), at, value), match)
 
 
+def test_an_array_without_elements_has_bounds_too() -> None:
+    """NumPy makes none whose other dims are beyond what it can count."""
+    nothing = AttendResult(1, 0, 2, np.ones((0, 4, 8), np.float32), None, 0.25)
+    assert same(codec.decode(in_one_piece(nothing))[0], nothing)
+    huge = struct.pack("<III", 0, 0xFFFFFFFF, 0xFFFFFFFF)
+    refuse(forged(nothing, 28, huge), "exceed the")
+
+
 def test_dims_of_one_name_must_agree() -> None:
     with pytest.raises(ProtocolError, match="dim T_kv of v is 5, but 3 elsewhere"):
         codec.encode(small_attend(k_tokens=5))

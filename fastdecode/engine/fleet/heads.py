@@ -21,6 +21,9 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.spec import HeadShare
@@ -105,7 +108,7 @@ class HeadsHub:
         """The R-workers that are lost, and why."""
         self.connections = (HeadsConnection(self),)
         self._shares: dict[int, HeadShare] = {}
-        self._answers = GroupAnswers(self._present())
+        self._answers = GroupAnswers(_present(parts, self.dead))
         self._broken: WorkerError | None = None
         """One is lost that the others don't do without yet."""
 
@@ -178,6 +181,13 @@ class HeadsHub:
                 peer = self.parts.connections[worker].peer
                 self._lose(worker, WorkerError(f"{peer} keeps the others waiting", code=TIMEOUT))
 
+    def give_up_heads(self, heads: NDArray[np.bool_], reason: str) -> None:
+        """Those that answered for any of these query heads [Hq] are lost."""
+        for worker, share in self._shares.items():
+            if heads[share.q].any():
+                peer = self.parts.connections[worker].peer
+                self._lose(worker, WorkerError(f"{peer} {reason}", code=ProtocolError.default_code))
+
     def give_up_overdue(self, deadlines: Deadlines, since_s: float) -> None:
         """Whoever should have answered by now, or given a sign of life, is lost."""
         now = deadlines.clock()
@@ -189,14 +199,11 @@ class HeadsHub:
                     WorkerError(f"{self.parts.connections[worker].peer} {reason}", code=TIMEOUT),
                 )
 
-    def _present(self) -> list[int]:
-        return [i for i in range(len(self.parts.connections)) if i not in self.dead]
-
     def _start_anew(self, hello: Hello) -> None:
         """Share the heads among those that are alive. What they have been asked
         before is forgotten on both sides."""
         self._broken = None
-        self._answers.begin(workers := self._present())
+        self._answers.begin(workers := _present(self.parts, self.dead))
         kv, spec = hello.kv, hello.attention[0]
         shares = share_heads(spec.num_q_heads, kv.num_kv_heads, len(workers))
         self._shares = dict(zip(workers, shares, strict=True))
@@ -254,6 +261,10 @@ class HeadsHub:
         self._broken = self._broken or error
 
 
+def _present(parts: RHub, dead: Collection[int]) -> list[int]:
+    return [worker for worker in range(len(parts.connections)) if worker not in dead]
+
+
 def _joined(parts: RHub, asked: ToRWorker, answers: dict[int, Answer]) -> Answer:
     """Everybody's answer as one. Raises ProtocolError: one isn't what was
     asked for."""
@@ -281,7 +292,12 @@ def share_out_heads(workers: Reached) -> Reached:
         workers.close(hub.dead, timeout_s)
 
     return Reached(
-        hub, close, replacements=partial(Resharing, hub), group=workers.hub, group_lost=hub.dead
+        hub,
+        close,
+        replacements=partial(Resharing, hub),
+        group=workers.hub,
+        group_lost=hub.dead,
+        give_up_heads=hub.give_up_heads,
     )
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fastdecode.core.errors import WorkerError, imports_for
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.engine.fleet.deadlines import Deadlines
@@ -69,6 +72,9 @@ class Reached:
     """The R-workers, where the engine sees a group of them as one."""
     group_lost: Mapping[int, WorkerError] = field(default_factory=dict)
     """Those of the group that are lost, and why."""
+    give_up_heads: Callable[[NDArray[np.bool_], str], None] | None = None
+    """Gives up those of the group that answered for any of some query heads,
+    for a reason; None: whole holders are given up."""
 
     @property
     def num_r_workers(self) -> int:

@@ -247,7 +247,10 @@ def _attention(
     if workers.attention is not None:
         return workers.attention(fleet, holder)
     holders = (holder,) * len(fleet)
-    return AttentionPlan(spec.attention, resolved.kv_dtype, fleet, s_worker.device, holders)
+    give_up = workers.give_up_heads
+    return AttentionPlan(
+        spec.attention, resolved.kv_dtype, fleet, s_worker.device, holders, give_up
+    )
 
 
 def _reach_workers(resolved: ResolvedConfig) -> Reached:

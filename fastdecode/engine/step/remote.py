@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.dtype import DType
@@ -30,6 +31,7 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.step.checks import Checks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.parts import ClosedPartMerge
 from fastdecode.wire.messages import Attend, AttendResult
@@ -111,7 +113,11 @@ class AttentionPlan:
     """The S-worker's."""
     holders: Seq[Holder]
     """By their ids."""
+    blame: Callable[[NDArray[np.bool_], str], None] | None = None
+    """Where a holder is several R-workers: told in which heads [Hq] it lied,
+    and how, before it is given up."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
+    checks: Checks = field(default_factory=Checks)
 
     def begin(self, batch: StepBatch) -> RemoteStep:
         return RemoteStep(self, batch)
@@ -138,6 +144,7 @@ class RemoteStep:
         has_closed = any(span.closed for span in batch.spans)
         self._closed = ClosedPartMerge(batch, plan.device) if has_closed else None
         self._o = torch.empty(0)
+        self._checks = plan.checks.begin(batch)
         self._staging = plan.staging(batch.spans[0].begin.lane)
         self._unsent: deque[tuple[int, Staged]] = deque()
         self.r_compute_s = dict.fromkeys(self._spans, 0.0)
@@ -171,6 +178,8 @@ class RemoteStep:
             staged.wait()
         self._unsent.popleft()
         self.sent_s.append(time.perf_counter())
+        if self._checks is not None:
+            self._checks.sent(staged, self._o.dtype, self._plan.kv_dtype)
         for holder, span in self._spans.items():
             begin = span.begin
             q, k, v = staged.q[span.query_rows], staged.k[span.rows], staged.v[span.rows]
@@ -219,10 +228,24 @@ class RemoteStep:
                 f"{self._plan.fleet.peer(holder)} answered lse of shape {found}, where "
                 + (f"{due_shape[:2]} was asked" if span.begin.want_lse else "none was asked")
             )
+        self._check_finite(span, result)
         if self._closed is not None:
             result = self._closed.arrive(span, result, self._o.dtype)
         if num_own:
             self._place(span, result)
+
+    def _check_finite(self, span: HolderSpan, result: AttendResult) -> None:
+        """Raises ProtocolError."""
+        heads = (
+            None if self._checks is None else self._checks.bad_heads(span, result, self._o.dtype)
+        )
+        if heads is not None:
+            reason = (
+                f"answered NaN or Inf in layer {result.layer}, though all it was sent is finite"
+            )
+            if self._plan.blame is not None:
+                self._plan.blame(heads, reason)
+            raise ProtocolError(f"{self._plan.fleet.peer(span.holder)} {reason}")
 
     def lose(self, holder: HolderId) -> None:
         """See ``LaneAttention``."""

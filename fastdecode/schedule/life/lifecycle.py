@@ -67,7 +67,7 @@ class Lifecycle:
         self.lives = Lives()
         self.grants = Grants()
         self.num_recomputed = 0
-        """Sequences that had to start again since a holder was lost."""
+        """Sequences that had to start again: a holder was lost, or is doubted."""
         self.num_suspended = 0
         """Sequences whose blocks were taken back for others."""
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
@@ -189,10 +189,14 @@ class Lifecycle:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
                 if life.fate is not None:
                     self._settle(life)
-        for sequence, token_id, finish_reason, error in drawn:
+        for sequence, token_id, finish_reason, error, is_doubted in drawn:
             found = lives.by_sequence.get(sequence.sequence_id)
             if found is None or found.fate is not None:
                 continue  # a sibling failed in this very step
+            if is_doubted:
+                sequence.is_checked = True
+                self._recompute(found)
+                continue
             if error is not None:
                 self._drop(sequence.request.request_id, error)
                 continue
@@ -206,10 +210,13 @@ class Lifecycle:
         for life in list(self.lives.by_sequence.values()):
             if self.grants.lose(life, holder):
                 self.lives.tell(life, f"lost what holder {holder} had")
-                if life.fate is None:
-                    self.lives.doom(life, Fate.REQUEUE)
-                    self.num_recomputed += 1
-                self._settle(life)
+                self._recompute(life)
+
+    def _recompute(self, life: Life) -> None:
+        if life.fate is None:
+            self.lives.doom(life, Fate.REQUEUE)
+            self.num_recomputed += 1
+        self._settle(life)
 
     def _finish(self, life: Life, reason: FinishReason) -> None:
         request_id = life.sequence.request.request_id

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -32,8 +33,13 @@ from fastdecode.wire.mpi.siblings import JoinWatch
 logger = logging.getLogger(__name__)
 
 # What we'd like of Open MPI unless the user says otherwise: waiting ranks leave
-# their core to those that compute.
-_OPEN_MPI_DEFAULTS: Final = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+# their core to those that compute; MPI_Init says that it failed, and doesn't end
+# the job with an exit code of its own.
+_OPEN_MPI_DEFAULTS: Final = {
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_mpi_initial_errhandler": "mpi_errors_return",
+}
+_NAMED_WITHIN_S: Final = 2.0
 
 
 def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJob:
@@ -104,7 +110,10 @@ def _initialize(mpi: Any) -> None:
     except (OSError, AttributeError):
         mpi.Init_thread(level)
     else:
-        init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+        if init_thread(None, None, level, ctypes.byref(ctypes.c_int())):
+            # Whoever has ended is about to be named by the watch.
+            time.sleep(_NAMED_WITHIN_S)
+            give_up_joining("MPI_Init failed, as MPI's own output says")
 
 
 def check_size(size: int, launched: int, library: str) -> None:
@@ -122,9 +131,8 @@ def check_size(size: int, launched: int, library: str) -> None:
     )
     raise ConfigError(
         f"the launcher started {launched} ranks, but {library} sees {size}: the launcher belongs "
-        "to another MPI than "
-        f"the library that mpi4py loaded. Use {launcher}, or install mpi4py for your launcher's "
-        "MPI",
+        f"to another MPI than the library that mpi4py loaded. Use {launcher}, or install mpi4py "
+        "for your launcher's MPI",
         code="mpi_launcher_mismatch",
     )
 

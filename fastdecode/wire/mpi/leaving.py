@@ -103,7 +103,7 @@ def part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
     for peer in sorted(waiting):
         with contextlib.suppress(MPI.Exception):
             MPI.COMM_WORLD.Isend([b"", MPI.BYTE], peer, DEFAULT_TAG)
-    _finalize(MPI.__file__)
+    _finalize()
     timer.cancel()
 
 
@@ -113,7 +113,7 @@ def _abort(exit_code: int, timeout_s: float) -> None:
     if MPI.Is_initialized() and not MPI.Is_finalized():
         _exit_later(exit_code, timeout_s)
         _silence_threads()
-        MPI.COMM_WORLD.Abort(exit_code)
+        _abort_world(exit_code)
 
 
 def _silence_threads() -> None:
@@ -142,17 +142,37 @@ def _exit(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _finalize(mpi4py_library: str) -> None:
-    """MPI_Finalize, in a way that lets other threads run meanwhile: mpi4py's
-    keeps Python's lock to itself."""
-    try:
-        finalize = ctypes.CDLL(mpi4py_library).MPI_Finalize
-    except (OSError, AttributeError):
-        from mpi4py import MPI
+def _abort_world(exit_code: int) -> None:
+    """MPI_Abort of all ranks, while other threads of this one run: it waits for
+    the launcher, which may hang."""
+    from mpi4py import MPI
 
-        MPI.Finalize()
+    abort = _without_pythons_lock("MPI_Abort")
+    if abort is None:
+        MPI.COMM_WORLD.Abort(exit_code)
     else:
-        finalize()
+        handle = ctypes.c_void_p if MPI._sizeof(MPI.COMM_WORLD) == 8 else ctypes.c_int
+        world = handle.from_address(MPI._addressof(MPI.COMM_WORLD))
+        abort(world, ctypes.c_int(exit_code))
+
+
+def _finalize() -> None:
+    """MPI_Finalize, while other threads of this process run."""
+    from mpi4py import MPI
+
+    (_without_pythons_lock("MPI_Finalize") or MPI.Finalize)()
+
+
+def _without_pythons_lock(function: str) -> Callable[..., object] | None:
+    """MPI's function itself: mpi4py's keeps Python's lock, so that no deadline
+    of ours would pass while it hangs. None: it can't be found."""
+    from mpi4py import MPI
+
+    try:
+        found: Callable[..., object] = getattr(ctypes.CDLL(MPI.__file__), function)
+    except (OSError, AttributeError):
+        return None
+    return found
 
 
 def _flush() -> None:

@@ -1,0 +1,244 @@
+"""Messages that were damaged, or forged: what reads them refuses them or takes
+them for others that a peer may send, and nobody else notices.
+
+Each draws its damage from a seed. A forgery has a checksum that is right. Three
+targets, from the inside out: the codec; an R-worker's state machine with its
+real kernels, which serves an honest peer beside; and an R-worker's port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import struct
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import zmq
+from messages_for_tests import from_r_worker, in_one_piece, same, to_r_worker
+from state_machine import HELLO, HKV, HQ, KV_BYTES, NUM_LAYERS, D, step_of
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.wire import codec
+from fastdecode.wire.messages import (
+    Attend,
+    AttendResult,
+    BeginStep,
+    CloseSequence,
+    ExtendSequence,
+    ForkSequence,
+    Message,
+    OpenSequence,
+    Shutdown,
+    ToRWorker,
+    Welcome,
+)
+from fastdecode.wire.zmq.hub import ZmqHub
+from fastdecode.wire.zmq.listener import ZmqListener
+from rworker.attention import AttentionExecutor
+from rworker.instructions import HangUp
+from rworker.state import RWorkerState
+from rworker.worker import obey, serve
+
+SMALL = replace(HELLO, max_blocks=16)
+WAIT_S = 60.0
+_EDGES = (0, 1, -1, 2, 255, 1 << 31, (1 << 31) - 1, (1 << 32) - 1, (1 << 63) - 1, -(1 << 63))
+
+
+def damaged(chance: random.Random, message: Message, epoch: int = 0) -> bytes:
+    """A message with some of its bytes changed, cut off or added to; every
+    other one with a checksum that is right."""
+    data = bytearray(in_one_piece(message, epoch=epoch).tobytes())
+    head_bytes = len(codec.encode(message, epoch=epoch).head)
+    kind = chance.randrange(8)
+    if kind == 0:
+        return bytes(data[: chance.randrange(len(data))])
+    if kind == 1:
+        return bytes(data) + chance.randbytes(chance.randrange(1, 300))
+    for _ in range(chance.choice((1, 1, 1, 2, 4))):
+        at = chance.randrange(head_bytes - 4)
+        if kind % 2 == 0:
+            data[at] ^= 1 << chance.randrange(8)
+        else:
+            word = struct.pack("<q", max(-(1 << 63), min(chance.choice(_EDGES), (1 << 63) - 1)))
+            width = chance.choice((1, 2, 4, 8))
+            data[at : min(at + width, head_bytes - 4)] = word[: min(width, head_bytes - 4 - at)]
+    if kind >= 4:
+        crc = zlib.crc32(bytes(data[: head_bytes - 4]))
+        data[head_bytes - 4 : head_bytes] = struct.pack("<I", crc)
+    if kind == 7 and len(data) > head_bytes:  # arrays' elements have no checksum
+        for _ in range(chance.randrange(1, 9)):
+            data[chance.randrange(head_bytes, len(data))] = chance.randrange(256)
+    return bytes(data)
+
+
+def read(data: bytes) -> Message | None:
+    """None: refused."""
+    try:
+        return codec.decode(np.frombuffer(bytearray(data), np.uint8), max_body_bytes=1 << 24)[0]
+    except ProtocolError:
+        return None
+
+
+def to_codec(number: int, chance: random.Random) -> Counter[str]:
+    """What it takes for a message says the same when it is sent on."""
+    counts: Counter[str] = Counter()
+    messages = [*to_r_worker(), *from_r_worker()]
+    small = [message for message in messages if codec.encode(message).num_bytes < 40_000]
+    for _ in range(number):
+        found = read(damaged(chance, chance.choice(small)))
+        counts["refused" if found is None else "taken for a message"] += 1
+        if found is not None:
+            again = read(in_one_piece(found).tobytes())
+            is_same = again is not None and same(in_one_piece(again), in_one_piece(found))
+            counts["changed"] += not is_same
+    return counts
+
+
+class _End:
+    """A peer's end: what it was answered."""
+
+    peer = "a peer"
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.answers.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+def conversation(chance: random.Random, holder: int) -> list[ToRWorker]:
+    """What an S-worker says for a prompt, a fork of it and some tokens."""
+
+    def arrays(begin: BeginStep, layer: int) -> Attend:
+        rng = np.random.default_rng(layer)
+        num_q, num_kv = int(begin.num_queries.sum()), int(begin.num_new.sum())
+        q, k, v = (
+            rng.standard_normal((num, heads, D)).astype(np.float32)
+            for num, heads in ((num_q, HQ), (num_kv, HKV), (num_kv, HKV))
+        )
+        return Attend(begin.step, begin.lane, layer, q, k, v)
+
+    length = chance.randrange(2, 12)
+    said: list[ToRWorker] = [replace(SMALL, holder=holder), OpenSequence(1, 40)]
+    steps = [step_of((1, 0, length)), step_of((1, length, 1), (2, length, 1), step=1)]
+    steps += [step_of((2, length + 1, 1), step=2)]
+    for place, begin in enumerate(steps):
+        said += [begin, *(arrays(begin, layer) for layer in range(NUM_LAYERS))]
+        said += [ForkSequence(1, 2, length, 20)] if place == 0 else [ExtendSequence(2, 30)]
+    return [*said, CloseSequence(1), CloseSequence(2)]
+
+
+class Served:
+    """An R-worker that serves an honest peer, which asks the same again and again."""
+
+    HONEST = 0
+
+    def __init__(self) -> None:
+        self.executor = AttentionExecutor(num_threads=1)
+        self.state = RWorkerState("r", kv_bytes=KV_BYTES, num_threads=1, keeps_serving=True)
+        self.peers = {self.HONEST: _End()}
+        said = conversation(random.Random(0), 0)
+        self._said = said[2:-2]
+        self.tell(self.HONEST, said[0])
+        self.expected = self.honest_answers()
+
+    def tell(self, peer: int, message: ToRWorker) -> None:
+        """What a peer says. What isn't answered with Failed, but raised, is a defect."""
+        ends: Any = self.peers
+        instructions = self.state.handle(peer, message)
+        obey(instructions, ends, self.state, self.executor)
+        self.state.check_invariants()
+
+    def honest_answers(self) -> list[AttendResult]:
+        """Of a prompt, a fork and some tokens."""
+        end = self.peers[self.HONEST]
+        end.answers.clear()
+        for message in (OpenSequence(1, 40), *self._said, CloseSequence(1), CloseSequence(2)):
+            self.tell(self.HONEST, message)
+        return [answer for answer in end.answers if isinstance(answer, AttendResult)]
+
+    def is_unchanged(self) -> bool:
+        found = self.honest_answers()
+        return len(found) == len(self.expected) and all(
+            same(replace(one, compute_s=0.0), replace(other, compute_s=0.0))
+            for one, other in zip(found, self.expected, strict=True)
+        )
+
+
+def to_state(number: int, chance: random.Random) -> Counter[str]:
+    """Peers that come and go, and damage what they say."""
+    counts: Counter[str] = Counter()
+    served = Served()
+    peer = sent = 0
+    while sent < number:
+        peer += 1
+        served.peers[peer] = end = _End()
+        for message in conversation(chance, holder=chance.choice((1, 2))):
+            found: Any = message
+            if chance.random() < 0.3:
+                sent += 1
+                found = read(damaged(chance, message))
+                counts["refused" if found is None else "handled"] += 1
+            if isinstance(found, ToRWorker) and not isinstance(found, Shutdown):
+                served.tell(peer, found)
+            if end.answers and type(end.answers[-1]).__name__ == "Failed":
+                break
+        ends: Any = served.peers
+        obey((HangUp(peer),), ends, served.state, served.executor)
+        del served.peers[peer]
+        if peer % 20 == 0:
+            counts["changed"] += not served.is_unchanged()
+    return counts
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[str]:
+    """An R-worker at an address, in a thread."""
+    listener = ZmqListener("tcp://127.0.0.1:*", "r", silence_s=30.0)
+    state = RWorkerState("r", kv_bytes=KV_BYTES, num_threads=1)
+    thread = threading.Thread(target=serve, args=(listener, state, AttentionExecutor()))
+    thread.start()
+    try:
+        yield listener.address
+    finally:
+        thread.join(WAIT_S)
+        listener.close()
+        assert not thread.is_alive(), "it didn't end"
+
+
+def to_port(number: int, chance: random.Random) -> Counter[str]:
+    """Strangers that send damaged conversations, while an honest S-worker is served."""
+    counts: Counter[str] = Counter()
+    context: Any = zmq.Context()
+    with listening() as address, contextlib.closing(ZmqHub()) as hub:
+        connection = hub.add(address)
+        connection.send(replace(SMALL, holder=0))
+        assert isinstance(connection.receive(WAIT_S), Welcome)
+        sent = 0
+        while sent < number:
+            with context.socket(zmq.DEALER) as stranger:
+                stranger.linger = 1000
+                stranger.connect(address)
+                epoch = chance.randrange(1, 1 << 32)
+                for message in conversation(chance, holder=1)[: chance.randrange(1, 30)] * 4:
+                    is_damaged = chance.random() < 0.8
+                    whole = in_one_piece(message, epoch=epoch).tobytes()
+                    stranger.send(damaged(chance, message, epoch) if is_damaged else whole)
+                    sent += is_damaged
+            connection.send(OpenSequence(sent, 8))
+            answer = connection.receive(WAIT_S)
+            counts["honest answers"] += type(answer).__name__ == "Accepted"
+            connection.send(CloseSequence(sent))
+        connection.send(Shutdown())
+    context.term()
+    counts["sent"] = sent
+    return counts

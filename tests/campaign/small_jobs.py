@@ -1,0 +1,188 @@
+"""A small model, requests for it, and jobs that answer them: what every part of
+the campaign has in common."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpi_launch import Running, mpirun, open_mpi_options, running
+from random_llama import llama_config, write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
+PATHS = {"PYTHONPATH": str(ROOT)}
+NUM_LINES = 6
+SILENCE_S = 2.0
+LIMIT_S = 150.0
+"""A job that takes longer hangs."""
+KV_MEMORY = ["--kv-memory-gb", "0.02"]
+PARTITIONS = {
+    "sequences": [],
+    "heads": ["--r-partition", "heads"],
+    "split": ["--split-tokens", "64"],
+}
+SHAPE = {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3,
+         "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}  # fmt: skip
+PHASES = ("start", "greeting", "prompts", "decoding", "end")
+"""Of a job, in their order. ``start`` is all before R-workers are greeted:
+imports, ranks that join, loading."""
+
+
+def lines() -> list[dict[str, Any]]:
+    """The first is done long before the others; every other one is sampled."""
+    sampled = {"temperature": 0.9, "top_p": 0.9}
+    return [
+        {"id": str(i), "prompt_token_ids": [(7 * i + 3 * j) % 500 + 1 for j in range(20 + 40 * i)],
+         "ignore_eos": True, "max_tokens": 90 + 20 * i if i else 3, **({**sampled,
+             "seed": i} if i % 2 else {"temperature": 0})}
+        for i in range(NUM_LINES)
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One under way."""
+
+    command: Running
+    """The S-worker's process, or the launcher's."""
+    r_workers: tuple[Running, ...]
+    """At addresses; ranks belong to ``command``."""
+
+    def victims(self) -> list[Any]:
+        """R-workers' processes that may be hit."""
+        if self.r_workers:
+            return [process for worker in self.r_workers for process in worker.processes()]
+        return [process for process in self.command.processes() if is_r_rank(process)]
+
+    def target(self, name: str) -> Any | None:
+        """The process that is told to stop, once it is there: by a word of its command line."""
+        found = [p for p in self.command.processes() if name in words_of(p)]
+        return min(found, key=lambda process: process.pid) if found else None
+
+
+class SmallJobs:
+    """Starts them.
+
+    Args:
+        directory: for the model, the requests and their answers.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model, self.input, self.output = (
+            directory / name for name in ("model", "in.jsonl", "out.jsonl")
+        )
+        self.model.mkdir()
+        write_checkpoint(self.model, llama_config(**SHAPE, max_position_embeddings=2048), "random")
+        self.input.write_text("".join(json.dumps(line) + "\n" for line in lines()))
+        self.expected: dict[str, Any] = {}
+        """Answers of a job in which nothing happens."""
+        with running([*FASTDECODE, *self.words("generate"), *KV_MEMORY], **PATHS) as job:
+            outcome = job.wait(LIMIT_S)
+        assert outcome.exit_code == 0, outcome
+        self.expected = self.answers()
+
+    def words(self, command: str) -> list[str]:
+        """What makes a job of these requests."""
+        shared = ["--dtype", "float32", "--prefill-chunk", "16", "--log-level", "warning"]
+        return [command, "--model", str(self.model), "--input", str(self.input), "--output",
+                str(self.output), *shared]  # fmt: skip
+
+    def clear(self) -> None:
+        """Throw away what the last job wrote."""
+        for path in self.directory.glob("out.jsonl*"):
+            path.unlink()
+
+    @contextlib.contextmanager
+    def start(
+        self,
+        transport: str,
+        num_r_workers: int,
+        options: Sequence[str] = (),
+        command: str = "generate",
+        **environ: str,
+    ) -> Iterator[Job]:
+        """A job over ``zmq``, ``launch`` or plain ``mpi``."""
+        words = [*self.words(command), *options, "--worker-silence-s", str(SILENCE_S)]
+        environ = {**PATHS, **environ}
+        if transport == "zmq":
+            with (
+                addresses(num_r_workers, environ) as (workers, at),
+                running([*FASTDECODE, *words, *at], **environ) as job,
+            ):
+                yield Job(job, workers)
+            return
+        line = [*FASTDECODE, "launch", "--hosts", f"localhost:{num_r_workers}", "--r-threads", "1"]
+        line += [*KV_MEMORY, "--", *words]
+        if transport == "mpi":
+            line = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *words]
+            line += [":", "-n", str(num_r_workers), *FASTDECODE, *R_WORKER]
+        with running(line, **environ) as job:
+            yield Job(job, ())
+
+    def answers(self) -> dict[str, Any]:
+        """Tokens by id; requests that failed aren't there."""
+        found: dict[str, Any] = {}
+        if self.output.exists():
+            for text in self.output.read_text().splitlines():
+                line = json.loads(text)  # every line is whole
+                if "error" not in line:
+                    found[str(line["id"])] = line["token_ids"]
+        return found
+
+    def has_begun(self, job: Job, phase: str) -> Callable[[], bool]:
+        """Whether a phase has: an event that any process can see."""
+
+        def greeted() -> bool:
+            return "greeting" in job.command.output()
+
+        def num_done() -> int:
+            with contextlib.suppress(FileNotFoundError):
+                return self.output.read_text().count("\n")
+            return 0
+
+        return {
+            "start": lambda: bool(job.victims()),
+            "greeting": greeted,
+            "prompts": lambda: greeted() and self.output.exists(),
+            "decoding": lambda: num_done() >= 1,
+            "end": lambda: num_done() >= NUM_LINES - 2,
+        }[phase]
+
+
+R_WORKER = ["r-worker", "--threads", "1", *KV_MEMORY]
+
+
+@contextlib.contextmanager
+def addresses(
+    number: int, environ: dict[str, str]
+) -> Iterator[tuple[tuple[Running, ...], list[str]]]:
+    """R-workers that listen, and how to name them."""
+    bind = ["--bind", "tcp://127.0.0.1:*", "--silence-s", str(SILENCE_S), "--return-s", "10"]
+    with contextlib.ExitStack() as stack:
+        command = [*FASTDECODE, *R_WORKER, *bind]
+        workers = [stack.enter_context(running(command, **environ)) for _ in range(number)]
+        for worker in workers:
+            worker.wait_until(
+                lambda w=worker: " listens at " in w.output() and w.output().endswith("\n")
+            )
+        at = [w.output().split(" listens at ")[1].split()[0] for w in workers]
+        yield tuple(workers), [word for one in at for word in ("--r-worker", one)]
+
+
+def is_r_rank(process: Any) -> bool:
+    with contextlib.suppress(Exception):  # it has ended
+        return int(process.environ().get("OMPI_COMM_WORLD_RANK", 0)) > 0
+    return False
+
+
+def words_of(process: Any) -> list[str]:
+    with contextlib.suppress(Exception):
+        return list(process.cmdline())
+    return []
