@@ -236,7 +236,7 @@ def _first_step(num_tokens: int, want_lse: bool) -> StepPlan:
         step=0,
         lane=0,
         slots=np.arange(num_tokens, dtype=np.int64),
-        block_tables=np.zeros((1, 1), np.int32),
+        block_tables=np.array([[0, 1]], np.int32),  # a block may be as small as a token
         query_starts=np.array([0, num_tokens], np.int32),
         query_positions=np.zeros(1, np.int32),
         context_lens=np.full(1, num_tokens, np.int32),

@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.cli.errors import as_typed
-from fastdecode.cli.options import add_log_level_option, check_options, tell
+from fastdecode.cli.options import (
+    EXIT_INTERRUPTED,
+    add_log_level_option,
+    check_options,
+    tell,
+)
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
 from fastdecode.wire.mpirun_line import JobLine, parse_hosts, vendor_of
@@ -105,8 +110,10 @@ def run_launch(args: argparse.Namespace) -> int:
             return 0
         tell(line.shown())
         # Open MPI kills the ranks when it gets SIGINT or SIGTERM; this it passes on to them.
-        code = _run(line.words(), signal.SIGUSR1 if line.vendor == "Open MPI" else signal.SIGTERM)
-        return _truthful(code, report if "--exit-code-file" in line.s_command else None)
+        stop_signal = signal.SIGUSR1 if line.vendor == "Open MPI" else signal.SIGTERM
+        code, was_stopped = _run(line.words(), stop_signal)
+        can_tell = "--exit-code-file" in line.s_command
+        return _truthful(code, report if can_tell else None, was_stopped=was_stopped)
 
 
 def _check(args: argparse.Namespace, *, files: bool) -> None:
@@ -126,8 +133,8 @@ def _check(args: argparse.Namespace, *, files: bool) -> None:
             raise ConfigError(f"the model {args.model} is not a directory")
 
 
-def _run(words: list[str], stop_signal: signal.Signals) -> int:
-    """Run mpirun to its end.
+def _run(words: list[str], stop_signal: signal.Signals) -> tuple[int, bool]:
+    """Run mpirun to its end. Returns its exit code, and whether it was told to stop.
 
     Args:
         words: its command line.
@@ -151,21 +158,24 @@ def _run(words: list[str], stop_signal: signal.Signals) -> int:
             started.append(mpirun)
             if stops:
                 mpirun.send_signal(stop_signal)
-            return mpirun.wait()
+            return mpirun.wait(), bool(stops)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _truthful(mpirun_code: int, report: Path | None) -> int:
+def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> int:
     """The S-worker's word counts: mpirun may fail when an R-worker was lost,
-    though every request was answered, and not fail when the S-worker died."""
+    though every request was answered, and not fail when the S-worker died. It
+    says none where it was stopped before it could."""
     code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
     if report is None:
         return code
     try:
         return int(report.read_text())
     except (OSError, ValueError):
+        if was_stopped and not 1 < code < 128:
+            return EXIT_INTERRUPTED
         return code or 1
 
 

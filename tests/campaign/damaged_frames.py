@@ -46,7 +46,7 @@ from rworker.state import RWorkerState
 from rworker.worker import obey, serve
 
 SMALL = replace(HELLO, max_blocks=16)
-WAIT_S = 60.0
+WAIT_S = 300.0
 _EDGES = (0, 1, -1, 2, 255, 1 << 31, (1 << 31) - 1, (1 << 32) - 1, (1 << 63) - 1, -(1 << 63))
 
 

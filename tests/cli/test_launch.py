@@ -168,13 +168,19 @@ def test_exit_codes_of_mpirun_pass_through(generate: tuple[list[str], Path, str]
     assert (outcome.exit_code, outcome.orphans) == (2, []), outcome
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_mpirun_has_time_to_see_the_ranks_off(stop: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stop", "its_code", "code"),
+    [(signal.SIGINT, 7, 7), (signal.SIGTERM, 7, 7), (signal.SIGTERM, 1, 130)],
+)
+def test_mpirun_has_time_to_see_the_ranks_off(
+    stop: signal.Signals, its_code: int, code: int, tmp_path: Path
+) -> None:
+    """The last: its ranks were killed before they could say anything."""
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(
         "#!/bin/sh\n"
         'if [ "$1" = --version ]; then echo Open MPI; exit; fi\n'
-        "trap 'sleep 1; exit 7' INT TERM USR1\n"
+        f"trap 'sleep 1; exit {its_code}' INT TERM USR1\n"
         "echo begins\n"
         "while true; do sleep 0.1; done\n"
     )
@@ -198,4 +204,4 @@ def test_mpirun_has_time_to_see_the_ranks_off(stop: signal.Signals, tmp_path: Pa
     ) as launch:
         assert launch.stdout is not None and launch.stdout.readline() == "begins\n"
         launch.send_signal(stop)
-        assert launch.wait(60) == 7
+        assert launch.wait(60) == code

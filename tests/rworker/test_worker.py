@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +133,15 @@ def test_outputs_use_the_same_memory_in_every_layer(start: Callable[..., WorkerT
         assert isinstance(result, AttendResult)
         outputs.append(result.o)
     assert np.shares_memory(outputs[0], outputs[2])
+
+
+def test_a_block_may_be_as_small_as_a_token(start: Callable[..., WorkerThread]) -> None:
+    worker = start()
+    asked = hello(DType.FLOAT32)
+    welcome = greeted(worker, replace(asked, kv=replace(asked.kv, block_size=1)))
+    assert welcome.block_size == 1
+    worker.connection.send(OpenSequence(1, 4))
+    assert worker.connection.receive(WAIT_S) == Accepted(1)
 
 
 def test_no_step_compiles_after_hello(start: Callable[..., WorkerThread]) -> None:
