@@ -105,6 +105,11 @@ class Fleet:
         """The holders that are lost, and why."""
         return self._lost
 
+    @property
+    def is_owed(self) -> bool:
+        """Whether anybody owes an answer."""
+        return bool(self._early) or any(peer.due for peer in self._peers)
+
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
         """The losses of which nobody has been told yet, in their order. Each is told once."""
         losses, self._untold = self._untold, []
@@ -130,19 +135,20 @@ class Fleet:
         except WorkerError as error:
             self._lose_peer(index, self._last_words(index) or error)
 
-    def receive(self) -> tuple[HolderId, Answer] | None:
+    def receive(self, *, wait: bool = True) -> tuple[HolderId, Answer] | None:
         """The next answer of any holder that owes one. None: look again, and at
         ``lost`` before.
 
-        Waits at most until the first peer has to be given up. Must not be
-        called when nobody owes anything.
+        Waits at most until the first peer has to be given up; or not at all.
+        Must not be called when nobody owes anything.
         """
         if self._early:
             return self._taken(*self._early.popleft())
         now = self._deadlines.begin_look()
         until_s = min(self._end(index)[0] for index, peer in enumerate(self._peers) if peer.due)
         try:
-            return self._taken(*self._hub.receive_any(self._deadlines.wait_s(now, until_s)))
+            wait_s = self._deadlines.wait_s(now, until_s) if wait else 0.0
+            return self._taken(*self._hub.receive_any(wait_s))
         except PeerLostError as error:
             self._lose_peer(error.index, error)
         except WorkerError as error:
