@@ -220,7 +220,9 @@ class _Steps:
 
     def _planned(self, lanes: _Lanes) -> _StepPlan:
         config = self.config
-        schedule = replace(_schedule(config, lanes.first), max_closed_rows=self._max_closed_rows)
+        chunk = config.batching.chunk_tokens(on_gpu=self.free.device_bytes is not None)
+        schedule = _schedule(config, lanes.first, chunk)
+        schedule = replace(schedule, max_closed_rows=self._max_closed_rows)
         sizes = StepSizes(
             num_lanes=lanes.most,
             step_tokens=schedule.max_step_tokens,
@@ -297,14 +299,14 @@ def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
     )
 
 
-def _schedule(config: EngineConfig, num_lanes: int) -> ScheduleOptions:
+def _schedule(config: EngineConfig, num_lanes: int, prefill_chunk: int) -> ScheduleOptions:
     mode = config.batching.schedule
     if mode == "auto":
         mode = "stabilized" if num_lanes > 1 or config.batching.load_limit is not None else "greedy"
     return ScheduleOptions(
         mode=mode,  # type: ignore[arg-type]  # checked there, as is cold_start
         max_num_sequences=config.batching.max_num_sequences,
-        prefill_chunk=config.batching.prefill_chunk,
+        prefill_chunk=prefill_chunk,
         max_step_tokens=config.batching.step_tokens,
         num_lanes=num_lanes,
         load_limit=config.batching.load_limit,
