@@ -237,8 +237,9 @@ def _attention(
         return LocalAttention(workers, fleet, Holder(HolderKind.DEVICE, False, True, token_bytes))
     at_once = isinstance(workers, InlineWorkers)
     holder = Holder(HolderKind.R_WORKER, resolved.prompts_on_r, at_once, token_bytes)
+    holders, slot_bytes = (holder,) * len(fleet), resolved.slot_bytes(spec)
     return AttentionPlan(
-        spec.attention, resolved.kv_dtype, fleet, s_worker.device, (holder,) * len(fleet)
+        spec.attention, resolved.kv_dtype, fleet, s_worker.device, holders, slot_bytes=slot_bytes
     )
 
 
