@@ -74,6 +74,10 @@ class ResolvedConfig:
     def kv_dtype(self) -> DType:
         return self.identity.kv_dtype
 
+    def slot_bytes(self, spec: ModelSpec) -> int:
+        """Most that a layer's q, k and v of a lane's step take."""
+        return self.schedule.batching.step_tokens * sum(spec.qkv_sizes) * self.dtype.size_bytes
+
     @property
     def max_model_len(self) -> int:
         return self.identity.max_model_len
@@ -221,7 +225,8 @@ class _Steps:
 
     def _planned(self, lanes: _Lanes) -> _StepPlan:
         config = self.config
-        batching = _batching(config.batching, lanes.first)
+        on_gpu = self.free.device_bytes is not None
+        batching = _batching(config.batching, lanes.first, on_gpu=on_gpu)
         schedule = ScheduleOptions(batching, config.r_part.split_tokens, self._max_closed_rows)
         sizes = StepSizes(
             num_lanes=lanes.most,
@@ -299,13 +304,14 @@ def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
     )
 
 
-def _batching(asked: Batching, num_lanes: int) -> Batching:
-    """With a schedule, and so many lanes."""
+def _batching(asked: Batching, num_lanes: int, *, on_gpu: bool) -> Batching:
+    """With a schedule, so many lanes, and a size of chunks."""
     schedule = asked.schedule
     if schedule == "auto":
         is_limited = num_lanes > 1 or asked.load_limit is not None
         schedule = "stabilized" if is_limited else "greedy"
-    return replace(asked, schedule=schedule, lanes=num_lanes)
+    chunk = asked.chunk_tokens(on_gpu=on_gpu)
+    return replace(asked, schedule=schedule, lanes=num_lanes, prefill_chunk=chunk)
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:

@@ -3,6 +3,7 @@ its part of several."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 
@@ -11,6 +12,7 @@ import torch
 from fastdecode.core.host.openmp import spins_on
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.resolve import ResolvedConfig
+from sworker.device import feed_gpu
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import fuse
 from sworker.kernels.packing import pack
@@ -27,6 +29,7 @@ def make_s_worker(
     spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None
 ) -> SWorker:
     """The S-worker as it was configured."""
+    feed_gpu(resolved.device)
     fuse(model, resolved.device)
     if ranks is not None:
         parallelize(model, ranks.shard, ranks.add_up)
@@ -57,6 +60,10 @@ def step_graphs(
         num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
     if not max_graphs:
         return None
-    return StepGraphs(
+    graphs = StepGraphs(
         model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs
     )
+    if ranks is None:
+        gc.collect()  # what is left of an engine before this one: its graphs and weights
+        graphs.prepare(num_lanes)
+    return graphs

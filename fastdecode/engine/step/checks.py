@@ -23,7 +23,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.sequence import Sequence
 from fastdecode.engine.step.layout import HolderSpan, StepBatch
 from fastdecode.wire.messages import AttendResult
-from sworker.buffers import Staged, as_tensor
+from sworker.buffers import Shipment, as_tensor
 from sworker.prefill import as_cached
 
 _GREATEST = 1e15
@@ -70,21 +70,31 @@ class StepChecks:
         self._checks = checks
         self._rows = tuple(rows)
 
-    def sent(self, staged: Staged, dtype: torch.dtype, kv_dtype: DType) -> None:
-        """A layer's q, k and v, of ``dtype``, are about to be sent. Kept as
-        ``kv_dtype``, k and v may overflow."""
-        for sequence, rows in self._rows:
-            q, k, v = (as_tensor(x[rows], dtype) for x in (staged.q, staged.k, staged.v))
-            self._checks.sent(sequence, q, as_cached(k, kv_dtype), as_cached(v, kv_dtype))
+    def sent(
+        self,
+        spans: Iterable[HolderSpan],
+        shipments: Iterable[Shipment],
+        dtype: torch.dtype,
+        kv_dtype: DType,
+    ) -> None:
+        """Each span's share of a layer's q, k and v, of ``dtype``, is about to
+        be sent. Kept as ``kv_dtype``, k and v may overflow."""
+        for span, shipment in zip(spans, shipments, strict=True):
+            stored = np.arange(span.rows.start, span.rows.stop)
+            rows_of = (_asked(span), stored, stored)
+            for sequence, rows in self._rows:
+                q, k, v = (
+                    as_tensor(x[(rows.start <= of) & (of < rows.stop)], dtype)
+                    for x, of in zip(shipment, rows_of, strict=True)
+                )
+                self._checks.sent(sequence, q, as_cached(k, kv_dtype), as_cached(v, kv_dtype))
 
     def bad_heads(
         self, span: HolderSpan, result: AttendResult, dtype: torch.dtype
     ) -> NDArray[np.bool_] | None:
         """Query heads [Hq] in which a holder has answered what can't be; None:
         it hasn't."""
-        answered = np.concatenate(
-            (np.arange(span.query_rows.start, span.query_rows.stop), *(c.rows for c in span.closed))
-        )
+        answered = _asked(span)
         suspect = np.zeros(len(answered), np.bool_)
         for sequence, rows in self._rows:
             if not self._checks.is_spoilt(sequence):
@@ -96,3 +106,9 @@ class StepChecks:
             bad = np.where(np.isneginf(lse), False, bad | ~np.isfinite(lse))  # -inf: it saw nothing
         heads: NDArray[np.bool_] = bad.any(0)
         return heads if heads.any() else None
+
+
+def _asked(span: HolderSpan) -> NDArray[np.int64]:
+    """The rows whose q a holder is sent, in that order."""
+    own = np.arange(span.query_rows.start, span.query_rows.stop)
+    return np.concatenate((own, *(closed.rows for closed in span.closed)))

@@ -211,15 +211,20 @@ class LocalStep:
         self.sent_s: Seq[float] = ()
         self.lost: Collection[HolderId] = ()
 
-    def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def scatter(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+    ) -> None:
         started = time.perf_counter()
         self._books.finish_layer(self._begin.lane, self._begin.step, layer)
         self._o = self._cache.attend(layer, q, k, v, self._paged)
         if self._is_timed:
             self.r_compute_s[DEVICE] += time.perf_counter() - started
 
-    def dispatch(self, *, wait: bool) -> bool:
+    def dispatch(self) -> bool:
         return True
+
+    def wait_for_copy(self) -> None:
+        pass
 
     def deliver(self, holder: HolderId, result: AttendResult) -> None:
         raise ProtocolError(

@@ -18,8 +18,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -35,10 +37,13 @@ from fastdecode.engine.step.remote import Attention, LaneAttention
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
+from fastdecode.wire.patience import look_until_found
 from sworker.worker import Pass, SWorker
 
 News: TypeAlias = "tuple[HolderId, Accepted | Refused | WorkerError]"
 """A holder's answer about a part, or why it was lost."""
+
+Arrival: TypeAlias = "tuple[HolderId, Answer]"
 
 
 @dataclass(eq=False)
@@ -52,7 +57,8 @@ class LaneStep:
     forward: Pass
     logits: Tensor | None = None  # [R, vocab], once finished
     s_compute_s: float = 0.0
-    """All that the S-worker's thread did for it so far."""
+    """All that the S-worker's thread did for it so far, messages included:
+    where that is more than a GPU computes, it is what lanes share."""
     started_s: float = field(default_factory=time.perf_counter)
     round_trip_s: float = math.inf
     """The shortest of a layer's ways to an R-worker and back, its compute aside."""
@@ -149,14 +155,13 @@ class Pipeline:
         """Go on until some lane has finished its step, or there is news
         (``take_news``); then None."""
         while True:
-            self._dispatch(wait=False)
+            self._dispatch()
             self._note_losses()
             self._collect_ready()
             if self._news:
                 return None
             if not self._ready:
-                if not self._dispatch(wait=True):
-                    self.receive()
+                self._wait(self._first_to_come)
                 continue
             step = self._ready.popleft()
             if step.logits is None:
@@ -197,15 +202,18 @@ class Pipeline:
 
     def _scatter(self, step: LaneStep) -> None:
         forward = step.forward
-        step.remote.scatter(forward.layer, forward.q, forward.k, forward.v)
+        step.remote.scatter(forward.layer, forward.q, forward.k, forward.v, forward.place)
         self._unsent.append(step)
 
-    def _dispatch(self, *, wait: bool) -> bool:
+    def _dispatch(self) -> bool:
         """Send what has come to the host, in the order in which it was
-        computed; with ``wait``, at least one layer of a lane. Whether anything
-        went."""
+        computed. Whether anything went."""
         sent = False
-        while self._unsent and self._unsent[0].remote.dispatch(wait=wait and not sent):
+        while self._unsent:
+            step, started = self._unsent[0], time.perf_counter()
+            if not step.remote.dispatch():
+                break
+            step.s_compute_s += time.perf_counter() - started
             self._unsent.popleft()
             sent = True
         return sent
@@ -219,8 +227,32 @@ class Pipeline:
 
     def receive(self) -> None:
         """Wait for a message, and take it in. Somebody owes one."""
+        self._wait(self._attention.fleet.receive)
+
+    def _first_to_come(self) -> Arrival | None:
+        """No lane can go on: wait for an answer or for a copy to the host,
+        whichever is first, for the one while the other is here would keep a
+        lane from running. An answer is returned, what is copied is sent."""
+        fleet = self._attention.fleet
+        if not self._unsent:
+            return fleet.receive()
+        if not fleet.is_owed:
+            self._unsent[0].remote.wait_for_copy()
+            return None
+        found = look_until_found(partial(self._look, len(fleet.lost)), None)
+        return found[0] if found else None
+
+    def _look(self, num_lost: int) -> list[Arrival] | None:
+        """An answer, if one is here; none: something was sent, or somebody
+        lost; None: nothing has happened."""
+        received = self._attention.fleet.receive(wait=False)
+        if received is not None:
+            return [received]
+        return [] if self._dispatch() or len(self._attention.fleet.lost) > num_lost else None
+
+    def _wait(self, wait: Callable[[], Arrival | None]) -> None:
         started = time.perf_counter()
-        received = self._attention.fleet.receive()
+        received = wait()
         now = time.perf_counter()
         self.wait_s += now - started
         self._trace.waited(started, now)
@@ -228,14 +260,14 @@ class Pipeline:
             return
         holder, message = received
         try:
-            self._route(holder, message)
+            self._route(holder, message, now)
         except ProtocolError as error:
             self._attention.fleet.lose(holder, error)
 
-    def _route(self, holder: HolderId, answer: Answer) -> None:
+    def _route(self, holder: HolderId, answer: Answer, arrived_s: float) -> None:
         match answer:
             case AttendResult():
-                self._deliver(holder, answer)
+                self._deliver(holder, answer, arrived_s)
             case Accepted() | Refused():
                 self._news.append((holder, answer))
             case Welcome() | Report():
@@ -246,7 +278,7 @@ class Pipeline:
             case _:
                 assert_never(answer)
 
-    def _deliver(self, holder: HolderId, result: AttendResult) -> None:
+    def _deliver(self, holder: HolderId, result: AttendResult, arrived_s: float) -> None:
         step = self._lanes[result.lane] if 0 <= result.lane < len(self._lanes) else None
         if step is None:
             raise ProtocolError(
@@ -254,8 +286,10 @@ class Pipeline:
                 "idle"
             )
         step.remote.deliver(holder, result)
-        sent, now = step.remote.sent_s[result.layer], time.perf_counter()
-        step.round_trip_s = min(step.round_trip_s, now - sent - result.compute_s)
+        sent = step.remote.sent_s[result.layer]
+        round_trip_s = max(0.0, arrived_s - sent - result.compute_s)
+        step.round_trip_s = min(step.round_trip_s, round_trip_s)
         self._trace.attended(
-            holder, step.lane, result.step, result.layer, sent, now, result.compute_s
+            holder, step.lane, result.step, result.layer, sent, arrived_s, result.compute_s
         )
+        step.s_compute_s += time.perf_counter() - arrived_s

@@ -1,0 +1,136 @@
+"""What the loop does on a device, in order (``device_runs``): no wait while
+there is something to do, and nothing that nothing orders."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from device_runs import NUM_LAYERS, LateFleet, Run
+from recorded_gpu import RecordedGpu
+
+
+class Impatient(RecordedGpu):
+    """Copies end only when they are waited for; says so in the log."""
+
+    def __init__(self) -> None:
+        super().__init__(looks_until_done=1 << 40)
+        self.fleet: LateFleet | None = None
+
+    def on_wait(self, stream: str) -> None:
+        assert self.fleet is not None
+        assert not self.fleet.is_owed, "waits for a copy while an answer is here"
+        self.fleet.log.append("wait")
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_no_copy_is_waited_for_while_an_answer_is_here(lanes: int) -> None:
+    """Nor is an answer, while others are here: a lane that has its answers is
+    launched before the loop waits for anything."""
+    run = Run(lanes, num_holders=1, at_once=True, gpu=(gpu := Impatient()))
+    gpu.fleet = run.fleet
+    log = run.run().fleet.log
+    assert log.count("wait") > 0
+    lane_log = [entry for entry in log if not entry.startswith("wait")]
+    assert len(lane_log) == 3 * run.num_steps * lanes * NUM_LAYERS
+    for before, after in itertools.pairwise(lane_log):
+        if before.startswith("receive") and not before.endswith(str(NUM_LAYERS - 1)):
+            assert after == f"launch {before[-2]}{int(before[-1]) + 1}"
+
+
+def test_the_next_lane_is_queued_before_the_present_one_is_done() -> None:
+    """With two lanes, when one's copy has come to the host the other one's unit
+    is under way: its answer was taken in meanwhile."""
+    log = Run(2, num_holders=1, num_steps=1, at_once=True, gpu=RecordedGpu(4)).run().fleet.log
+    middle = log.index("launch A2")
+    assert log[middle : middle + 6] == [
+        "launch A2", "send B1", "receive B1", "launch B2", "send A2", "receive A2",
+    ]  # fmt: skip
+
+
+RUNS = [
+    Run(lanes, graphs, prompts, rows)
+    for lanes in (1, 2, 3)
+    for graphs in (True, False)
+    for rows, prompts in (((6,), 0), ((5, 3, 7), 2), ((4,), 4))
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.lanes}-{run.graphs}-{run.rows}")
+def test_no_races(run: Run) -> None:
+    checker = run.run().gpu.checker
+    assert checker.num_accesses > 500
+    assert checker.races == [] and checker.unkept == []
+
+
+def computed_before_it_arrived(run: Run) -> None:
+    run.gpu.current_stream().wait_stream = lambda other: None  # type: ignore[method-assign]
+
+
+def no_wait_for_compute(run: Run) -> None:
+    for lane in range(run.lanes):
+        run.plan.staging(lane)._out_stream.wait_stream = lambda other: None  # type: ignore[method-assign]
+
+
+def sent_before_copied(run: Run) -> None:
+    run.gpu.looks_until_done = 0
+    run.gpu.checker.join = (  # type: ignore[method-assign]
+        lambda who, clock, join=run.gpu.checker.join: join(who, clock) if who != "host" else None
+    )
+
+
+def short_ring(run: Run) -> None:
+    for lane in range(run.lanes):
+        del run.plan.staging(lane)._slots[2:]
+
+
+def packed_over_what_is_copied(run: Run) -> None:
+    """Nothing but the answers keeps a lane from packing the next layer; and a
+    lane of prompts doesn't wait for those."""
+    run.gpu.current_stream().wait_event = lambda event: None  # type: ignore[method-assign]
+
+
+def memory_not_kept(run: Run) -> None:
+    run.gpu.checker.staying_spans.clear()
+
+
+MISTAKES = [
+    (computed_before_it_arrived, Run(2)),
+    (no_wait_for_compute, Run(2)),
+    (sent_before_copied, Run(2)),
+    (short_ring, Run(2, rows=(3,), prompts=3)),
+    (packed_over_what_is_copied, Run(2, rows=(3,), prompts=3)),
+    (memory_not_kept, Run(2)),
+]
+
+
+@pytest.mark.parametrize(("mistake", "run"), MISTAKES)
+def test_planted_mistakes_are_found(mistake: Callable[[Run], None], run: Run) -> None:
+    checker = run.run(mistake).gpu.checker
+    assert checker.races or checker.unkept
+
+
+@pytest.mark.parametrize("num_holders", [1, 4])
+def test_calls_a_lane_and_layer(num_holders: int) -> None:
+    """Of torch and of the driver, where nothing but Python is left to be waited
+    for: each takes microseconds of the thread that feeds the GPU. They are as
+    many for any number of R-workers."""
+
+    def calls(num_layers: int) -> Counter[str]:
+        run = Run(
+            1, capture=True, num_steps=1, num_layers=num_layers, num_holders=num_holders,
+            rows=(8,), gpu=RecordedGpu(0),
+        )  # fmt: skip
+        return run.run().gpu.calls
+
+    # The layers beyond those whose slots are cut up for the first time.
+    eight_layers = calls(NUM_LAYERS + 8)
+    eight_layers.subtract(calls(NUM_LAYERS))
+    a_layer = {
+        "replay": 1,  # the unit
+        "wait_event": 1, "aten::cat": 1,  # packed, when the copy before is done
+        "wait_stream": 2, "on": 2, "aten::copy_": 2, "record_event": 1,  # out and back
+    }  # fmt: skip
+    assert +eight_layers == {name: 8 * num for name, num in a_layer.items()} | {"mark": 2}
