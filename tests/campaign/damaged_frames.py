@@ -26,6 +26,7 @@ from state_machine import HELLO, HKV, HQ, KV_BYTES, NUM_LAYERS, D, step_of
 from fastdecode.core.errors import ProtocolError
 from fastdecode.wire import codec
 from fastdecode.wire.messages import (
+    Accepted,
     Attend,
     AttendResult,
     BeginStep,
@@ -236,7 +237,8 @@ def to_port(number: int, chance: random.Random) -> Counter[str]:
                     sent += is_damaged
             connection.send(OpenSequence(sent, 8))
             answer = connection.receive(WAIT_S)
-            counts["honest answers"] += type(answer).__name__ == "Accepted"
+            is_honest = answer == Accepted(sent)
+            counts["honest answers" if is_honest else "changed"] += 1
             connection.send(CloseSequence(sent))
         connection.send(Shutdown())
     context.term()
