@@ -57,6 +57,8 @@ def continued(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
 class ScriptedPass:
     """All keys are alike, so attention gives the mean of all values: the tokens themselves."""
 
+    place = None
+
     def __init__(self, token_ids: np.ndarray, positions: np.ndarray) -> None:
         self.layer = 0
         self._lengths = torch.from_numpy(positions + 1)
