@@ -58,7 +58,11 @@ class InstantFleet:
             )
             self._answers.append((worker, result))
 
-    def receive(self) -> tuple[int, AttendResult]:
+    @property
+    def is_owed(self) -> bool:
+        return bool(self._answers)
+
+    def receive(self, *, wait: bool = True) -> tuple[int, AttendResult]:
         return self._answers.popleft()
 
 

@@ -32,6 +32,7 @@ from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import KVSpec
 from sworker.buffers import Staging
+from sworker.device import gpu_of
 from sworker.graphs import MAX_GRAPH_ROWS, StepGraphs
 from sworker.kernels.fused import fuse
 from sworker.load.weights import random_model
@@ -212,7 +213,7 @@ def staging(setup: Setup) -> Rows:
     for name in ("8b", "7b"):
         spec = setup.spec(name)
         for batch in setup.pick((16, 64, 256, 1024), (4,)):
-            lane = Staging(setup.device)
+            lane = Staging(gpu_of(setup.device))
             heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
             q, k, v = (setup.random(batch, h, spec.head_dim) for h in heads)
             answer = lane.send(q, k, v)

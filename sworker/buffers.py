@@ -19,12 +19,13 @@ copy (``fastdecode.wire.transport``, "Whose is an array?").
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fastdecode.wire.messages import Activations
+from sworker.device import Event, Gpu
 
 LENT_LAYERS = 5
 """Layers of a lane whose q, k and v may be on loan at a time: R-workers that
@@ -35,7 +36,7 @@ class Staged:
     """A layer's q, k and v on their way to the host."""
 
     def __init__(
-        self, arrays: tuple[Activations, Activations, Activations], event: torch.cuda.Event | None
+        self, arrays: tuple[Activations, Activations, Activations], event: Event | None
     ) -> None:
         self.q, self.k, self.v = (
             arrays  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]; to be read after ``wait``
@@ -57,54 +58,53 @@ class Staging:
     largest step and is kept.
 
     Args:
-        device: where q, k, v come from and o goes.
+        gpu: where q, k, v come from and o goes; None: the host.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._slots = [_Room(torch.device("cpu"), pinned=self._is_cuda) for _ in range(LENT_LAYERS)]
-        self._arriving = _Room(torch.device("cpu"), pinned=self._is_cuda)
-        self._o = _Room(device)
+    def __init__(self, gpu: Gpu | None = None) -> None:
+        self._gpu = gpu
+        pinned, room = (_on_host, _on_host) if gpu is None else (gpu.pinned, gpu.room)
+        self._slots = [_Room(pinned) for _ in range(LENT_LAYERS)]
+        self._arriving = _Room(pinned)
+        self._o = _Room(room)
         self._next = 0
-        if self._is_cuda:
-            self._out_stream, self._in_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        if gpu is not None:
+            self._out_stream, self._in_stream = gpu.new_stream(), gpu.new_stream()
 
     @property
     def is_home(self) -> bool:
         """Whether the device is the host: what arrives is where it belongs."""
-        return not self._is_cuda
+        return self._gpu is None
 
     @property
     def nbytes(self) -> int:
         """Pinned memory on the host."""
-        return sum(room.nbytes for room in (*self._slots, self._arriving)) if self._is_cuda else 0
+        return sum(room.nbytes for room in (*self._slots, self._arriving)) if self._gpu else 0
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> Staged:
         """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never
         waits. The arrays hold for ``LENT_LAYERS`` calls; on a CPU they are the
         tensors' own memory."""
         sources = [x.contiguous() for x in (q, k, v)]
-        if not self._is_cuda:
+        gpu = self._gpu
+        if gpu is None:
             return Staged(_as_arrays(sources), None)
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         targets = slot.take([x.shape for x in sources], q.dtype)
-        self._out_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._out_stream):
+        self._out_stream.wait_stream(gpu.current_stream())
+        with gpu.on(self._out_stream):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
                 # The allocator mustn't give this memory to a later S-step before it has been read.
-                source.record_stream(self._out_stream)
-            event = torch.cuda.Event()
-            event.record(self._out_stream)
-        return Staged(_as_arrays(targets), event)
+                gpu.keep(source, self._out_stream)
+        return Staged(_as_arrays(targets), self._out_stream.record_event())
 
     def begin_layer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Room for a layer's o [T, Hq, D] on the device, and for what arrives
         of it; the same memory in every layer. The layer before has been
         consumed."""
-        if self._is_cuda:
+        if self._gpu is not None:
             (self._landing,) = self._arriving.take([torch.Size(shape)], dtype)
         (o,) = self._o.take([torch.Size(shape)], dtype)
         return o
@@ -113,26 +113,30 @@ class Staging:
         """Copy arrived rows [n, Hq, D] to ``o[rows]``; returns when the array
         may be written again."""
         source = as_tensor(array, o.dtype)
-        if not self._is_cuda:
+        if self._gpu is None:
             o[rows] = source
             return
         landing = self._landing[rows]
         landing.copy_(source)
-        with torch.cuda.stream(self._in_stream):
+        with self._gpu.on(self._in_stream):
             o[rows].copy_(landing, non_blocking=True)
 
     def join(self) -> None:
         """What the device does from now on comes after all that was received."""
-        if self._is_cuda:
-            torch.cuda.current_stream(self._device).wait_stream(self._in_stream)
+        if self._gpu is not None:
+            self._gpu.current_stream().wait_stream(self._in_stream)
 
 
 class _Room:
-    """Memory that is lent out in pieces, again and again."""
+    """Memory that is lent out in pieces, again and again.
 
-    def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self._pinned = pinned
+    Args:
+        make: memory of so many bytes, uint8.
+    """
+
+    def __init__(self, make: Callable[[int], Tensor]) -> None:
+        self._make = make
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._taken: tuple[list[torch.Size], torch.dtype] | None = None
         self._pieces: list[Tensor] = []
 
@@ -153,17 +157,17 @@ class _Room:
             for size in sizes:
                 starts.append(-(-(starts[-1] + size) // 64) * 64)
             if starts[-1] > self._memory.nbytes:
-                num_bytes = max(starts[-1], self._memory.nbytes * 3 // 2)
-                device = self._memory.device
-                self._memory = torch.empty(
-                    num_bytes, dtype=torch.uint8, device=device, pin_memory=self._pinned
-                )
+                self._memory = self._make(max(starts[-1], self._memory.nbytes * 3 // 2))
             pieces = zip(shapes, starts, sizes, strict=False)
             self._pieces = [
                 self._memory[a : a + size].view(dtype).view(shape) for shape, a, size in pieces
             ]
         self._taken = shapes, dtype
         return self._pieces
+
+
+def _on_host(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def as_tensor(array: Activations, dtype: torch.dtype) -> Tensor:

@@ -56,8 +56,8 @@ class LateStaging(Staging):
     """A ring of host memory, as a GPU's: its slots are written again, in place,
     after ``LENT_LAYERS`` layers."""
 
-    def __init__(self, device: object) -> None:
-        super().__init__(device)  # type: ignore[arg-type]
+    def __init__(self, gpu: None) -> None:
+        super().__init__(gpu)
         self._ring: list[list[np.ndarray]] = [[] for _ in range(LENT_LAYERS)]
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> LateStaged:  # type: ignore[override]

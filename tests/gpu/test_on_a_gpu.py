@@ -18,6 +18,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.spec import AttentionSpec
 from sworker import prefill
 from sworker.buffers import Staging
+from sworker.device import gpu_of
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import fuse
 from sworker.load.weights import load_model
@@ -178,7 +179,7 @@ def test_paged_attention(name: str) -> None:
 
 def test_staging_keeps_what_is_lent() -> None:
     """Layers are sent one after another without a wait; each arrives as it was, in its own slot."""
-    staging = Staging(CUDA)
+    staging = Staging(gpu_of(CUDA))
     layers = [
         [torch.randn(300, heads, 64, device=CUDA).bfloat16() for heads in (8, 2, 2)]
         for _ in range(5)

@@ -11,7 +11,7 @@ from sworker.buffers import Staging, _Room
 
 
 def test_rooms_grow_and_stay() -> None:
-    room = _Room(torch.device("cpu"))
+    room = _Room(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
     a, b = room.take([torch.Size((3, 5)), torch.Size((7,))], torch.float32)
     assert a.shape == (3, 5) and b.shape == (7,)
     assert b.data_ptr() - a.data_ptr() == 64
@@ -27,7 +27,7 @@ def test_rooms_grow_and_stay() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.inference_mode()
 def test_out_and_back(dtype: torch.dtype) -> None:
-    staging = Staging(torch.device("cpu"))
+    staging = Staging()
     q, k, v = (torch.randn(9, heads, 4).to(dtype) for heads in (6, 2, 2))
     wide = torch.cat((q, k), dim=1)  # views of one tensor, as the S-part makes them
     staged = staging.send(wide[:, :6], wide[:, 6:], v)

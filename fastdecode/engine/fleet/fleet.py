@@ -65,6 +65,11 @@ class Fleet:
         lost = self._peers.lost
         return {holder: lost[index] for holder, index in self._peer_of.items() if index in lost}
 
+    @property
+    def is_owed(self) -> bool:
+        """Whether anybody owes an answer."""
+        return self._peers.is_owed
+
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
         """The losses of which nobody has been told yet, in their order. Each is told once."""
         return [
@@ -87,14 +92,14 @@ class Fleet:
             message = message.for_holder(holder)
         self._peers.send(index, message, holder)
 
-    def receive(self) -> tuple[HolderId, Answer] | None:
+    def receive(self, *, wait: bool = True) -> tuple[HolderId, Answer] | None:
         """The next answer of any holder that owes one. None: look again, and at
         ``lost`` before.
 
-        Waits at most until the first peer has to be given up. Must not be
-        called when nobody owes anything.
+        Waits at most until the first peer has to be given up; or not at all.
+        Must not be called when nobody owes anything.
         """
-        return self._peers.receive()
+        return self._peers.receive(wait=wait)
 
     def greet(self, hello: Hello) -> dict[HolderId, Welcome]:
         """Say Hello to every holder's R-worker and collect the answers of those

@@ -81,19 +81,20 @@ class Peers:
         except WorkerError as error:
             self.lose(index, self._last_words(index) or error)
 
-    def receive(self) -> tuple[HolderId, Answer] | None:
+    def receive(self, *, wait: bool = True) -> tuple[HolderId, Answer] | None:
         """The next answer, and about which holder. None: look again, and at
         ``lost`` before.
 
-        Waits at most until the first peer has to be given up. Must not be
-        called when nobody owes anything.
+        Waits at most until the first peer has to be given up; or not at all.
+        Must not be called when nobody owes anything.
         """
         if self._early:
             return self._taken(*self._early.popleft())
         now = self.deadlines.begin_look()
         until_s = min(self._end(index)[0] for index, due in enumerate(self._due) if due)
         try:
-            return self._taken(*self._hub.receive_any(self.deadlines.wait_s(now, until_s)))
+            wait_s = self.deadlines.wait_s(now, until_s) if wait else 0.0
+            return self._taken(*self._hub.receive_any(wait_s))
         except PeerLostError as error:
             self.lose(error.index, error)
         except WorkerError as error:

@@ -218,8 +218,11 @@ class LocalStep:
         if self._is_timed:
             self.r_compute_s[DEVICE] += time.perf_counter() - started
 
-    def dispatch(self, *, wait: bool) -> bool:
+    def dispatch(self) -> bool:
         return True
+
+    def wait_for_copy(self) -> None:
+        pass
 
     def deliver(self, holder: HolderId, result: AttendResult) -> None:
         raise ProtocolError(

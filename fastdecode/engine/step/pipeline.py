@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -35,6 +36,7 @@ from fastdecode.engine.step.remote import Attention, LaneAttention
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
+from fastdecode.wire.patience import look_until_found
 from sworker.worker import Pass, SWorker
 
 News: TypeAlias = "tuple[HolderId, Accepted | Refused | WorkerError]"
@@ -149,14 +151,13 @@ class Pipeline:
         """Go on until some lane has finished its step, or there is news
         (``take_news``); then None."""
         while True:
-            self._dispatch(wait=False)
+            self._dispatch()
             self._note_losses()
             self._collect_ready()
             if self._news:
                 return None
             if not self._ready:
-                if not self._dispatch(wait=True):
-                    self.receive()
+                self._await()
                 continue
             step = self._ready.popleft()
             if step.logits is None:
@@ -200,12 +201,11 @@ class Pipeline:
         step.remote.scatter(forward.layer, forward.q, forward.k, forward.v)
         self._unsent.append(step)
 
-    def _dispatch(self, *, wait: bool) -> bool:
+    def _dispatch(self) -> bool:
         """Send what has come to the host, in the order in which it was
-        computed; with ``wait``, at least one layer of a lane. Whether anything
-        went."""
+        computed. Whether anything went."""
         sent = False
-        while self._unsent and self._unsent[0].remote.dispatch(wait=wait and not sent):
+        while self._unsent and self._unsent[0].remote.dispatch():
             self._unsent.popleft()
             sent = True
         return sent
@@ -217,14 +217,36 @@ class Pipeline:
             if can_go_on and step not in self._ready:
                 self._ready.append(step)
 
+    def _await(self) -> None:
+        """No lane can go on: wait for an answer or for a copy to the host,
+        whichever is first, for the one while the other is here would keep a
+        lane from running. What is copied is sent, what is answered taken in."""
+        fleet = self._attention.fleet
+        if not self._unsent:
+            self.receive()
+        elif fleet.is_owed:
+            num_lost = len(fleet.lost)
+            self._wait(lambda: look_until_found(lambda: self._look(num_lost), None))
+        else:
+            self._wait(self._unsent[0].remote.wait_for_copy)
+
+    def _look(self, num_lost: int) -> tuple[HolderId, Answer] | bool | None:
+        """An answer, if one is here; True: something was sent, or somebody lost."""
+        fleet = self._attention.fleet
+        received = fleet.receive(wait=False)
+        return received or self._dispatch() or len(fleet.lost) > num_lost or None
+
     def receive(self) -> None:
         """Wait for a message, and take it in. Somebody owes one."""
+        self._wait(self._attention.fleet.receive)
+
+    def _wait(self, wait: Callable[[], tuple[HolderId, Answer] | bool | None]) -> None:
         started = time.perf_counter()
-        received = self._attention.fleet.receive()
+        received = wait()
         now = time.perf_counter()
         self.wait_s += now - started
         self._trace.waited(started, now)
-        if received is None:
+        if not isinstance(received, tuple):
             return
         holder, message = received
         try:

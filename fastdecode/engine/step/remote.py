@@ -36,6 +36,7 @@ from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.parts import ClosedPartMerge
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.buffers import LENT_LAYERS, Staged, Staging, as_tensor, to_device
+from sworker.device import Gpu, gpu_of
 from sworker.prefill import as_cached, local_causal_attention, merge_attention
 
 # While an R-worker only stores a prompt's K and V, the S-worker computes ahead
@@ -63,10 +64,13 @@ class LaneAttention(Protocol):
         """Take a layer's q [T, Hq, D], k and v [T, Hkv, D], which may still be
         on their way to the host."""
 
-    def dispatch(self, *, wait: bool) -> bool:
-        """Send the oldest layer that was scattered and not sent, once it is on
-        the host. False: it isn't there yet, and wasn't to be waited for; True:
-        sent, or nothing was left to send."""
+    def dispatch(self) -> bool:
+        """Send the oldest layer that was scattered and not sent, if it has come
+        to the host. False: it hasn't; True: sent, or nothing was left to
+        send."""
+
+    def wait_for_copy(self) -> None:
+        """Wait until that layer has come to the host."""
 
     def deliver(self, holder: HolderId, result: AttendResult) -> None:
         """Take in a holder's answer."""
@@ -116,6 +120,8 @@ class AttentionPlan:
     blame: Callable[[NDArray[np.bool_], str], None] | None = None
     """Where a holder is several R-workers: told in which heads [Hq] it lied,
     and how, before it is given up."""
+    gpu: Gpu | None = None
+    """The device's driver, in place of the one that torch has."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
     checks: Checks = field(default_factory=Checks)
 
@@ -125,7 +131,7 @@ class AttentionPlan:
     def staging(self, lane: int) -> Staging:
         """A lane's memory on the way to R-workers and back."""
         if lane not in self._staging:
-            self._staging[lane] = Staging(self.device)
+            self._staging[lane] = Staging(self.gpu or gpu_of(self.device))
         return self._staging[lane]
 
 
@@ -158,7 +164,7 @@ class RemoteStep:
         self._layer = layer
         self._o = self._staging.begin_layer(q.shape, q.dtype)
         self._unsent.append((layer, self._staging.send(q, k, v)))
-        self.dispatch(wait=False)
+        self.dispatch()
         spec = self._plan.specs[layer]
         for local in self.batch.local:
             part, lse = self._attend_locally(local, spec, q, k, v)
@@ -167,15 +173,13 @@ class RemoteStep:
                 assert lse is not None
                 self._local_lse[local.rows.start] = lse
 
-    def dispatch(self, *, wait: bool) -> bool:
+    def dispatch(self) -> bool:
         """See ``LaneAttention``."""
         if not self._unsent:
             return True
         layer, staged = self._unsent[0]
         if not staged.done:
-            if not wait:
-                return False
-            staged.wait()
+            return False
         self._unsent.popleft()
         self.sent_s.append(time.perf_counter())
         if self._checks is not None:
@@ -187,6 +191,11 @@ class RemoteStep:
                 q = np.concatenate((q, *(staged.q[closed.rows] for closed in span.closed)))
             self._plan.fleet.send(holder, Attend(begin.step, begin.lane, layer, q, k, v))
         return True
+
+    def wait_for_copy(self) -> None:
+        """See ``LaneAttention``."""
+        if self._unsent:
+            self._unsent[0][1].wait()
 
     def deliver(self, holder: HolderId, result: AttendResult) -> None:
         """Take in an answer, in the order in which the holder gave them.

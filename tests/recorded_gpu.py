@@ -1,0 +1,255 @@
+"""A GPU that isn't there: operators run at once on the CPU, and what orders
+them is recorded. Two accesses to the same bytes, one of which writes, that
+nothing orders are a race.
+
+Every stream and the host have a vector clock (Lamport; Mattern 1988): what a
+stream does comes after all that the host did before it queued it, and after
+what the stream was told to wait for; what the host does comes after the events
+that it waited for. Device memory is ordinary memory. Who touches what is told
+by a ``TorchDispatchMode``, and by whoever reads or writes arrays beside torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+HOST, COMPUTE = "host", "compute"
+_PAGE_BITS = 12
+Clock = dict[str, int]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Access:
+    """Bytes ``first`` to ``end``, by whom and when."""
+
+    first: int
+    end: int
+    who: str
+    tick: int
+    writes: bool
+    what: str
+
+
+@dataclass
+class Checker:
+    """Finds accesses that nothing orders."""
+
+    races: list[str] = field(default_factory=list)
+    num_accesses: int = 0
+    clocks: dict[str, Clock] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
+    host_spans: list[Span] = field(default_factory=list)
+    staying_spans: list[Span] = field(default_factory=list)
+    _seen: dict[int, list[Access]] = field(default_factory=lambda: defaultdict(list))
+    _used_elsewhere: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def unkept(self) -> list[str]:
+        """Uses of device memory by a stream other than the computing one, for
+        which nothing keeps its allocator from lending it to somebody else
+        meanwhile."""
+        return [what for first, what in self._used_elsewhere.items() if not self._stays(first)]
+
+    def join(self, who: str, clock: Clock) -> None:
+        """What ``who`` does from now on comes after all that the clock says."""
+        mine = self.clocks[who]
+        for other, tick in clock.items():
+            mine[other] = max(mine[other], tick)
+
+    def now(self, who: str) -> Clock:
+        """All that comes before what ``who`` does next. A stream's next comes after the host's."""
+        if who != HOST:
+            self.join(who, self.clocks[HOST])
+        return dict(self.clocks[who])
+
+    def forget(self, span: Span) -> None:
+        """The host has allocated these bytes: what was there before is nobody's."""
+        for page in _pages(span):
+            seen = self._seen[page]
+            seen[:] = [x for x in seen if x.end <= span[0] or span[1] <= x.first]
+
+    def is_host(self, address: int) -> bool:
+        return any(first <= address < end for first, end in self.host_spans)
+
+    def access(self, who: str, spans: Iterable[Span], what: str, *, writes: bool) -> None:
+        self.now(who)
+        clock = self.clocks[who]
+        clock[who] += 1
+        self.num_accesses += 1
+        for first, end in spans:
+            new = Access(first, end, who, clock[who], writes, what)
+            self._look_for_race(new, clock)
+            if who not in (HOST, COMPUTE):
+                self._used_elsewhere[first] = f"{what} on {who}"
+
+    def _look_for_race(self, new: Access, clock: Clock) -> None:
+        for page in _pages((new.first, new.end)):
+            left = []
+            for old in self._seen[page]:
+                overlaps = old.first < new.end and new.first < old.end
+                is_before = old.tick <= clock[old.who]
+                if overlaps and (old.writes or new.writes) and not is_before:
+                    self.races.append(f"{new.what} on {new.who} and {old.what} on {old.who}")
+                covers = new.writes and new.first <= old.first and old.end <= new.end
+                if not (overlaps and is_before and covers):
+                    left.append(old)
+            self._seen[page] = [*left, new][-64:]
+
+    def _stays(self, address: int) -> bool:
+        staying = any(first <= address < end for first, end in self.staying_spans)
+        return staying or self.is_host(address)
+
+
+def _pages(span: Span) -> range:
+    return range(span[0] >> _PAGE_BITS, ((span[1] - 1) >> _PAGE_BITS) + 1)
+
+
+def span_of(x: Tensor | np.ndarray) -> Span | None:
+    """The bytes that it lies in; None if there are none."""
+    if isinstance(x, np.ndarray):
+        return (x.ctypes.data, x.ctypes.data + x.nbytes) if x.size else None
+    if x.numel() == 0:
+        return None
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+class RecordedEvent:
+    def __init__(self, gpu: RecordedGpu, clock: Clock, name: str) -> None:
+        self._gpu, self.clock, self.name = gpu, clock, name
+        self._looks_left = gpu.looks_until_done
+
+    def query(self) -> bool:
+        if self._looks_left > 0:
+            self._looks_left -= 1
+            return False
+        self._gpu.checker.join(HOST, self.clock)
+        return True
+
+    def synchronize(self) -> None:
+        self._gpu.calls["event.synchronize"] += 1
+        if self._looks_left:
+            self._gpu.on_wait(self.name)
+        self._looks_left = 0
+        self.query()
+
+
+class RecordedStream:
+    def __init__(self, gpu: RecordedGpu, name: str) -> None:
+        self._gpu, self.name = gpu, name
+
+    def wait_stream(self, stream: RecordedStream) -> None:
+        self._gpu.calls["wait_stream"] += 1
+        self._gpu.checker.join(self.name, self._gpu.checker.now(stream.name))
+
+    def wait_event(self, event: RecordedEvent) -> None:
+        self._gpu.calls["wait_event"] += 1
+        self._gpu.checker.join(self.name, event.clock)
+
+    def record_event(self) -> RecordedEvent:
+        self._gpu.calls["record_event"] += 1
+        return RecordedEvent(self._gpu, self._gpu.checker.now(self.name), self.name)
+
+
+class RecordedGpu(TorchDispatchMode):
+    """See ``sworker.device.Gpu``. Entered as a context, it records.
+
+    Args:
+        looks_until_done: how often an event says that it isn't there yet.
+    """
+
+    def __init__(self, looks_until_done: int = 3) -> None:
+        super().__init__()
+        self.checker = Checker()
+        self.calls: Counter[str] = Counter()
+        """Of the driver and of torch's operators, views aside."""
+        self.looks_until_done = looks_until_done
+        self._streams = [RecordedStream(self, COMPUTE)]
+        self._num_streams = 0
+        self._kept: list[Tensor] = []
+
+    def on_wait(self, stream: str) -> None:
+        """The host waits for a stream, which isn't there yet."""
+
+    def new_stream(self) -> RecordedStream:
+        self._num_streams += 1
+        return RecordedStream(self, f"stream {self._num_streams}")
+
+    def current_stream(self) -> RecordedStream:
+        return self._streams[-1]
+
+    @contextlib.contextmanager
+    def on(self, stream: RecordedStream) -> Iterator[None]:
+        self.calls["on"] += 1
+        self._streams.append(stream)
+        try:
+            yield
+        finally:
+            self._streams.pop()
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        self.calls["pinned"] += 1
+        return self.host(torch.empty(num_bytes, dtype=torch.uint8))
+
+    def room(self, num_bytes: int) -> Tensor:
+        self.calls["room"] += 1
+        return self.stays(torch.empty(num_bytes, dtype=torch.uint8))
+
+    def keep(self, tensor: Tensor, stream: RecordedStream) -> None:
+        self.calls["keep"] += 1
+        self.stays(tensor)
+
+    def host(self, memory: Tensor | np.ndarray) -> Tensor:
+        """Memory that was allocated on the host just now."""
+        tensor = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
+        if span := span_of(tensor):
+            self.checker.forget(span)
+            self.checker.host_spans.append(span)
+        self._kept.append(tensor)
+        return tensor
+
+    def stays(self, tensor: Tensor) -> Tensor:
+        """Memory on the device that is never given back."""
+        if span := span_of(tensor):
+            self.checker.staying_spans.append(span)
+        self._kept.append(tensor)
+        return tensor
+
+    def read(self, array: np.ndarray, what: str) -> None:
+        """The host, or whoever it lent the array to, reads it."""
+        if span := span_of(array):
+            self.checker.access(HOST, [span], what, writes=False)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name
+        if func.is_view or "empty" in name or name in ("aten::detach", "aten::alias"):
+            return result
+        self.calls[name] += 1
+        given = [*zip(func._schema.arguments, args, strict=False)]
+        given += [(x, kwargs[x.name]) for x in func._schema.arguments if x.name in kwargs]
+        written, read = set(_spans(result)), set()
+        for argument, value in given:
+            info = argument.alias_info
+            (written if info is not None and info.is_write else read).update(_spans(value))
+        is_host = all(self.checker.is_host(first) for first, _ in written | read)
+        who = HOST if is_host else self._streams[-1].name
+        self.checker.access(who, read - written, name, writes=False)
+        self.checker.access(who, written, name, writes=True)
+        return result
+
+
+def _spans(values: object) -> Iterator[Span]:
+    for x in tree_iter(values):
+        if isinstance(x, Tensor) and (span := span_of(x)):
+            yield span
