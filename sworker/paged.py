@@ -154,7 +154,7 @@ class PagedKV:
     ) -> None:
         num_keys = [len(chunk.slots) for chunk in chunks]
         fits = sum(num_keys) * keys[0].numel() * q.element_size() <= MAX_GATHERED_BYTES
-        if len(chunks) > 1 and fits and can_take_together(q, num_keys, spec):
+        if fits and can_take_together(q, num_keys, spec):
             rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
             slots = torch.cat([chunk.slots for chunk in chunks])
             num_new = [chunk.rows.stop - chunk.rows.start for chunk in chunks]

@@ -9,14 +9,14 @@ doesn't depend on the others.
 
 Two ways, by what the layer needs:
 
-* **fused**: torch's own kernels, for plain causal attention; on CUDA all
-  sequences in one call, on a CPU one after another, since laying them side by
-  side costs more than the calls;
-* **tiled**: tiles of queries × keys with a running softmax (Milakov &
-  Gimelshein, "Online normalizer calculation for softmax", 2018), for soft-caps,
-  ALiBi, windows shorter than the chunk, and devices whose kernels don't give
-  the log-sum-exp. A tile's scores take ``MAX_TILE_BYTES`` at most, however long
-  the chunk.
+* **fused**: torch's own kernels, for plain causal attention. On CUDA
+  FlashAttention's for variable lengths, all sequences in one call, or one: it
+  needs no plan. (``scaled_dot_product_attention`` may choose cuDNN's, which
+  makes one for every new length, in tens of milliseconds, or, in float32, one
+  that has been wrong for long sequences.) On a CPU one sequence after another,
+  since laying them side by side costs more than the calls;
+* **tiled** (``sworker.tiled``): for soft-caps, ALiBi, windows shorter than the
+  chunk, and devices and dtypes without such a kernel.
 """
 
 from __future__ import annotations
@@ -32,12 +32,7 @@ from torch import Tensor
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec
 from sworker.dtypes import torch_dtype
-
-MAX_TILE_BYTES = 64 << 20
-"""Of float32 scores, over all heads."""
-MAX_CPU_TILE_BYTES, MAX_CPU_TILE_QUERIES = 4 << 20, 64
-"""On a CPU small tiles are as fast or faster: they stay in its caches, and less
-of a tile lies beyond the diagonal."""
+from sworker.tiled import tiled
 
 
 def as_cached(x: Tensor, dtype: DType) -> Tensor:
@@ -93,7 +88,7 @@ def local_causal_attention(
     )
     lengths = [end - start for start, end in itertools.pairwise(bounds) if start < end]
     if (
-        len(lengths) > 1
+        lengths
         and can_take_together(q, lengths, spec)
         and _fused_together(q, k, v, lengths, spec, o, lse)
     ):
@@ -122,8 +117,10 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Ten
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_past == 0:
         _attend_sequence(q, k, v, spec, o, None)
+    elif can_take_together(q, (k.shape[0],), spec):
+        return chunks_together(q, k, v, (q.shape[0],), (k.shape[0],), spec)
     elif not _is_plain(spec, k.shape[0]) or not _fused_chunk(q, k, v, spec, num_past, o):
-        _tiled(q, k, v, spec, o, None)
+        tiled(q, k, v, spec, o, None)
     return o
 
 
@@ -186,7 +183,7 @@ def _attend_sequence(
     """One sequence: q [n, Hq, D], k and v [n, Hkv, D] → written to o [n, Hq, D] and lse [n, Hq]."""
     if _is_plain(spec, q.shape[0]) and _fused(q, k, v, spec, o, lse):
         return
-    _tiled(q, k, v, spec, o, lse)
+    tiled(q, k, v, spec, o, lse)
 
 
 def _is_plain(spec: AttentionSpec, num_tokens: int) -> bool:
@@ -281,173 +278,28 @@ def _fused(
     *,
     causal: bool = True,
 ) -> bool:
-    """Plain attention, causal or to all keys, by a kernel that never holds all
-    scores. False if torch has none that fits."""
+    """Plain attention on a CPU, causal or to all keys, by a kernel that never
+    holds all scores. False elsewhere, or if torch's doesn't give a log-sum-exp
+    that is wanted."""
+    with_lse = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    if q.device.type != "cpu" or (lse is not None and with_lse is None):
+        return False
     num_tokens, Hkv, G = q.shape[0], spec.num_kv_heads, spec.group_size
-    if q.device.type == "cpu":
-        # The 16-bit kernels round the softmax weights, and without AMX are no
-        # faster (bfloat16) or slower (float16).
-        q, k, v = q.float(), k.float(), v.float()
+    # The 16-bit kernels round the softmax weights, and without AMX are no
+    # faster (bfloat16) or slower (float16).
+    q, k, v = q.float(), k.float(), v.float()
     # KV heads as the batch and groups as the heads: GQA without copies, by
     # strides, whatever the kernel knows of it.
     queries = q.reshape(num_tokens, Hkv, G, -1).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
     # [Hkv, G, n, D]
     keys, values = (x.transpose(0, 1)[:, None].expand(-1, G, -1, -1) for x in (k, v))
     if lse is None:
-        if not _has_kernel(queries, keys, values):
-            return False
         found = F.scaled_dot_product_attention(
             queries, keys, values, is_causal=causal, scale=spec.scale
         )
     else:
-        both = _fused_with_lse(queries, keys, values, spec.scale, causal)
-        if both is None:
-            return False
-        found, log_sum = both  # [Hkv, G, n, D], [Hkv, G, n]
+        assert with_lse is not None
+        found, log_sum = with_lse(queries, keys, values, 0.0, causal, scale=spec.scale)
         lse.view(num_tokens, Hkv, G).copy_(log_sum[..., :num_tokens].permute(2, 0, 1))
     o.view(num_tokens, Hkv, G, -1).copy_(found.permute(2, 0, 1, 3))
     return True
-
-
-def _fused_with_lse(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor] | None:
-    """The kernels under ``scaled_dot_product_attention`` that also give the
-    log-sum-exp, where there is one."""
-    aten = torch.ops.aten
-    if queries.device.type == "cpu" and hasattr(
-        aten, "_scaled_dot_product_flash_attention_for_cpu"
-    ):
-        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            queries, keys, values, 0.0, causal, scale=scale
-        )
-        return o, lse
-    if (
-        queries.device.type == "cuda"
-        and queries.shape[-1] % 8 == 0
-        and _has_flash(queries, keys, values)
-    ):
-        o, lse, *_ = aten._scaled_dot_product_flash_attention(
-            queries, keys, values, 0.0, causal, scale=scale
-        )
-        return o, lse
-    return None
-
-
-def _has_kernel(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether torch won't fall back on materialising all scores."""
-    if queries.device.type != "cuda":
-        return queries.device.type == "cpu"
-    backends = torch.backends.cuda
-    asked = backends.SDPAParams(queries, keys, values, None, 0.0, True, False)
-    return backends.can_use_flash_attention(asked) or backends.can_use_efficient_attention(asked)
-
-
-def _has_flash(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    backends = torch.backends.cuda
-    return backends.can_use_flash_attention(
-        backends.SDPAParams(queries, keys, values, None, 0.0, True, False)
-    )
-
-
-# --- tiles
-# ------------------------------------------------------------------------------
-
-
-def tile_shape(
-    num_q_heads: int, num_tokens: int, *, on_cpu: bool, num_keys: int | None = None
-) -> tuple[int, int]:
-    """Queries and keys of a tile: its num_q_heads · queries · keys scores take
-    at most ``MAX_TILE_BYTES``, whatever the length of the sequence. No fewer
-    keys than queries, so that every query of a block sees a key in its first
-    tile: the window of its last query begins less than ``queries`` after that
-    of its first."""
-    # queries · keys
-    most = max(1, (MAX_CPU_TILE_BYTES if on_cpu else MAX_TILE_BYTES) // (4 * num_q_heads))
-    num_queries = min(num_tokens, MAX_CPU_TILE_QUERIES if on_cpu else num_tokens, math.isqrt(most))
-    return num_queries, min(num_keys or num_tokens, most // num_queries)
-
-
-def _tiled(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None
-) -> None:
-    """The queries are the last of the keys' tokens: q [n, Hq, D], k and v [L, Hkv, D]."""
-    num_tokens = q.shape[0]
-    num_past = k.shape[0] - q.shape[0]
-    Hkv = spec.num_kv_heads
-    G = spec.group_size
-    keys = k.transpose(0, 1).float()  # [Hkv, L, D]
-    values = v.transpose(0, 1).float()
-    tile_queries, tile_keys = tile_shape(
-        spec.num_q_heads, num_tokens, on_cpu=q.device.type == "cpu", num_keys=k.shape[0]
-    )
-    slopes = None
-    if spec.alibi_slopes is not None:
-        slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=q.device).view(
-            Hkv, G, 1, 1
-        )
-    for start in range(0, num_tokens, tile_queries):
-        end = min(start + tile_queries, num_tokens)
-        queries = (q[start:end].float() * spec.scale).view(end - start, Hkv, G, -1)
-        queries = queries.permute(1, 2, 0, 3).reshape(Hkv, G * (end - start), -1)  # [Hkv, G·b, D]
-        total = _RunningSoftmax(queries)
-        place = num_past + start  # of the first query
-        first = 0 if spec.sliding_window is None else max(0, place - spec.sliding_window + 1)
-        for key_start in range(first, num_past + end, tile_keys):
-            seen = slice(key_start, min(key_start + tile_keys, num_past + end))
-            scores = torch.bmm(queries, keys[:, seen].mT)  # [Hkv, G·b, c]
-            _shape_scores(scores.view(Hkv, G, end - start, -1), place, key_start, spec, slopes)
-            total.add(scores, values[:, seen])
-        found, log_sum = total.result()  # [Hkv, G·b, D], [Hkv, G·b]
-        o[start:end].view(-1, Hkv, G, o.shape[-1]).copy_(
-            found.view(Hkv, G, end - start, -1).permute(2, 0, 1, 3)
-        )
-        if lse is not None:
-            lse[start:end].view(-1, Hkv, G).copy_(log_sum.view(Hkv, G, -1).permute(2, 0, 1))
-
-
-def _shape_scores(
-    scores: Tensor, start: int, key_start: int, spec: AttentionSpec, slopes: Tensor | None
-) -> None:
-    """Soft-cap, ALiBi and mask of one tile, in place. scores [Hkv, G, b, c];
-    its corner is (start, key_start)."""
-    num_queries, num_keys = scores.shape[-2:]
-    if spec.logit_softcap is not None:
-        scores.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
-    is_causal_edge = key_start + num_keys - 1 > start
-    window = spec.sliding_window
-    is_window_edge = window is not None and key_start <= start + num_queries - 1 - window
-    if not (is_causal_edge or is_window_edge or slopes is not None):
-        return
-    places = torch.arange(key_start, key_start + num_keys, device=scores.device)
-    # [b, c] key - query.
-    ahead = places - torch.arange(start, start + num_queries, device=scores.device)[:, None]
-    if slopes is not None:
-        scores.addcmul_(slopes, ahead.float())
-    if is_causal_edge:
-        scores.masked_fill_(ahead > 0, -math.inf)
-    if window is not None and is_window_edge:
-        scores.masked_fill_(ahead <= -window, -math.inf)
-
-
-class _RunningSoftmax:
-    """softmax(scores) · values over keys that come tile by tile, all float32."""
-
-    def __init__(self, queries: Tensor) -> None:
-        self._greatest = queries.new_full((*queries.shape[:-1], 1), -math.inf)  # [Hkv, G·b, 1]
-        self._mass = torch.zeros_like(self._greatest)
-        self._weighted = torch.zeros_like(queries)  # [Hkv, G·b, D]
-
-    def add(self, scores: Tensor, values: Tensor) -> None:
-        """scores [Hkv, G·b, c], overwritten; values [Hkv, c, D]. Every query
-        sees a key of the first tile."""
-        greatest = torch.maximum(self._greatest, scores.amax(dim=-1, keepdim=True))
-        rescale = (self._greatest - greatest).exp_()
-        weights = scores.sub_(greatest).exp_()
-        self._mass.mul_(rescale).add_(weights.sum(dim=-1, keepdim=True))
-        self._weighted.mul_(rescale).baddbmm_(weights, values)
-        self._greatest = greatest
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """o [Hkv, G·b, D] and lse [Hkv, G·b]. Every query has seen itself at least."""
-        return self._weighted / self._mass, (self._greatest + self._mass.log())[..., 0]

@@ -45,6 +45,23 @@ def resolved(tiny_checkpoint: Callable[..., Path]) -> Resolve:
     return make
 
 
+def test_a_prompt_takes_one_step_on_a_gpu_if_it_has_room(
+    resolved: Resolve, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """What a later chunk sees of the ones before, R-workers would have to attend."""
+    assert resolved(1, device="cuda").schedule.batching.prefill_chunk == 2048
+    assert (
+        resolved(1, device="cuda", max_step_tokens=9000).schedule.batching.prefill_chunk
+        == 9000 - 256
+    )
+    assert resolved(1, device="cuda", prefill_chunk=64).schedule.batching.prefill_chunk == 64
+    path = str(tiny_checkpoint("llama"))
+    on_host = resolve(
+        EngineConfig.of(path), open_checkpoint(path).spec(), num_cores=4, free=FreeMemory(64 * GB)
+    )
+    assert on_host.schedule.batching.prefill_chunk == 512
+
+
 def test_every_rank_has_a_gpu_of_its_own(resolved: Resolve) -> None:
     assert resolved(4, device="cuda:1").device == torch.device("cuda", 1)
     assert [resolved(4, rank, device="cuda:1", tp=3).device.index for rank in range(3)] == [1, 2, 3]

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sworker.prefill as prefill
+import sworker.tiled as tiled
 from fastdecode.core.spec import AttentionSpec
-from sworker.prefill import local_causal_attention, merge_attention, tile_shape
+from sworker.prefill import local_causal_attention, merge_attention
+from sworker.tiled import tile_shape
 
 
 def dense(
@@ -109,7 +111,7 @@ def test_ragged_sequences_of_any_kind(
 ) -> None:
     q, k, v = tensors(spec, sum(lengths), seed)
     with mock.patch.multiple(
-        prefill, MAX_CPU_TILE_BYTES=spec.num_q_heads * 4 * 300, MAX_CPU_TILE_QUERIES=13
+        tiled, MAX_CPU_TILE_BYTES=spec.num_q_heads * 4 * 300, MAX_CPU_TILE_QUERIES=13
     ):
         o, lse = local_causal_attention(q, k, v, starts_of(lengths), spec, want_lse=want_lse)
     assert o.shape == q.shape
@@ -205,7 +207,7 @@ def test_plain_attention_takes_the_fused_way(monkeypatch: pytest.MonkeyPatch) ->
     def forbidden(*_: object) -> None:
         raise AssertionError("tiled")
 
-    monkeypatch.setattr(prefill, "_tiled", forbidden)
+    monkeypatch.setattr(prefill, "tiled", forbidden)
     for name in ("plain", "wide window"):
         for want_lse in (False, True):
             q, k, v = tensors(spec_with(name), 30, seed=6)
@@ -241,6 +243,12 @@ def test_all_sequences_in_one_call_where_there_is_a_kernel(
     found = local_causal_attention(q, k, v, starts, spec, want_lse=want_lse)
     assert calls == [[0, 7, 50, 90]]
     torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5)
+    if layout == "by head":
+        one = tensors(spec, 43, seed=12)
+        with mock.patch("torch.nn.functional.scaled_dot_product_attention") as planned:
+            alone, _ = local_causal_attention(*one, [0], spec, want_lse=want_lse)
+        torch.testing.assert_close(alone, dense(*one, spec)[0].float(), atol=3e-6, rtol=1e-5)
+        assert calls.pop() == [0, 43] and not planned.called
     for other in ("window", "alibi", "softcap"):  # not its business
         local_causal_attention(q, k, v, starts, spec_with(other), want_lse=False)
     assert len(calls) == 1
@@ -276,6 +284,11 @@ def test_later_chunks_in_one_call_where_there_is_a_kernel(monkeypatch: pytest.Mo
     assert prefill.can_take_together(queries, num_keys, spec)
     assert not prefill.can_take_together(queries, num_keys, spec_with("window"))
     found = prefill.chunks_together(queries, keys, values, num_new, num_keys, spec)
+    with mock.patch.object(prefill, "_fused") as planned:
+        one = prefill.chunk_attention(queries[:3], keys[:30], values[:30], spec)
+    torch.testing.assert_close(one, found[:3])
+    assert not planned.called
+    monkeypatch.setattr(prefill, "_has_ragged_kernel", lambda _: False)
     row = key = 0
     for new, total in zip(num_new, num_keys, strict=True):
         rows, seen = slice(row, row + new), slice(key, key + total)
@@ -358,7 +371,7 @@ def test_no_scores_beyond_a_tile_are_made(monkeypatch: pytest.MonkeyPatch) -> No
         return scores
 
     monkeypatch.setattr(torch, "bmm", spy)
-    monkeypatch.setattr(prefill, "MAX_CPU_TILE_BYTES", 1 << 16)
+    monkeypatch.setattr(tiled, "MAX_CPU_TILE_BYTES", 1 << 16)
     spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, logit_softcap=3.0)
     q, k, v = tensors(spec, 600, seed=8)
     local_causal_attention(q, k, v, [0], spec, want_lse=True)
@@ -393,6 +406,16 @@ def test_the_fused_way_never_falls_back_on_all_scores(
         q, k, v = tensors(plain, num_tokens, 9, dtype)
         local_causal_attention(q, k, v, [0], plain, want_lse=False)
     assert chosen == [torch.nn.attention.SDPBackend.FLASH_ATTENTION.value]
+
+
+def test_tiles_copy_nothing_that_a_device_would_be_waited_for() -> None:
+    """ALiBi's slopes are read from pinned memory."""
+    spec, device = spec_with("alibi"), torch.device("cpu")
+    q, k, v = tensors(spec, 20, seed=15)
+    with mock.patch.object(tiled, "to_device", side_effect=tiled.to_device) as copied:
+        tiled.tiled(q, k, v, spec, torch.empty_like(q), None)
+    (slopes, where), _ = copied.call_args
+    assert slopes.tolist() == pytest.approx(spec.alibi_slopes) and where == device
 
 
 @pytest.mark.gpu

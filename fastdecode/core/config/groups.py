@@ -163,11 +163,13 @@ class Batching:
     """What runs together, and when it starts."""
 
     max_num_sequences: int = option(256, "most sequences that run at once", low=1, high=1 << 20)
-    prefill_chunk: int = option(
-        512,
-        "most prompt tokens of one sequence in a step; longer prompts take several steps",
+    prefill_chunk: int | None = option(
+        None,
+        "most prompt tokens of one sequence in a step; longer prompts take several steps; auto "
+        "(default): on a GPU all that a step has room for, else 512",
         low=1,
         high=1 << 24,
+        auto=True,
     )
     max_step_tokens: int | None = option(
         None,
@@ -259,7 +261,13 @@ class Batching:
         """``max_step_tokens`` with its default applied."""
         if self.max_step_tokens is not None:
             return self.max_step_tokens
-        return self.max_num_sequences + max(2048, self.prefill_chunk)
+        return self.max_num_sequences + max(2048, self.prefill_chunk or 0)
+
+    def chunk_tokens(self, *, on_gpu: bool = False) -> int:
+        """``prefill_chunk`` with its default applied. What a GPU computes of a
+        prompt in one step, R-workers needn't attend as its past."""
+        room = self.step_tokens - self.max_num_sequences
+        return self.prefill_chunk or (room if on_gpu else 512)
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,8 @@ class _Steps:
 
     def _planned(self, lanes: _Lanes) -> _StepPlan:
         config = self.config
-        batching = _batching(config.batching, lanes.first)
+        on_gpu = self.free.device_bytes is not None
+        batching = _batching(config.batching, lanes.first, on_gpu=on_gpu)
         schedule = ScheduleOptions(batching, config.r_part.split_tokens, self._max_closed_rows)
         sizes = StepSizes(
             num_lanes=lanes.most,
@@ -299,13 +300,14 @@ def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
     )
 
 
-def _batching(asked: Batching, num_lanes: int) -> Batching:
-    """With a schedule, and so many lanes."""
+def _batching(asked: Batching, num_lanes: int, *, on_gpu: bool) -> Batching:
+    """With a schedule, a chunk, and so many lanes."""
     schedule = asked.schedule
     if schedule == "auto":
         is_limited = num_lanes > 1 or asked.load_limit is not None
         schedule = "stabilized" if is_limited else "greedy"
-    return replace(asked, schedule=schedule, lanes=num_lanes)
+    chunk = asked.chunk_tokens(on_gpu=on_gpu)
+    return replace(asked, schedule=schedule, lanes=num_lanes, prefill_chunk=chunk)
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
