@@ -88,6 +88,20 @@ class CudaGpu:
         tensor.record_stream(stream)
 
 
+def feed_gpu(device: torch.device) -> None:
+    """Set torch up for a process whose operators run on a GPU; on a CPU do
+    nothing.
+
+    One thread: what is left for the host are copies of some 100 KB, for which
+    OpenMP's threads would have to get cores that R-workers are computing on.
+    Sums of split products in float32: tokens come nearer to the CPU's, and
+    depend less on the batch."""
+    if device.type == "cuda":
+        torch.set_num_threads(1)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 def gpu_of(device: torch.device) -> Gpu | None:
     """The device's driver; None: the device is the host."""
     return CudaGpu(device) if device.type == "cuda" else None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
+from device_runs import NUM_LAYERS, Run
 
 from fastdecode.core.holders import Holder, HolderKind, Part, Residence
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
@@ -50,3 +52,19 @@ def test_what_a_chunk_attends_of_its_past_is_load(prompts_on_r: bool) -> None:
     LaneStep(0, batch, np.zeros(0, np.int64), remote, forward).tell(times, None, 0.0)  # type: ignore[arg-type]
     parts = {0: RPartTime(51 + 30 + 8, 7 + 9 + 4, 0.25), 1: RPartTime(32, 4, 0.5)}
     assert times.told == (1, 20, parts)
+
+
+def test_messages_are_the_hosts_time_and_not_the_way_out_and_back() -> None:
+    """Else a host that can't keep up would be told that more lanes help."""
+    run, steps, now = Run(1, num_steps=1, num_holders=1, at_once=True), [], [0.0]
+    send = run.fleet.send
+
+    def slow_send(holder: int, message: object) -> None:
+        now[0] += 100.0
+        send(holder, message)
+
+    run.fleet.send = slow_send  # type: ignore[method-assign]
+    with mock.patch("time.perf_counter", side_effect=lambda: now[0]):
+        run.run(on_step=steps.append)
+    assert steps[0].s_compute_s >= 100.0 * NUM_LAYERS
+    assert steps[0].round_trip_s == 0.0

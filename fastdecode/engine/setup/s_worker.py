@@ -11,6 +11,7 @@ import torch
 from fastdecode.core.host.openmp import spins_on
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.resolve import ResolvedConfig
+from sworker.device import feed_gpu
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import fuse
 from sworker.kernels.packing import pack
@@ -27,6 +28,7 @@ def make_s_worker(
     spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None
 ) -> SWorker:
     """The S-worker as it was configured."""
+    feed_gpu(resolved.device)
     fuse(model, resolved.device)
     if ranks is not None:
         parallelize(model, ranks.shard, ranks.add_up)

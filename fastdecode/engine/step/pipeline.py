@@ -54,7 +54,8 @@ class LaneStep:
     forward: Pass
     logits: Tensor | None = None  # [R, vocab], once finished
     s_compute_s: float = 0.0
-    """All that the S-worker's thread did for it so far."""
+    """All that the S-worker's thread did for it so far, messages included:
+    where that is more than a GPU computes, it is what lanes share."""
     started_s: float = field(default_factory=time.perf_counter)
     round_trip_s: float = math.inf
     """The shortest of a layer's ways to an R-worker and back, its compute aside."""
@@ -205,7 +206,11 @@ class Pipeline:
         """Send what has come to the host, in the order in which it was
         computed. Whether anything went."""
         sent = False
-        while self._unsent and self._unsent[0].remote.dispatch():
+        while self._unsent:
+            step, started = self._unsent[0], time.perf_counter()
+            if not step.remote.dispatch():
+                break
+            step.s_compute_s += time.perf_counter() - started
             self._unsent.popleft()
             sent = True
         return sent
@@ -250,14 +255,14 @@ class Pipeline:
             return
         holder, message = received
         try:
-            self._route(holder, message)
+            self._route(holder, message, now)
         except ProtocolError as error:
             self._attention.fleet.lose(holder, error)
 
-    def _route(self, holder: HolderId, answer: Answer) -> None:
+    def _route(self, holder: HolderId, answer: Answer, arrived_s: float) -> None:
         match answer:
             case AttendResult():
-                self._deliver(holder, answer)
+                self._deliver(holder, answer, arrived_s)
             case Accepted() | Refused():
                 self._news.append((holder, answer))
             case Welcome() | Report():
@@ -268,7 +273,7 @@ class Pipeline:
             case _:
                 assert_never(answer)
 
-    def _deliver(self, holder: HolderId, result: AttendResult) -> None:
+    def _deliver(self, holder: HolderId, result: AttendResult, arrived_s: float) -> None:
         step = self._lanes[result.lane] if 0 <= result.lane < len(self._lanes) else None
         if step is None:
             raise ProtocolError(
@@ -276,8 +281,10 @@ class Pipeline:
                 "idle"
             )
         step.remote.deliver(holder, result)
-        sent, now = step.remote.sent_s[result.layer], time.perf_counter()
-        step.round_trip_s = min(step.round_trip_s, now - sent - result.compute_s)
+        sent = step.remote.sent_s[result.layer]
+        round_trip_s = max(0.0, arrived_s - sent - result.compute_s)
+        step.round_trip_s = min(step.round_trip_s, round_trip_s)
         self._trace.attended(
-            holder, step.lane, result.step, result.layer, sent, now, result.compute_s
+            holder, step.lane, result.step, result.layer, sent, arrived_s, result.compute_s
         )
+        step.s_compute_s += time.perf_counter() - arrived_s

@@ -50,7 +50,7 @@ class LaneAttention(Protocol):
 
     @property
     def sent_s(self) -> Seq[float]:
-        """When each layer's q, k and v were ready to go, on ``time.perf_counter``."""
+        """When each layer's q, k and v had been sent, on ``time.perf_counter``."""
 
     @property
     def r_compute_s(self) -> dict[HolderId, float]:
@@ -181,7 +181,6 @@ class RemoteStep:
         if not staged.done:
             return False
         self._unsent.popleft()
-        self.sent_s.append(time.perf_counter())
         if self._checks is not None:
             self._checks.sent(staged, self._o.dtype, self._plan.kv_dtype)
         for holder, span in self._spans.items():
@@ -190,6 +189,7 @@ class RemoteStep:
             if span.closed:
                 q = np.concatenate((q, *(staged.q[closed.rows] for closed in span.closed)))
             self._plan.fleet.send(holder, Attend(begin.step, begin.lane, layer, q, k, v))
+        self.sent_s.append(time.perf_counter())
         return True
 
     def wait_for_copy(self) -> None:

@@ -1,0 +1,175 @@
+"""Steps of several lanes on a recorded GPU: the real pipeline, staging, graphs
+and layers, with R-workers that answer late."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from recorded_gpu import RecordedGpu
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.holders import Holder, HolderId, HolderKind, Part, PartId, Residence
+from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.pipeline import LaneStep, Pipeline
+from fastdecode.engine.step.remote import AttentionPlan
+from fastdecode.schedule.plan import Chunk
+from fastdecode.wire.messages import Attend, AttendResult
+from sworker.graphs import StepGraphs
+from sworker.load.weights import random_model
+from sworker.worker import Pass, SWorker
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 7
+SPEC = read_model_spec(
+    {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32",
+        "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "rope_theta": 1e4, "tie_word_embeddings": False,
+    },
+    name="tiny",
+)  # fmt: skip
+HOLDERS = (Holder(HolderKind.R_WORKER, False, False, 1),) * 2
+PROMPT = tuple(range(3, 23))
+
+
+@dataclass
+class LateFleet:
+    """R-workers that read q, k and v when they answer, which is some time
+    later; each in the order in which it was asked."""
+
+    gpu: RecordedGpu
+    at_once: bool = False
+    """Whether an answer is here as soon as it is owed."""
+    log: list[str] = field(default_factory=list)
+    lost: dict[int, object] = field(default_factory=dict)
+    _asked: dict[int, deque[Attend]] = field(default_factory=dict)
+    _o: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def peer(self, holder: int) -> str:
+        return f"r{holder}"
+
+    def take_losses(self) -> list[object]:
+        return []
+
+    @property
+    def is_owed(self) -> bool:
+        return any(self._asked.values())
+
+    def send(self, holder: int, message: object) -> None:
+        if isinstance(message, Attend):
+            self.log.append(f"send {lane_layer(message)}")
+            self._read(message, "what is sent")
+            self._asked.setdefault(holder, deque()).append(message)
+
+    def receive(self, *, wait: bool = True) -> tuple[int, AttendResult] | None:
+        if not wait and not self.at_once and self._random.random() < 0.7:
+            return None
+        holder = self._random.choice([holder for holder, asked in self._asked.items() if asked])
+        asked = self._asked[holder].popleft()
+        self._read(asked, "what was lent")
+        self.log.append(f"receive {lane_layer(asked)}")
+        key = (holder, asked.lane, asked.q.shape)
+        if key not in self._o:
+            self._o[key] = np.ones(asked.q.shape, np.float32)
+            self.gpu.host(self._o[key])
+        return holder, AttendResult(asked.step, asked.lane, asked.layer, self._o[key], None, 0.0)
+
+    def _read(self, asked: Attend, what: str) -> None:
+        for array in (asked.q, asked.k, asked.v):
+            self.gpu.read(array, what)
+
+
+def lane_layer(message: Attend) -> str:
+    return f"{'ABC'[message.lane]}{message.layer}"
+
+
+class LoggedSWorker(SWorker):
+    """Says when a unit is launched."""
+
+    def __init__(self, model: object, graphs: StepGraphs | None, log: list[str]) -> None:
+        super().__init__(SPEC, model, CPU, graphs)  # type: ignore[arg-type]
+        self._log = log
+
+    def begin(self, token_ids: np.ndarray, positions: np.ndarray, lane: int = 0) -> Pass:
+        step = super().begin(token_ids, positions, lane)
+        advance = step.advance
+        self._log.append(f"launch {'ABC'[lane]}0")
+
+        def advanced(o: torch.Tensor) -> bool:
+            goes_on = advance(o)
+            if goes_on:
+                self._log.append(f"launch {'ABC'[lane]}{step.layer}")
+            return goes_on
+
+        step.advance = advanced  # type: ignore[method-assign]
+        return step
+
+
+@dataclass
+class Run:
+    """Steps of several lanes on a recorded GPU."""
+
+    lanes: int
+    graphs: bool = True
+    prompts: int = 0
+    """Of the sequences of each step."""
+    rows: tuple[int, ...] = (6,)
+    """Sequences of each step."""
+    num_steps: int = 2
+    num_holders: int = 2
+    at_once: bool = False
+    gpu: RecordedGpu = field(default_factory=RecordedGpu)
+
+    def __post_init__(self) -> None:
+        self.fleet = LateFleet(self.gpu, self.at_once)
+        self.plan = AttentionPlan(
+            SPEC.attention, DType.FLOAT32, self.fleet, CPU, HOLDERS, self.gpu  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def run(
+        self,
+        mistake: Callable[[Run], None] = lambda run: None,
+        on_step: Callable[[LaneStep], None] = lambda step: None,
+    ) -> Run:
+        with self.gpu:
+            model = random_model(SPEC, device=CPU, dtype=torch.float32)
+            graphs = StepGraphs(model, CPU, capture=False, max_rows=64) if self.graphs else None
+            pipeline = Pipeline(LoggedSWorker(model, graphs, self.fleet.log), self.plan, self.lanes)
+            for lane in range(self.lanes):
+                self.plan.staging(lane)
+                if graphs is not None:
+                    self.gpu.stays(graphs.buffers(lane).o)
+            mistake(self)
+            numbers = itertools.count()
+            for step in range(self.num_steps):
+                for lane in range(self.lanes):
+                    batch = self._batch(lane, self.rows[step % len(self.rows)], next(numbers))
+                    pipeline.launch(lane, batch, np.arange(1))
+                while pipeline.in_flight:
+                    finished = pipeline.run()
+                    assert finished is not None
+                    on_step(finished)
+        return self
+
+    def _batch(self, lane: int, num_rows: int, step: int) -> StepBatch:
+        request = Request("r", PROMPT, SamplingParams(temperature=0), 1, seed=0)
+        chunks = []
+        for i in range(num_rows):
+            sequence = Sequence.of(lane * 100 + i, request, 0)  # type: ignore[arg-type]
+            part = Part(PartId(lane * 100 + i), HolderId(i % self.num_holders), 0, 64)
+            is_new = i >= num_rows - self.prompts
+            sequence.num_cached = 0 if is_new else len(PROMPT) - 1
+            sequence.residence = Residence((part,))
+            chunks.append(Chunk(sequence, len(PROMPT) if is_new else 1))
+        return StepBatch.build(chunks, HOLDERS[: self.num_holders], step=step, lane=lane)
