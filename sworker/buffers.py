@@ -3,13 +3,17 @@ so that no copy waits for compute.
 
 ::
 
-    compute   | S-step, lane A |                  | S-step, lane B | …           | S-step, lane A …
-    copy out                   | q, k, v of A |                                   ^
-    copy in                                              | o of A | ── event ─────┘
+    compute   | S-step, lane A | pack |           | S-step, lane B | …   | S-step, lane A …
+    copy out                          | q, k, v |                        ^
+    copy in                                         | o of A | ── event ─┘
 
-The host waits for the device in one place: before it sends a lane's q, k and v,
-for their copy (``Staged.wait``). On a CPU nothing is copied, every wait is over
-at once, and the same code runs.
+A layer's q, k and v are packed on the device as they are sent, holder by
+holder, only what each is sent; one copy takes them to the host. The host waits
+for the device in one place: before it sends them (``Staged.wait``). What
+arrives of o goes to the device in one copy, once it is all there.
+
+On a CPU nothing is copied, every wait is over at once, and ``Staging`` is what
+remains.
 
 A slot of the ring is written again after ``LENT_LAYERS`` layers: by then its
 messages have been answered, which is what lets it be lent to them without a
@@ -20,8 +24,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.wire.messages import Activations
@@ -31,16 +39,34 @@ LENT_LAYERS = 5
 """Layers of a lane whose q, k and v may be on loan at a time: R-workers that
 only store them may owe the answers of all but the one that is being written."""
 
+Shipment: TypeAlias = tuple[Activations, Activations, Activations]
+"""q [n, Hq, D], k and v [m, Hkv, D] for one holder."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of a step that one holder is sent."""
+
+    queries: slice
+    """Whose q; its o comes back."""
+    closed: tuple[NDArray[np.int64], ...]
+    """Whose q comes behind those."""
+    rows: slice
+    """Whose k and v."""
+    answered: slice
+    """Of the queries, those whose o is what comes back, and nothing else."""
+
 
 class Staged:
-    """A layer's q, k and v on their way to the host."""
+    """A layer's q, k and v on their way to the host.
 
-    def __init__(
-        self, arrays: tuple[Activations, Activations, Activations], event: Event | None
-    ) -> None:
-        self.q, self.k, self.v = (
-            arrays  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]; to be read after ``wait``
-        )
+    Args:
+        shipments: one a share; to be read after ``wait``.
+        event: when they are there; None: they are.
+    """
+
+    def __init__(self, shipments: Sequence[Shipment], event: Event | None) -> None:
+        self.shipments = shipments
         self._event = event
 
     @property
@@ -54,126 +80,261 @@ class Staged:
 
 
 class Staging:
-    """One lane's pinned memory, and its copies both ways. Memory grows to the
-    largest step and is kept.
+    """One lane's way to R-workers and back where the device is the host."""
+
+    is_home = True
+    """Whether what arrives is where it belongs."""
+
+    def __init__(self) -> None:
+        self._o = _Room(_on_host)
+        self._shares: Sequence[Share] = ()
+
+    def begin_step(self, shares: Sequence[Share]) -> None:
+        """The layers from now on are of a step that has these shares."""
+        self._shares = shares
+
+    def send(self, q: Tensor, k: Tensor, v: Tensor) -> Staged:
+        """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never
+        waits. The shipments hold for ``LENT_LAYERS`` calls; on a CPU they are
+        the tensors' own memory."""
+        return Staged(self.shipments(*(_as_array(x.contiguous()) for x in (q, k, v))), None)
+
+    def shipments(self, q: Activations, k: Activations, v: Activations) -> list[Shipment]:
+        """Each share of a layer's rows."""
+        return [
+            (
+                np.concatenate((q[share.queries], *(q[rows] for rows in share.closed)))
+                if share.closed
+                else q[share.queries],
+                k[share.rows],
+                v[share.rows],
+            )
+            for share in self._shares
+        ]
+
+    def begin_layer(
+        self, shape: torch.Size, dtype: torch.dtype, place: Tensor | None = None
+    ) -> Tensor:
+        """Room for a layer's o [T, Hq, D] on the device, and for what arrives
+        of it: ``place`` if the lane has one; the same memory in every layer.
+        The layer before has been consumed."""
+        return place if place is not None else self._o.take(shape, dtype)
+
+    def receive(self, array: Activations, o: Tensor, rows: slice) -> None:
+        """Take in arrived rows [n, Hq, D] of o; returns when the array may be
+        written again. They may be answered rows only."""
+        o[rows] = as_tensor(array, o.dtype)
+
+    def join(self) -> None:
+        """What the device does from now on comes after all that was received."""
+
+
+class GpuStaging(Staging):
+    """One lane's way over pinned memory.
 
     Args:
-        gpu: where q, k, v come from and o goes; None: the host.
+        gpu: where q, k, v come from and o goes.
+        slot_bytes: most that a layer's q, k and v take: memory for all of them
+            is taken once, since taking it stops the device. It grows if more is
+            sent after all.
     """
 
-    def __init__(self, gpu: Gpu | None = None) -> None:
-        self._gpu = gpu
-        pinned, room = (_on_host, _on_host) if gpu is None else (gpu.pinned, gpu.room)
-        self._slots = [_Room(pinned) for _ in range(LENT_LAYERS)]
-        self._arriving = _Room(pinned)
-        self._o = _Room(room)
-        self._next = 0
-        if gpu is not None:
-            self._out_stream, self._in_stream = gpu.new_stream(), gpu.new_stream()
+    is_home = False
 
-    @property
-    def is_home(self) -> bool:
-        """Whether the device is the host: what arrives is where it belongs."""
-        return self._gpu is None
+    def __init__(self, gpu: Gpu, slot_bytes: int = 0) -> None:
+        super().__init__()
+        self._gpu = gpu
+        self._slots = [_Room(gpu.pinned, slot_bytes) for _ in range(LENT_LAYERS)]
+        self._landing = _Room(gpu.pinned, slot_bytes)
+        self._packed, self._o = _Room(gpu.room, slot_bytes), _Room(gpu.room)
+        self._next = 0
+        self._out_stream, self._in_stream = gpu.new_stream(), gpu.new_stream()
+        self._copied: Event | None = None
+        self._has_arrived = False
+        self._step = _PackedStep(())
 
     @property
     def nbytes(self) -> int:
         """Pinned memory on the host."""
-        return sum(room.nbytes for room in (*self._slots, self._arriving)) if self._gpu else 0
+        return sum(room.nbytes for room in (*self._slots, self._landing))
+
+    def begin_step(self, shares: Sequence[Share]) -> None:
+        self._step = _PackedStep(shares)
+        self._has_arrived = False
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> Staged:
-        """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never
-        waits. The arrays hold for ``LENT_LAYERS`` calls; on a CPU they are the
-        tensors' own memory."""
-        sources = [x.contiguous() for x in (q, k, v)]
-        gpu = self._gpu
-        if gpu is None:
-            return Staged(_as_arrays(sources), None)
+        step, gpu = self._step, self._gpu
+        sources = step.sources(q, k, v)
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
-        targets = slot.take([x.shape for x in sources], q.dtype)
+        size = torch.Size((step.num_elements(q, k),))
+        packed, target = self._packed.take(size, q.dtype), slot.take(size, q.dtype)
+        if self._copied is not None:
+            gpu.current_stream().wait_event(self._copied)  # of what was packed before
+        if sources:
+            torch.cat(sources, out=packed)
         self._out_stream.wait_stream(gpu.current_stream())
         with gpu.on(self._out_stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-                # The allocator mustn't give this memory to a later S-step before it has been read.
-                gpu.keep(source, self._out_stream)
-        return Staged(_as_arrays(targets), self._out_stream.record_event())
+            target.copy_(packed, non_blocking=True)
+        self._copied = self._out_stream.record_event()
+        return Staged(step.shipments(target, q, k), self._copied)
 
-    def begin_layer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Room for a layer's o [T, Hq, D] on the device, and for what arrives
-        of it; the same memory in every layer. The layer before has been
-        consumed."""
-        if self._gpu is not None:
-            (self._landing,) = self._arriving.take([torch.Size(shape)], dtype)
-        (o,) = self._o.take([torch.Size(shape)], dtype)
+    def begin_layer(
+        self, shape: torch.Size, dtype: torch.dtype, place: Tensor | None = None
+    ) -> Tensor:
+        o = super().begin_layer(shape, dtype, place)
+        self._step.land(self._landing.take(shape, dtype), o)
         return o
 
     def receive(self, array: Activations, o: Tensor, rows: slice) -> None:
-        """Copy arrived rows [n, Hq, D] to ``o[rows]``; returns when the array
-        may be written again."""
-        source = as_tensor(array, o.dtype)
-        if self._gpu is None:
-            o[rows] = source
-            return
-        landing = self._landing[rows]
-        landing.copy_(source)
-        with self._gpu.on(self._in_stream):
-            o[rows].copy_(landing, non_blocking=True)
+        np.copyto(self._step.landing[rows], array)  # with no thread but this one
+        self._has_arrived = True
 
     def join(self) -> None:
-        """What the device does from now on comes after all that was received."""
-        if self._gpu is not None:
-            self._gpu.current_stream().wait_stream(self._in_stream)
+        if not self._has_arrived:
+            return
+        self._has_arrived = False
+        with self._gpu.on(self._in_stream):
+            for o, landing in self._step.arriving:
+                o.copy_(landing, non_blocking=True)
+        self._gpu.current_stream().wait_stream(self._in_stream)
+
+
+def make_staging(gpu: Gpu | None, slot_bytes: int) -> Staging:
+    """A lane's; gpu: None if the device is the host."""
+    return Staging() if gpu is None else GpuStaging(gpu, slot_bytes)
+
+
+class _PackedStep:
+    """What is the same in every layer of a step: made once, and kept."""
+
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self._shares = shares
+        self._num_queries = [
+            _length(share.queries) + sum(map(len, share.closed)) for share in shares
+        ]
+        self._has_closed = any(share.closed for share in shares)
+        self._packed_from: tuple[Tensor, list[Tensor]] | None = None
+        self._shipments: dict[int, list[Shipment]] = {}
+        self._landed_at: tuple[Tensor, Tensor] | None = None
+        self.landing: Activations = np.zeros(0, np.float32)
+        """What has arrived of o, [T, Hq, D], on the host."""
+        self.arriving: list[tuple[Tensor, Tensor]] = []
+        """Of o and of ``landing``, the stretches of answered rows."""
+
+    def num_elements(self, q: Tensor, k: Tensor) -> int:
+        """That are packed of such a q and such k and v."""
+        num_kv = sum(_length(share.rows) for share in self._shares)
+        return sum(self._num_queries) * _row_size(q) + 2 * num_kv * _row_size(k)
+
+    def sources(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """What is packed, one behind the other, each flat and dense. Tensors
+        that are the same in every layer, as a lane's own are, are cut up
+        once."""
+        if self._packed_from is not None and self._packed_from[0] is q:
+            return self._packed_from[1]
+        dense_q, dense_k, dense_v = q.contiguous(), k.contiguous(), v.contiguous()
+        pieces: list[Tensor] = []
+        for share in self._shares:
+            pieces.append(dense_q[share.queries])
+            pieces += [dense_q[to_device(torch.from_numpy(x), q.device)] for x in share.closed]
+            pieces += [dense_k[share.rows], dense_v[share.rows]]
+        flat = [piece.reshape(-1) for piece in pieces if piece.numel()]
+        if not self._has_closed and dense_q is q and dense_k is k and dense_v is v:
+            self._packed_from = q, flat
+        return flat
+
+    def shipments(self, packed: Tensor, q: Tensor, k: Tensor) -> list[Shipment]:
+        """The shares of what was packed, on the host."""
+        if packed.data_ptr() not in self._shipments:
+            self._shipments[packed.data_ptr()] = self._cut(_as_array(packed), q, k)
+        return self._shipments[packed.data_ptr()]
+
+    def land(self, landing: Tensor, o: Tensor) -> None:
+        """Where o arrives, and where it goes."""
+        before = self._landed_at
+        if before is not None and before[0] is landing and before[1] is o:
+            return
+        self._landed_at = landing, o
+        self.landing = _as_array(landing)
+        stretches: list[slice] = []
+        for share in self._shares:
+            rows = share.answered
+            if rows.start == rows.stop:
+                continue
+            if stretches and stretches[-1].stop == rows.start:
+                rows = slice(stretches.pop().start, rows.stop)
+            stretches.append(rows)
+        self.arriving = [(o[rows], landing[rows]) for rows in stretches]
+
+    def _cut(self, packed: Activations, q: Tensor, k: Tensor) -> list[Shipment]:
+        first, shipments = 0, []
+        for share, num_queries in zip(self._shares, self._num_queries, strict=True):
+            arrays = []
+            num_kv = _length(share.rows)
+            for num_rows, like in ((num_queries, q), (num_kv, k), (num_kv, k)):
+                end = first + num_rows * _row_size(like)
+                arrays.append(packed[first:end].reshape(num_rows, *like.shape[1:]))
+                first = end
+            shipments.append((arrays[0], arrays[1], arrays[2]))
+        return shipments
 
 
 class _Room:
-    """Memory that is lent out in pieces, again and again.
+    """Memory that is lent out, again and again.
 
     Args:
         make: memory of so many bytes, uint8.
+        num_bytes: to begin with.
     """
 
-    def __init__(self, make: Callable[[int], Tensor]) -> None:
+    def __init__(self, make: Callable[[int], Tensor], num_bytes: int = 0) -> None:
         self._make = make
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._taken: tuple[list[torch.Size], torch.dtype] | None = None
-        self._pieces: list[Tensor] = []
+        self._memory = make(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
+        self._taken: tuple[torch.Size, torch.dtype] | None = None
+        self._lent = self._memory
 
     @property
     def nbytes(self) -> int:
         return self._memory.nbytes
 
-    def take(self, shapes: list[torch.Size], dtype: torch.dtype) -> list[Tensor]:
-        """Tensors of these shapes, side by side; they hold until the next call.
-        Grows by half, so that growing ends."""
-        if (shapes, dtype) == self._taken:
-            return self._pieces
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor; it holds until the next call. Grows by half, so that growing ends."""
+        if (shape, dtype) == self._taken:
+            return self._lent
+        num_bytes = math.prod(shape) * dtype.itemsize
         # An inference tensor may be written by whoever runs in inference mode
         # and by nobody else: make it a plain one.
         with torch.inference_mode(False):
-            sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-            starts = [0]
-            for size in sizes:
-                starts.append(-(-(starts[-1] + size) // 64) * 64)
-            if starts[-1] > self._memory.nbytes:
-                self._memory = self._make(max(starts[-1], self._memory.nbytes * 3 // 2))
-            pieces = zip(shapes, starts, sizes, strict=False)
-            self._pieces = [
-                self._memory[a : a + size].view(dtype).view(shape) for shape, a, size in pieces
-            ]
-        self._taken = shapes, dtype
-        return self._pieces
+            if num_bytes > self._memory.nbytes:
+                self._memory = self._make(max(num_bytes, self._memory.nbytes * 3 // 2))
+            self._lent = self._memory[:num_bytes].view(dtype).view(shape)
+        self._taken = shape, dtype
+        return self._lent
 
 
 def _on_host(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
+def _length(rows: slice) -> int:
+    return int(rows.stop - rows.start)
+
+
+def _row_size(x: Tensor) -> int:
+    return math.prod(x.shape[1:])
+
+
 def as_tensor(array: Activations, dtype: torch.dtype) -> Tensor:
     """The array as a tensor of ``dtype``, without a copy."""
     host = torch.from_numpy(array)
     return host if dtype == torch.float32 else host.view(dtype)
+
+
+def _as_array(x: Tensor) -> Activations:
+    """A tensor on the host as an array, without a copy."""
+    array: Activations = (x if x.dtype == torch.float32 else x.view(torch.uint16)).numpy()
+    return array
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
@@ -183,10 +344,3 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host
     return host.pin_memory().to(device, non_blocking=True)
-
-
-def _as_arrays(tensors: Sequence[Tensor]) -> tuple[Activations, Activations, Activations]:
-    q, k, v = (
-        x.numpy() if x.dtype == torch.float32 else x.view(torch.uint16).numpy() for x in tensors
-    )
-    return q, k, v

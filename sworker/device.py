@@ -7,11 +7,20 @@ CPU and finds what nothing orders.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from fastdecode.core.errors import Given, WorkerError
+
+_PORTABLE = 1
+"""Pinned for every device: cudaHostRegisterPortable."""
 
 
 class Event(Protocol):
@@ -25,16 +34,24 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Work of a device, done in the order in which it is queued."""
+    """Work of a device, done in the order in which it is queued. Other streams
+    and events are the same device's."""
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: Any) -> None:
         """What is queued here from now on comes after what is queued there by now."""
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Any) -> None:
         """What is queued here from now on comes after the event."""
 
     def record_event(self) -> Event:
         """The point after all that is queued by now."""
+
+
+class Graph(Protocol):
+    """Operators that were captured."""
+
+    def replay(self) -> None:
+        """Queue them all."""
 
 
 class Gpu(Protocol):
@@ -46,7 +63,7 @@ class Gpu(Protocol):
     def current_stream(self) -> Stream:
         """Where this thread's operators are queued."""
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
+    def on(self, stream: Any) -> AbstractContextManager[object]:
         """Within, this thread's operators are queued there."""
 
     def pinned(self, num_bytes: int) -> Tensor:
@@ -56,9 +73,17 @@ class Gpu(Protocol):
         """uint8 on the device. Whoever asks for it keeps it as long as any
         stream may use it."""
 
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """Let nobody else have the tensor's memory before the stream has done
-        what is queued by now."""
+    def new_pool(self) -> object:
+        """Memory for what graphs need while they run. Those that share one run
+        one after another."""
+
+    def capture(self, run: Callable[[], None], pool: object) -> Graph:
+        """The operators of ``run``, which it queues on the current stream and
+        on no other. Python's collector doesn't run meanwhile.
+
+        Raises:
+            RuntimeError: they can't be captured.
+        """
 
 
 class CudaGpu:
@@ -66,6 +91,7 @@ class CudaGpu:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._capturing: torch.cuda.Stream | None = None
 
     def new_stream(self) -> Stream:
         return torch.cuda.Stream(self._device)
@@ -73,19 +99,57 @@ class CudaGpu:
     def current_stream(self) -> Stream:
         return torch.cuda.current_stream(self._device)
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        assert isinstance(stream, torch.cuda.Stream)
+    def on(self, stream: Any) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        # Not torch's: that rounds up to a power of two, and keeps what is given back.
+        memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        address = memory.data_ptr()
+        cudart = torch.cuda.cudart()
+        error = int(cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
+        if error:
+            raise WorkerError(
+                f"{num_bytes / 1e6:.0f} MB of the host's memory can't be pinned for {self._device} "
+                f"(CUDA error {error}): see ulimit -l, or lower ",
+                Given("max_step_tokens"),
+                code="no_pinned_memory",
+            )
+        weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+        return memory
 
     def room(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
-        assert isinstance(stream, torch.cuda.Stream)
-        tensor.record_stream(stream)
+    def new_pool(self) -> object:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None], pool: object) -> Graph:
+        current = torch.cuda.current_stream(self._device)
+        self._capturing = self._capturing or torch.cuda.Stream(self._device)
+        self._capturing.wait_stream(current)
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._capturing):
+            # Other threads may go on calling CUDA meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run()
+                graph.capture_end()
+            except BaseException:
+                self._give_up(graph, pool)
+                raise
+        current.wait_stream(self._capturing)
+        return graph  # type: ignore[no-any-return]
+
+    def _give_up(self, graph: Any, pool: object) -> None:
+        """End a capture that failed. torch's allocator would go on believing in
+        it, and give no memory back that another stream has used."""
+        end_allocating = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        with contextlib.suppress(RuntimeError):  # it says again what is known
+            graph.capture_end()
+        if end_allocating is not None:
+            with contextlib.suppress(RuntimeError):  # it had ended
+                end_allocating(self._device.index or 0, pool)
 
 
 def feed_gpu(device: torch.device) -> None:

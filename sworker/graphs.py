@@ -9,23 +9,31 @@ graph that was captured once is right for every later step of so many rows. Rows
 are independent: what stands in the padding changes nobody's result but the
 shape of the matrix products, whose rounding may depend on it.
 
+Graphs are captured before the first step, the largest first, so that they share
+memory, and no request waits for it; those of lanes that come later at their
+second use. Where one can't be captured, units run as they are from then on.
+
 Without capture, as on a CPU, the same code runs the units as they are; that is
 how it is tested there.
 """
 
 from __future__ import annotations
 
-import contextlib
+import gc
+import itertools
+import logging
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fastdecode.core.errors import Given, WorkerError
 from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import LENT_LAYERS
+from sworker.device import Gpu, Graph, gpu_of
 from sworker.model.skeleton import Model
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAPH_ROWS = 512
 """Beyond so many rows a layer computes for longer than its launches take."""
@@ -84,19 +92,26 @@ class LaneBuffers:
     x: Tensor  # [M, hidden]
     o: Tensor  # [M, Hq, D]
     qkv: tuple[tuple[Tensor, Tensor, Tensor], ...]
-    """q [M, Hq, D], k and v [M, Hkv, D], as often as layers may be on loan:
-    unit i writes i modulo their number."""
+    """q [M, Hq, D], k and v [M, Hkv, D]: unit i writes i modulo their number.
+    Where R-workers read them where they are, as often as layers may be on loan;
+    a GPU packs them before its next unit, and one is enough."""
 
     @classmethod
     def allocate(
-        cls, spec: ModelSpec, num_rows: int, dtype: torch.dtype, device: torch.device
+        cls,
+        spec: ModelSpec,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        num_qkv: int,
     ) -> LaneBuffers:
         def rows(*dims: int) -> Tensor:
             return torch.zeros((num_rows, *dims), dtype=dtype, device=device)
 
         ids = torch.zeros((2, num_rows), dtype=torch.int64, device=device)
         q, kv = (spec.num_q_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)
-        qkv = tuple((rows(*q), rows(*kv), rows(*kv)) for _ in range(LENT_LAYERS))
+        qkv = tuple((rows(*q), rows(*kv), rows(*kv)) for _ in range(num_qkv))
         return cls(ids[0], ids[1], rows(spec.hidden_size), rows(*q), qkv)
 
     def outputs(self, unit: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,6 +128,7 @@ class StepGraphs:
         num_lanes: that there are, until ``regroup``.
         max_rows: steps of more rows are somebody else's.
         max_graphs: buckets are as many as this allows.
+        gpu: the device's driver, in place of the one that torch has.
     """
 
     def __init__(
@@ -124,7 +140,9 @@ class StepGraphs:
         num_lanes: int = 1,
         max_rows: int = MAX_GRAPH_ROWS,
         max_graphs: int = MAX_GRAPHS,
+        gpu: Gpu | None = None,
     ) -> None:
+        self._gpu = gpu or gpu_of(device)
         self.model = model
         self.device = device
         self._max_rows = max_rows
@@ -133,11 +151,8 @@ class StepGraphs:
         self._max_graphs = max_graphs
         self._lanes: dict[int, LaneBuffers] = {}
         self._uses: dict[tuple[int, int, int], int] = {}
-        self._graphs: dict[
-            tuple[int, int, int], Any
-        ] = {}  # (lane, unit, bucket) → torch.cuda.CUDAGraph
-        self._pool: Any = torch.cuda.graph_pool_handle() if capture else None
-        self._stream = torch.cuda.Stream(device) if capture else None
+        self._graphs: dict[tuple[int, int, int], Graph] = {}  # by lane, unit and bucket
+        self._pool = self._gpu.new_pool() if self._gpu is not None else None
         self.regroup(num_lanes)
 
     @property
@@ -160,13 +175,13 @@ class StepGraphs:
             if key[0] < num_lanes and key[2] in sizes
         }
         if len(kept) < len(self._graphs):
-            if self._stream is not None:
-                torch.cuda.synchronize(self.device)  # they may still be running
+            if self._gpu is not None:
+                self._gpu.current_stream().record_event().synchronize()  # they may be running
             self._graphs = kept
             self._uses = {key: uses for key, uses in self._uses.items() if key in kept}
-            if self._stream is not None and not kept:
+            if self._gpu is not None and not kept:
                 # One that no graph uses any more can't be used again.
-                self._pool = torch.cuda.graph_pool_handle()
+                self._pool = self._gpu.new_pool()
 
     def buffers(self, lane: int) -> LaneBuffers:
         """A lane's memory, the same at every call."""
@@ -175,32 +190,72 @@ class StepGraphs:
             with torch.inference_mode(False):
                 num_rows = self.buckets.of(self.buckets.max_rows)
                 self._lanes[lane] = LaneBuffers.allocate(
-                    self.model.spec, num_rows, dtype, self.device
+                    self.model.spec,
+                    num_rows,
+                    dtype,
+                    self.device,
+                    num_qkv=LENT_LAYERS if self._gpu is None else 1,
                 )
         return self._lanes[lane]
 
-    @torch.inference_mode()
+    def prepare(self, num_lanes: int) -> None:
+        """Capture what steps of so many lanes will need, the largest first."""
+        last = self.num_units - 1
+        for bucket in reversed(self.buckets.sizes):
+            # Libraries choose their kernels, and get their workspaces. The
+            # units between the first and the last are alike.
+            for unit in sorted({0, min(1, last), last}):
+                self._run_as_it_is(0, unit, bucket)
+            for lane, unit in itertools.product(range(num_lanes), range(self.num_units)):
+                if self._may_capture:
+                    self._uses[lane, unit, bucket] = _EAGER_USES
+                    self._capture_unit((lane, unit, bucket))
+
     def run(self, lane: int, unit: int, bucket: int) -> None:
         """One unit on the first ``bucket`` rows of a lane. Captured at its
-        second use, for the first one makes libraries choose their kernels and
-        get their workspaces.
-
-        Raises:
-            WorkerError: it can't be captured.
-        """
+        second use if it wasn't before, for the first one makes libraries choose
+        their kernels and get their workspaces."""
         key = (lane, unit, bucket)
         graph = self._graphs.get(key)
         if graph is None and self._may_capture and self._uses.get(key, 0) >= _EAGER_USES:
-            graph = self._graphs[key] = self._captured(lane, unit, bucket)
+            graph = self._capture_unit(key)
         if graph is not None:
             graph.replay()
             return
         self._uses[key] = self._uses.get(key, 0) + 1
-        self._unit(self.buffers(lane), unit, bucket)
+        self._run_as_it_is(*key)
 
     @property
     def _may_capture(self) -> bool:
         return self._capture and len(self._graphs) < self._max_graphs
+
+    @torch.inference_mode()
+    def _run_as_it_is(self, lane: int, unit: int, bucket: int) -> None:
+        self._unit(self.buffers(lane), unit, bucket)
+
+    def _capture_unit(self, key: tuple[int, int, int]) -> Graph | None:
+        """None: it can't be captured, and nothing will be any more."""
+        assert self._gpu is not None
+        lane, unit, bucket = key
+        self.buffers(lane)
+        # A graph of another engine that is freed meanwhile would spoil it.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            graph = self._gpu.capture(partial(self._run_as_it_is, *key), self._pool)
+        except RuntimeError as error:
+            self._capture = False
+            logger.warning(
+                "unit %d of the S-part, of %d rows, can't be captured as a CUDA graph on %s: it "
+                "runs as it is, as will all that isn't captured yet: %s",
+                *(unit, bucket, self.device, str(error).splitlines()[0]),
+            )
+            return None
+        finally:
+            if collects:
+                gc.enable()
+        self._graphs[key] = graph
+        return graph
 
     def _unit(self, lane: LaneBuffers, unit: int, num_rows: int) -> None:
         rows = slice(num_rows)
@@ -214,33 +269,3 @@ class StepGraphs:
             for target, source in zip(lane.outputs(unit), (q, k, v), strict=True):
                 target[rows].copy_(source)
         x.copy_(y)
-
-    def _captured(self, lane: int, unit: int, bucket: int) -> Any:
-        """All graphs share one memory pool: they run one after another, and
-        leave nothing behind in it."""
-        assert self._stream is not None
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(self._stream):
-                # Other threads may go on calling CUDA meanwhile.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    self._unit(self.buffers(lane), unit, bucket)
-                except BaseException:
-                    with contextlib.suppress(RuntimeError):  # ends it, and says again what is known
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise WorkerError(
-                f"unit {unit} of the S-part, of {bucket} rows, can't be captured as a CUDA graph "
-                f"on {self.device}: "
-                f"{reason}. Run with ",
-                Given("cuda_graphs", "off"),
-                code="cuda_graph_failed",
-            ) from error
-        current.wait_stream(self._stream)
-        return graph

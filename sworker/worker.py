@@ -75,6 +75,8 @@ class Pass:
     q: Tensor  # [T, Hq, D]
     k: Tensor  # [T, Hkv, D]
     v: Tensor  # [T, Hkv, D]
+    place: Tensor | None = None
+    """Where ``advance`` likes best to find o [T, Hq, D]; the same in every layer."""
 
     @torch.inference_mode()
     def __init__(self, worker: SWorker, rows: Tensor) -> None:
@@ -124,31 +126,35 @@ class Pass:
 
 
 class PaddedPass(Pass):
-    """A step in its lane's fixed memory; q, k and v hold for ``LENT_LAYERS`` units."""
+    """A step in its lane's fixed memory; q, k and v hold for as many units as
+    ``LaneBuffers`` says."""
 
     def __init__(self, worker: SWorker, graphs: StepGraphs, lane: int, rows: Tensor) -> None:
         self._graphs, self._lane = graphs, lane
-        self._num_rows, self._bucket = rows.shape[1], graphs.buckets.of(rows.shape[1])
+        self._bucket = graphs.buckets.of(rows.shape[1])
         self._buffers = graphs.buffers(lane)
+        mine = slice(rows.shape[1])
+        self._x, self.place = self._buffers.x[mine], self._buffers.o[mine]
+        self._qkv = [tuple(x[mine] for x in qkv) for qkv in self._buffers.qkv]
         super().__init__(worker, rows)
 
     def _begin(self, rows: Tensor) -> None:
         for buffer, values in zip(
             (self._buffers.token_ids, self._buffers.positions), rows, strict=True
         ):
-            buffer[: self._num_rows].copy_(values)
-            buffer[self._num_rows : self._bucket].zero_()
+            buffer[: rows.shape[1]].copy_(values)
+            buffer[rows.shape[1] : self._bucket].zero_()
         self._run(0)
 
     def _advance(self, o: Tensor, is_last: bool) -> None:
-        self._buffers.o[: self._num_rows].copy_(o)
+        assert self.place is not None
+        if o is not self.place:
+            self.place.copy_(o)
         self._run(self.layer + is_last)
 
     def _run(self, unit: int) -> None:
         self._graphs.run(self._lane, unit, self._bucket)
-        rows = slice(self._num_rows)
-        self._x = self._buffers.x[rows]
-        self.q, self.k, self.v = (x[rows] for x in self._buffers.outputs(unit))
+        self.q, self.k, self.v = self._qkv[unit % len(self._qkv)]
 
 
 class DeviceTimer:

@@ -16,6 +16,7 @@ from recorded_gpu import RecordedGpu
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import Holder, HolderId, HolderKind, Part, PartId, Residence
 from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import LaneStep, Pipeline
@@ -24,21 +25,25 @@ from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.graphs import StepGraphs
 from sworker.load.weights import random_model
+from sworker.model.skeleton import Model
 from sworker.worker import Pass, SWorker
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 7
-SPEC = read_model_spec(
-    {
+
+
+def spec_of(num_layers: int) -> ModelSpec:
+    config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32",
         "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "hidden_act": "silu",
         "rope_theta": 1e4, "tie_word_embeddings": False,
-    },
-    name="tiny",
-)  # fmt: skip
-HOLDERS = (Holder(HolderKind.R_WORKER, False, False, 1),) * 2
+    }  # fmt: skip
+    return read_model_spec(config, name="tiny")
+
+
+HOLDERS = (Holder(HolderKind.R_WORKER, False, False, 1),) * 4
 PROMPT = tuple(range(3, 23))
 
 
@@ -97,8 +102,8 @@ def lane_layer(message: Attend) -> str:
 class LoggedSWorker(SWorker):
     """Says when a unit is launched."""
 
-    def __init__(self, model: object, graphs: StepGraphs | None, log: list[str]) -> None:
-        super().__init__(SPEC, model, CPU, graphs)  # type: ignore[arg-type]
+    def __init__(self, model: Model, graphs: StepGraphs | None, log: list[str]) -> None:
+        super().__init__(model.spec, model, CPU, graphs)
         self._log = log
 
     def begin(self, token_ids: np.ndarray, positions: np.ndarray, lane: int = 0) -> Pass:
@@ -128,13 +133,16 @@ class Run:
     """Sequences of each step."""
     num_steps: int = 2
     num_holders: int = 2
+    num_layers: int = NUM_LAYERS
     at_once: bool = False
+    capture: bool = False
     gpu: RecordedGpu = field(default_factory=RecordedGpu)
 
     def __post_init__(self) -> None:
+        self.spec = spec_of(self.num_layers)
         self.fleet = LateFleet(self.gpu, self.at_once)
         self.plan = AttentionPlan(
-            SPEC.attention, DType.FLOAT32, self.fleet, CPU, HOLDERS, self.gpu  # type: ignore[arg-type]
+            self.spec.attention, DType.FLOAT32, self.fleet, CPU, HOLDERS, gpu=self.gpu, slot_bytes=4096  # type: ignore[arg-type]
         )  # fmt: skip
 
     def run(
@@ -143,14 +151,19 @@ class Run:
         on_step: Callable[[LaneStep], None] = lambda step: None,
     ) -> Run:
         with self.gpu:
-            model = random_model(SPEC, device=CPU, dtype=torch.float32)
-            graphs = StepGraphs(model, CPU, capture=False, max_rows=64) if self.graphs else None
+            model = random_model(self.spec, device=CPU, dtype=torch.float32)
+            graphs = None
+            if self.graphs:
+                graphs = StepGraphs(model, CPU, capture=self.capture, max_rows=8, gpu=self.gpu)
+                if self.capture:
+                    graphs.prepare(self.lanes)
             pipeline = Pipeline(LoggedSWorker(model, graphs, self.fleet.log), self.plan, self.lanes)
             for lane in range(self.lanes):
                 self.plan.staging(lane)
                 if graphs is not None:
                     self.gpu.stays(graphs.buffers(lane).o)
             mistake(self)
+            self.gpu.calls.clear()
             numbers = itertools.count()
             for step in range(self.num_steps):
                 for lane in range(self.lanes):

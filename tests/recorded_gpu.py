@@ -12,8 +12,9 @@ by a ``TorchDispatchMode``, and by whoever reads or writes arrays beside torch.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -136,6 +137,7 @@ class RecordedEvent:
         return True
 
     def synchronize(self) -> None:
+        self._gpu.refuse_if_capturing("a wait of the host")
         self._gpu.calls["event.synchronize"] += 1
         if self._looks_left:
             self._gpu.on_wait(self.name)
@@ -160,6 +162,22 @@ class RecordedStream:
         return RecordedEvent(self._gpu, self._gpu.checker.now(self.name), self.name)
 
 
+class RecordedGraph:
+    """Does again what was captured, as one call."""
+
+    def __init__(self, gpu: RecordedGpu, run: Callable[[], None]) -> None:
+        self._gpu, self._run = gpu, run
+
+    def replay(self) -> None:
+        calls = self._gpu.calls
+        calls["replay"] += 1
+        self._gpu.calls = Counter()
+        try:
+            self._run()
+        finally:
+            self._gpu.calls = calls
+
+
 class RecordedGpu(TorchDispatchMode):
     """See ``sworker.device.Gpu``. Entered as a context, it records.
 
@@ -171,8 +189,10 @@ class RecordedGpu(TorchDispatchMode):
         super().__init__()
         self.checker = Checker()
         self.calls: Counter[str] = Counter()
-        """Of the driver and of torch's operators, views aside."""
+        """Of the driver and of torch's operators; views together."""
         self.looks_until_done = looks_until_done
+        self.collected_while_capturing = False
+        self._is_capturing = False
         self._streams = [RecordedStream(self, COMPUTE)]
         self._num_streams = 0
         self._kept: list[Tensor] = []
@@ -197,6 +217,7 @@ class RecordedGpu(TorchDispatchMode):
             self._streams.pop()
 
     def pinned(self, num_bytes: int) -> Tensor:
+        self.refuse_if_capturing("pinned memory")
         self.calls["pinned"] += 1
         return self.host(torch.empty(num_bytes, dtype=torch.uint8))
 
@@ -204,9 +225,21 @@ class RecordedGpu(TorchDispatchMode):
         self.calls["room"] += 1
         return self.stays(torch.empty(num_bytes, dtype=torch.uint8))
 
-    def keep(self, tensor: Tensor, stream: RecordedStream) -> None:
-        self.calls["keep"] += 1
-        self.stays(tensor)
+    def new_pool(self) -> object:
+        return object()
+
+    def capture(self, run: Callable[[], None], pool: object) -> RecordedGraph:
+        self.collected_while_capturing |= gc.isenabled()
+        self._is_capturing = True
+        try:
+            run()
+        finally:
+            self._is_capturing = False
+        return RecordedGraph(self, run)
+
+    def refuse_if_capturing(self, what: str) -> None:
+        if self._is_capturing:
+            raise RuntimeError(f"{what} can't be captured")
 
     def host(self, memory: Tensor | np.ndarray) -> Tensor:
         """Memory that was allocated on the host just now."""
@@ -233,6 +266,7 @@ class RecordedGpu(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func._schema.name
+        self.calls["view"] += func.is_view
         if func.is_view or "empty" in name or name in ("aten::detach", "aten::alias"):
             return result
         self.calls[name] += 1
@@ -242,7 +276,10 @@ class RecordedGpu(TorchDispatchMode):
         for argument, value in given:
             info = argument.alias_info
             (written if info is not None and info.is_write else read).update(_spans(value))
-        is_host = all(self.checker.is_host(first) for first, _ in written | read)
+        on_host = {self.checker.is_host(first) for first, _ in written | read}
+        if len(on_host) > 1 or "local_scalar" in name or "random" in name:
+            self.refuse_if_capturing(name)
+        is_host = on_host == {True}
         who = HOST if is_host else self._streams[-1].name
         self.checker.access(who, read - written, name, writes=False)
         self.checker.access(who, written, name, writes=True)

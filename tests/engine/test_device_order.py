@@ -4,6 +4,7 @@ there is something to do, and nothing that nothing orders."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -64,9 +65,8 @@ def test_no_races(run: Run) -> None:
     assert checker.races == [] and checker.unkept == []
 
 
-def no_join(run: Run) -> None:
-    for lane in range(run.lanes):
-        run.plan.staging(lane).join = lambda: None  # type: ignore[method-assign]
+def computed_before_it_arrived(run: Run) -> None:
+    run.gpu.current_stream().wait_stream = lambda other: None  # type: ignore[method-assign]
 
 
 def no_wait_for_compute(run: Run) -> None:
@@ -86,16 +86,23 @@ def short_ring(run: Run) -> None:
         del run.plan.staging(lane)._slots[2:]
 
 
+def packed_over_what_is_copied(run: Run) -> None:
+    """Nothing but the answers keeps a lane from packing the next layer; and a
+    lane of prompts doesn't wait for those."""
+    run.gpu.current_stream().wait_event = lambda event: None  # type: ignore[method-assign]
+
+
 def memory_not_kept(run: Run) -> None:
-    run.gpu.keep = lambda tensor, stream: None  # type: ignore[method-assign]
+    run.gpu.checker.staying_spans.clear()
 
 
 MISTAKES = [
-    (no_join, Run(2)),
+    (computed_before_it_arrived, Run(2)),
     (no_wait_for_compute, Run(2)),
     (sent_before_copied, Run(2)),
     (short_ring, Run(2, rows=(3,), prompts=3)),
-    (memory_not_kept, Run(2, graphs=False)),
+    (packed_over_what_is_copied, Run(2, rows=(3,), prompts=3)),
+    (memory_not_kept, Run(2)),
 ]
 
 
@@ -103,3 +110,26 @@ MISTAKES = [
 def test_planted_mistakes_are_found(mistake: Callable[[Run], None], run: Run) -> None:
     checker = run.run(mistake).gpu.checker
     assert checker.races or checker.unkept
+
+
+@pytest.mark.parametrize("num_holders", [1, 4])
+def test_calls_a_lane_and_layer(num_holders: int) -> None:
+    """Of torch and of the driver, where nothing but Python is left to be waited
+    for: each takes microseconds of the thread that feeds the GPU. They are as
+    many for any number of R-workers."""
+
+    def calls(num_layers: int) -> Counter[str]:
+        run = Run(
+            1, capture=True, num_steps=1, num_layers=num_layers, num_holders=num_holders,
+            rows=(8,), gpu=RecordedGpu(0),
+        )  # fmt: skip
+        return run.run().gpu.calls
+
+    # The layers beyond those whose slots are cut up for the first time.
+    a_layer = calls(NUM_LAYERS + 1)
+    a_layer.subtract(calls(NUM_LAYERS))
+    assert +a_layer == {
+        "replay": 1,  # the unit
+        "wait_event": 1, "aten::cat": 1,  # packed, when the copy before is done
+        "wait_stream": 2, "on": 2, "aten::copy_": 2, "record_event": 1,  # out and back
+    }  # fmt: skip

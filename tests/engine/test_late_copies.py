@@ -16,7 +16,7 @@ from trouble import crash_after
 from fastdecode import LLM, SamplingParams
 from fastdecode.engine.setup import resolve, s_worker
 from fastdecode.engine.step import remote as attend
-from sworker.buffers import LENT_LAYERS, Staging
+from sworker.buffers import LENT_LAYERS, Shipment, Staging
 from sworker.graphs import StepGraphs
 
 NUM_LATE = {"polls": 0, "waits": 0}
@@ -26,8 +26,10 @@ class LateStaged:
     """Copies when it is waited for, or after a few looks: whoever writes the
     sources before, spoils it."""
 
-    def __init__(self, sources: tuple[Tensor, ...], slot: list[np.ndarray]) -> None:
-        self._sources, self._slot = sources, slot
+    def __init__(
+        self, staging: Staging, sources: tuple[Tensor, ...], slot: list[np.ndarray]
+    ) -> None:
+        self._staging, self._sources, self._slot = staging, sources, slot
         self._looks = 0
 
     @property
@@ -47,17 +49,20 @@ class LateStaged:
             self._slot[:] = [source.numpy().copy() for source in self._sources]
             self._sources = ()
 
-    def __getattr__(self, name: str) -> np.ndarray:
-        assert name in ("q", "k", "v") and not self._sources, "sent before it was there"
-        return self._slot["qkv".index(name)]
+    @property
+    def shipments(self) -> list[Shipment]:
+        assert not self._sources, "sent before it was there"
+        return self._staging.shipments(*self._slot)
 
 
 class LateStaging(Staging):
     """A ring of host memory, as a GPU's: its slots are written again, in place,
     after ``LENT_LAYERS`` layers."""
 
-    def __init__(self, gpu: None) -> None:
-        super().__init__(gpu)
+    staged = LateStaged
+
+    def __init__(self, gpu: None, slot_bytes: int) -> None:
+        super().__init__()
         self._ring: list[list[np.ndarray]] = [[] for _ in range(LENT_LAYERS)]
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> LateStaged:  # type: ignore[override]
@@ -65,7 +70,7 @@ class LateStaging(Staging):
         self._ring.append(slot)
         for array in slot:
             array.fill(np.nan)  # who still reads it reads nonsense
-        return LateStaged((q, k, v), slot)
+        return self.staged(self, (q, k, v), slot)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -90,7 +95,7 @@ def test_equal_tokens(lanes: int, graphs: bool, tiny_checkpoint: Callable[..., P
     expected = run()
     NUM_LATE.update(polls=0, waits=0)
     with (
-        mock.patch.object(attend, "Staging", LateStaging),
+        mock.patch.object(attend, "make_staging", LateStaging),
         mock.patch.object(resolve, "_uses_graphs", return_value=graphs),
         mock.patch.object(
             s_worker,
@@ -111,9 +116,7 @@ class NeverDone(LateStaged):
 
 
 class NeverDoneStaging(LateStaging):
-    def send(self, q: Tensor, k: Tensor, v: Tensor) -> LateStaged:  # type: ignore[override]
-        late = super().send(q, k, v)
-        return NeverDone(late._sources, late._slot)
+    staged = NeverDone
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -134,7 +137,7 @@ def test_what_a_lost_r_worker_was_to_get_is_not_sent_to_its_successor(
         expected = [output.completions[0].token_ids for output in llm.generate(asked, params)]
 
     crash_after(monkeypatch, {"r1": 21})
-    monkeypatch.setattr(attend, "Staging", NeverDoneStaging)
+    monkeypatch.setattr(attend, "make_staging", NeverDoneStaging)
     with LLM(path, r_workers=3, r_partition="heads", **options) as llm:
         assert [
             output.completions[0].token_ids for output in llm.generate(asked, params)

@@ -1,42 +1,84 @@
-"""A lane's staging on a CPU, where every copy is over at once; the ring and its
-events are tests/gpu's."""
+"""A lane's way to R-workers and back: on a CPU, where every copy is over at
+once, and over a recorded GPU's pinned memory."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from recorded_gpu import RecordedGpu
 
-from sworker.buffers import Staging, _Room
+from sworker.buffers import GpuStaging, Share, Staging, _Room
 
 
 def test_rooms_grow_and_stay() -> None:
-    room = _Room(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
-    a, b = room.take([torch.Size((3, 5)), torch.Size((7,))], torch.float32)
-    assert a.shape == (3, 5) and b.shape == (7,)
-    assert b.data_ptr() - a.data_ptr() == 64
-    smaller, _ = room.take([torch.Size((2, 5)), torch.Size((7,))], torch.bfloat16)
+    room = _Room(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), 100)
+    a = room.take(torch.Size((3, 5)), torch.float32)
+    assert a.shape == (3, 5) and room.nbytes == 100
+    smaller = room.take(torch.Size((2, 5)), torch.bfloat16)
     assert smaller.data_ptr() == a.data_ptr()
-    before = room.nbytes
-    room.take([torch.Size((before // 4 + 1,))], torch.float32)
-    assert room.nbytes == before * 3 // 2
+    room.take(torch.Size((26,)), torch.float32)
+    assert room.nbytes == 150
     a.zero_()
     assert torch.isfinite(a).all()
 
 
+SHARES = (
+    Share(slice(0, 3), (), slice(0, 5), slice(0, 3)),  # two rows are only stored
+    Share(slice(5, 8), (np.array([8, 1]),), slice(5, 8), slice(5, 8)),
+    Share(slice(8, 9), (), slice(8, 9), slice(8, 9)),
+)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.inference_mode()
-def test_out_and_back(dtype: torch.dtype) -> None:
-    staging = Staging()
-    q, k, v = (torch.randn(9, heads, 4).to(dtype) for heads in (6, 2, 2))
-    wide = torch.cat((q, k), dim=1)  # views of one tensor, as the S-part makes them
-    staged = staging.send(wide[:, :6], wide[:, 6:], v)
-    assert staged.done
-    staged.wait()
-    o = staging.begin_layer(q.shape, dtype)
-    staging.receive(staged.q[:5], o, slice(0, 5))
-    staging.receive(np.ascontiguousarray(staged.q[5:]), o, slice(5, 9))
+def test_out_and_back(dtype: torch.dtype, on_gpu: bool) -> None:
+    """Each share is sent its rows, several layers at a time; and what comes
+    back goes where it belongs, and nowhere else."""
+    staging = GpuStaging(RecordedGpu(), 1000) if on_gpu else Staging()
+    staging.begin_step(SHARES)
+    layers = [[torch.randn(9, heads, 4).to(dtype) for heads in (6, 2, 2)] for _ in range(4)]
+    sent = []
+    for q, k, v in layers:
+        wide = torch.cat((q, k), dim=1)  # views of one tensor, as the S-part makes them
+        sent.append(staging.send(wide[:, :6], wide[:, 6:], v))
+    for staged, (q, k, v) in zip(sent, layers, strict=True):
+        staged.wait()
+        assert staged.done
+        for share, (sent_q, sent_k, sent_v) in zip(SHARES, staged.shipments, strict=True):
+            rows = torch.cat([torch.arange(9)[share.queries], *map(torch.tensor, share.closed)])
+            assert torch.equal(as_sent(sent_q, dtype), q[rows])
+            assert torch.equal(as_sent(sent_k, dtype), k[share.rows])
+            assert torch.equal(as_sent(sent_v, dtype), v[share.rows])
+    place = torch.zeros_like(q)
+    o = staging.begin_layer(q.shape, dtype, place)
+    assert o is place
+    for share, (sent_q, _, _) in zip(SHARES, sent[-1].shipments, strict=True):
+        own = share.queries.stop - share.queries.start
+        staging.receive(sent_q[:own], o, share.answered)
     staging.join()
-    assert torch.equal(o, q)
-    assert torch.equal(torch.from_numpy(staged.k).view(dtype), k) and staged.v.shape == (9, 2, 4)
-    assert staging.begin_layer(q.shape, dtype).data_ptr() == o.data_ptr()
+    expected = q.clone()
+    expected[3:5] = 0
+    assert torch.equal(o, expected)
+    own = staging.begin_layer(q.shape, dtype)
+    assert staging.begin_layer(q.shape, dtype).data_ptr() == own.data_ptr()
+
+
+def as_sent(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(array.copy()).view(dtype)
+
+
+def test_pinned_memory_is_taken_once_and_only_what_is_asked_for_is_copied() -> None:
+    """Steps of any size up to the largest; first chunks' q stays where it is."""
+    gpu = RecordedGpu()
+    staging = GpuStaging(gpu, 9 * 10 * 4 * 4)
+    taken, q, kv = staging.nbytes, torch.zeros(9, 6, 4), torch.zeros(9, 2, 4)
+    for rows in (2, 9, 4, 1, 7):
+        staging.begin_step([Share(slice(0, 1), (), slice(0, rows), slice(0, 1))])
+        for _ in range(6):
+            staged = staging.send(q[:rows], kv[:rows], kv[:rows])
+            staging.begin_layer(q[:rows].shape, q.dtype, q[:rows])
+        assert [x.shape for x in staged.shipments[0]] == [(1, 6, 4), (rows, 2, 4), (rows, 2, 4)]
+    assert staging.nbytes == taken and gpu.calls["pinned"] == 6
+    assert max(span[1] - span[0] for span in gpu.checker.host_spans) == 9 * 10 * 4 * 4

@@ -3,6 +3,7 @@ are. Units run without capture here."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import prompts
+from recorded_gpu import RecordedGpu
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.engine.setup import resolve, s_worker
@@ -51,22 +53,59 @@ def test_regrouped_lanes_leave_no_graph_that_nobody_can_use(
         model, CPU, capture=False, num_lanes=1, max_graphs=23 * 2 * (len(model.layers) + 1)
     )
     graphs._capture = True  # what is captured is for show here
-    with mock.patch.object(graphs, "_captured", return_value=mock.Mock()):
-        for lane in (0, 1):
-            for bucket in (8, 40, 144, 512):
-                for _ in range(3):
-                    graphs.run(lane, 1, bucket)
-        assert graphs.num_graphs == 8
-        graphs.regroup(2)
-        # There is no bucket of 144 any more.
-        assert graphs.buckets.parts == 4 and graphs.num_graphs == 6
-        graphs.regroup(1)
-        assert graphs.buckets.parts == 8 and graphs.num_graphs == 3
-        graphs._max_graphs = 4
+    graphs._gpu = mock.Mock()
+    for lane in (0, 1):
+        for bucket in (8, 40, 144, 512):
+            for _ in range(3):
+                graphs.run(lane, 1, bucket)
+    assert graphs.num_graphs == 8
+    graphs.regroup(2)
+    # There is no bucket of 144 any more.
+    assert graphs.buckets.parts == 4 and graphs.num_graphs == 6
+    graphs.regroup(1)
+    assert graphs.buckets.parts == 8 and graphs.num_graphs == 3
+    graphs._max_graphs = 4
+    for _ in range(3):
+        graphs.run(0, 1, 256)
+        graphs.run(0, 1, 288)
+    assert graphs.num_graphs == 4
+
+
+def test_graphs_are_captured_before_the_first_step_with_the_collector_off(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    _, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
+    gpu = RecordedGpu()
+    with gpu:
+        graphs = StepGraphs(model, CPU, capture=True, max_rows=8, gpu=gpu)
+        graphs.prepare(2)
+        assert graphs.num_graphs == 2 * graphs.num_units * 4
+        gpu.calls.clear()
+        graphs.run(1, 1, 4)
+    assert gpu.calls == {"replay": 1}
+    assert not gpu.collected_while_capturing and gc.isenabled()
+
+
+def test_what_cannot_be_captured_runs_as_it_is(
+    tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one warning, and no more than one attempt."""
+    spec, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
+    gpu = RecordedGpu()
+    with mock.patch.object(gpu, "capture", side_effect=RuntimeError("no\nreason")) as capture:
+        graphs = StepGraphs(model, CPU, capture=True, max_rows=8, gpu=gpu)
+        graphs.prepare(2)
+        ids = np.arange(5)
+        found, expected = (SWorker(spec, model, CPU, how).begin(ids, ids) for how in (graphs, None))
         for _ in range(3):
-            graphs.run(0, 1, 256)
-            graphs.run(0, 1, 288)
-        assert graphs.num_graphs == 4
+            assert found.advance(expected.q) == expected.advance(expected.q)
+            torch.testing.assert_close(found.q, expected.q, atol=1e-5, rtol=1e-4)
+            expected.q = expected.q.clone()
+    assert capture.call_count == 1 and gc.isenabled()
+    assert [record.message for record in caplog.records] == [
+        "unit 0 of the S-part, of 8 rows, can't be captured as a CUDA graph on cpu: it runs as it "
+        "is, as will all that isn't captured yet: no"
+    ]
 
 
 @torch.inference_mode()

@@ -249,7 +249,13 @@ def _attention(
     holders = (holder,) * len(fleet)
     give_up = workers.give_up_heads
     return AttentionPlan(
-        spec.attention, resolved.kv_dtype, fleet, s_worker.device, holders, give_up
+        spec.attention,
+        resolved.kv_dtype,
+        fleet,
+        s_worker.device,
+        holders,
+        give_up,
+        slot_bytes=resolved.slot_bytes(spec),
     )
 
 

@@ -162,7 +162,7 @@ def _weights_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
 def _activation_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     """What lanes keep between their S-steps, and what the largest S-step needs while it runs."""
     q, k, v = _qkv_sizes(spec, sizes)
-    kept = (spec.hidden_size + 2 * q + k + v) * sizes.itemsize  # x, q, k, v, o
+    kept = (spec.hidden_size + 3 * q + 2 * (k + v)) * sizes.itemsize  # x, q, k, v, packed too, o
     num_logits = sizes.logit_rows * spec.vocab_size
     logits = num_logits * (sizes.itemsize + 4) + min(num_logits, _SAMPLED_ELEMENTS) * 32
     return sizes.step_tokens * (kept * sizes.num_lanes + _unit_row_bytes(spec, sizes)) + logits
@@ -182,7 +182,7 @@ def _graph_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     """Graphs, the pool that they share for what a unit needs while it runs, and
     the lanes' fixed memory."""
     q, k, v = _qkv_sizes(spec, sizes)
-    fixed = (spec.hidden_size + q + _LENT_LAYERS * (q + k + v)) * sizes.itemsize * sizes.num_lanes
+    fixed = (spec.hidden_size + 2 * q + k + v) * sizes.itemsize * sizes.num_lanes
     return sizes.num_graphs * GRAPH_BYTES + sizes.graph_rows * (
         _unit_row_bytes(spec, sizes) + fixed
     )

@@ -74,6 +74,10 @@ class ResolvedConfig:
     def kv_dtype(self) -> DType:
         return self.identity.kv_dtype
 
+    def slot_bytes(self, spec: ModelSpec) -> int:
+        """Most that a layer's q, k and v of a lane's step take."""
+        return self.schedule.batching.step_tokens * sum(spec.qkv_sizes) * self.dtype.size_bytes
+
     @property
     def max_model_len(self) -> int:
         return self.identity.max_model_len

@@ -3,6 +3,7 @@ its part of several."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 
@@ -59,6 +60,10 @@ def step_graphs(
         num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
     if not max_graphs:
         return None
-    return StepGraphs(
+    graphs = StepGraphs(
         model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs
     )
+    if ranks is None:
+        gc.collect()  # what is left of an engine before this one: its graphs and weights
+        graphs.prepare(num_lanes)
+    return graphs

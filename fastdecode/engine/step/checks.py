@@ -23,7 +23,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.sequence import Sequence
 from fastdecode.engine.step.layout import HolderSpan, StepBatch
 from fastdecode.wire.messages import AttendResult
-from sworker.buffers import Staged, as_tensor
+from sworker.buffers import Shipment, as_tensor
 from sworker.prefill import as_cached
 
 _GREATEST = 1e15
@@ -70,25 +70,33 @@ class StepChecks:
         self._checks = checks
         self._rows = tuple(rows)
 
-    def sent(self, staged: Staged, dtype: torch.dtype, kv_dtype: DType) -> None:
-        """A layer's q, k and v, of ``dtype``, are about to be sent. Kept as
-        ``kv_dtype``, k and v may overflow."""
-        for sequence, rows in self._rows:
-            q, k, v = (as_tensor(x[rows], dtype) for x in (staged.q, staged.k, staged.v))
-            self._checks.sent(sequence, q, as_cached(k, kv_dtype), as_cached(v, kv_dtype))
+    def sent(
+        self,
+        spans: Iterable[HolderSpan],
+        shipments: Iterable[Shipment],
+        dtype: torch.dtype,
+        kv_dtype: DType,
+    ) -> None:
+        """A layer's q, k and v, of ``dtype``, are about to be sent: one
+        shipment a span. Kept as ``kv_dtype``, k and v may overflow."""
+        for span, shipment in zip(spans, shipments, strict=True):
+            q, k, v = (as_tensor(x, dtype) for x in shipment)
+            asked, stored = _asked_rows(span), np.arange(span.rows.start, span.rows.stop)
+            for sequence, rows in self._rows:
+                of_q, of_kv = (torch.from_numpy(_within(x, rows)) for x in (asked, stored))
+                cached = (as_cached(x[of_kv], kv_dtype) for x in (k, v))
+                self._checks.sent(sequence, q[of_q], *cached)
 
     def bad_heads(
         self, span: HolderSpan, result: AttendResult, dtype: torch.dtype
     ) -> NDArray[np.bool_] | None:
         """Query heads [Hq] in which a holder has answered what can't be; None:
         it hasn't."""
-        answered = np.concatenate(
-            (np.arange(span.query_rows.start, span.query_rows.stop), *(c.rows for c in span.closed))
-        )
+        answered = _asked_rows(span)
         suspect = np.zeros(len(answered), np.bool_)
         for sequence, rows in self._rows:
             if not self._checks.is_spoilt(sequence):
-                suspect |= (answered >= rows.start) & (answered < rows.stop)
+                suspect |= _within(answered, rows)
         o = as_tensor(result.o, dtype)[torch.from_numpy(suspect)]
         bad = ~torch.isfinite(o).all(-1).numpy()  # [S, Hq]
         if result.lse is not None:
@@ -96,3 +104,13 @@ class StepChecks:
             bad = np.where(np.isneginf(lse), False, bad | ~np.isfinite(lse))  # -inf: it saw nothing
         heads: NDArray[np.bool_] = bad.any(0)
         return heads if heads.any() else None
+
+
+def _asked_rows(span: HolderSpan) -> NDArray[np.int64]:
+    """Of whose q a holder gives o, in the order in which it is sent."""
+    own = np.arange(span.query_rows.start, span.query_rows.stop)
+    return np.concatenate((own, *(closed.rows for closed in span.closed)))
+
+
+def _within(rows: NDArray[np.int64], some: slice) -> NDArray[np.bool_]:
+    return (rows >= some.start) & (rows < some.stop)

@@ -211,7 +211,9 @@ class LocalStep:
         self.sent_s: Seq[float] = ()
         self.lost: Collection[HolderId] = ()
 
-    def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def scatter(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+    ) -> None:
         started = time.perf_counter()
         self._books.finish_layer(self._begin.lane, self._begin.step, layer)
         self._o = self._cache.attend(layer, q, k, v, self._paged)

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -41,6 +42,8 @@ from sworker.worker import Pass, SWorker
 
 News: TypeAlias = "tuple[HolderId, Accepted | Refused | WorkerError]"
 """A holder's answer about a part, or why it was lost."""
+
+Arrival: TypeAlias = "tuple[HolderId, Answer]"
 
 
 @dataclass(eq=False)
@@ -158,7 +161,7 @@ class Pipeline:
             if self._news:
                 return None
             if not self._ready:
-                self._await()
+                self._wait(self._first_to_come)
                 continue
             step = self._ready.popleft()
             if step.logits is None:
@@ -199,7 +202,7 @@ class Pipeline:
 
     def _scatter(self, step: LaneStep) -> None:
         forward = step.forward
-        step.remote.scatter(forward.layer, forward.q, forward.k, forward.v)
+        step.remote.scatter(forward.layer, forward.q, forward.k, forward.v, forward.place)
         self._unsent.append(step)
 
     def _dispatch(self) -> bool:
@@ -222,36 +225,38 @@ class Pipeline:
             if can_go_on and step not in self._ready:
                 self._ready.append(step)
 
-    def _await(self) -> None:
-        """No lane can go on: wait for an answer or for a copy to the host,
-        whichever is first, for the one while the other is here would keep a
-        lane from running. What is copied is sent, what is answered taken in."""
-        fleet = self._attention.fleet
-        if not self._unsent:
-            self.receive()
-        elif fleet.is_owed:
-            num_lost = len(fleet.lost)
-            self._wait(lambda: look_until_found(lambda: self._look(num_lost), None))
-        else:
-            self._wait(self._unsent[0].remote.wait_for_copy)
-
-    def _look(self, num_lost: int) -> tuple[HolderId, Answer] | bool | None:
-        """An answer, if one is here; True: something was sent, or somebody lost."""
-        fleet = self._attention.fleet
-        received = fleet.receive(wait=False)
-        return received or self._dispatch() or len(fleet.lost) > num_lost or None
-
     def receive(self) -> None:
         """Wait for a message, and take it in. Somebody owes one."""
         self._wait(self._attention.fleet.receive)
 
-    def _wait(self, wait: Callable[[], tuple[HolderId, Answer] | bool | None]) -> None:
+    def _first_to_come(self) -> Arrival | None:
+        """No lane can go on: wait for an answer or for a copy to the host,
+        whichever is first, for the one while the other is here would keep a
+        lane from running. An answer is returned, what is copied is sent."""
+        fleet = self._attention.fleet
+        if not self._unsent:
+            return fleet.receive()
+        if not fleet.is_owed:
+            self._unsent[0].remote.wait_for_copy()
+            return None
+        found = look_until_found(partial(self._look, len(fleet.lost)), None)
+        return found[0] if found else None
+
+    def _look(self, num_lost: int) -> list[Arrival] | None:
+        """An answer, if one is here; none: something was sent, or somebody
+        lost; None: nothing has happened."""
+        received = self._attention.fleet.receive(wait=False)
+        if received is not None:
+            return [received]
+        return [] if self._dispatch() or len(self._attention.fleet.lost) > num_lost else None
+
+    def _wait(self, wait: Callable[[], Arrival | None]) -> None:
         started = time.perf_counter()
         received = wait()
         now = time.perf_counter()
         self.wait_s += now - started
         self._trace.waited(started, now)
-        if not isinstance(received, tuple):
+        if received is None:
             return
         holder, message = received
         try:

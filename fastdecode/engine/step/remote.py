@@ -35,7 +35,15 @@ from fastdecode.engine.step.checks import Checks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.parts import ClosedPartMerge
 from fastdecode.wire.messages import Attend, AttendResult
-from sworker.buffers import LENT_LAYERS, Staged, Staging, as_tensor, to_device
+from sworker.buffers import (
+    LENT_LAYERS,
+    Share,
+    Staged,
+    Staging,
+    as_tensor,
+    make_staging,
+    to_device,
+)
 from sworker.device import Gpu, gpu_of
 from sworker.prefill import as_cached, local_causal_attention, merge_attention
 
@@ -60,9 +68,12 @@ class LaneAttention(Protocol):
     def lost(self) -> Collection[HolderId]:
         """Holders that were lost before they had answered everything."""
 
-    def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def scatter(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+    ) -> None:
         """Take a layer's q [T, Hq, D], k and v [T, Hkv, D], which may still be
-        on their way to the host."""
+        on their way to the host. ``place``: where o [T, Hq, D] may be put, the
+        same in every layer."""
 
     def dispatch(self) -> bool:
         """Send the oldest layer that was scattered and not sent, if it has come
@@ -122,6 +133,8 @@ class AttentionPlan:
     and how, before it is given up."""
     gpu: Gpu | None = None
     """The device's driver, in place of the one that torch has."""
+    slot_bytes: int = 0
+    """Most that q, k and v of a layer take."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
     checks: Checks = field(default_factory=Checks)
 
@@ -131,7 +144,7 @@ class AttentionPlan:
     def staging(self, lane: int) -> Staging:
         """A lane's memory on the way to R-workers and back."""
         if lane not in self._staging:
-            self._staging[lane] = Staging(self.gpu or gpu_of(self.device))
+            self._staging[lane] = make_staging(self.gpu or gpu_of(self.device), self.slot_bytes)
         return self._staging[lane]
 
 
@@ -152,17 +165,21 @@ class RemoteStep:
         self._o = torch.empty(0)
         self._checks = plan.checks.begin(batch)
         self._staging = plan.staging(batch.spans[0].begin.lane)
+        self._staging.begin_step([_share(x, self._later[x.holder]) for x in batch.spans])
+        self._may_lend = self._closed is None and self._staging.is_home
         self._unsent: deque[tuple[int, Staged]] = deque()
         self.r_compute_s = dict.fromkeys(self._spans, 0.0)
         self.sent_s: list[float] = []
         for span in batch.spans:
             plan.fleet.send(span.holder, span.begin)
 
-    def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def scatter(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+    ) -> None:
         """Send a layer's q [T, Hq, D], k and v [T, Hkv, D] on their way; attend
         the prompt chunks' own tokens here."""
         self._layer = layer
-        self._o = self._staging.begin_layer(q.shape, q.dtype)
+        self._o = self._staging.begin_layer(q.shape, q.dtype, place)
         self._unsent.append((layer, self._staging.send(q, k, v)))
         self.dispatch()
         spec = self._plan.specs[layer]
@@ -182,13 +199,12 @@ class RemoteStep:
             return False
         self._unsent.popleft()
         if self._checks is not None:
-            self._checks.sent(staged, self._o.dtype, self._plan.kv_dtype)
-        for holder, span in self._spans.items():
+            self._checks.sent(
+                self.batch.spans, staged.shipments, self._o.dtype, self._plan.kv_dtype
+            )
+        for (holder, span), shipment in zip(self._spans.items(), staged.shipments, strict=True):
             begin = span.begin
-            q, k, v = staged.q[span.query_rows], staged.k[span.rows], staged.v[span.rows]
-            if span.closed:
-                q = np.concatenate((q, *(staged.q[closed.rows] for closed in span.closed)))
-            self._plan.fleet.send(holder, Attend(begin.step, begin.lane, layer, q, k, v))
+            self._plan.fleet.send(holder, Attend(begin.step, begin.lane, layer, *shipment))
         self.sent_s.append(time.perf_counter())
         return True
 
@@ -313,31 +329,39 @@ class RemoteStep:
 
     def _place(self, span: HolderSpan, result: AttendResult) -> None:
         """Copy a holder's o to its rows, merging the later chunks' with what was attended here."""
-        queries, later = span.query_rows, self._later[span.holder]
-        if later is None:
-            if (
-                self._closed is None
-                and self._staging.is_home
-                and queries == slice(0, self._o.shape[0])
-            ):
-                # Lent until the lane's next Attend: o is used by then.
-                self._o = as_tensor(result.o, self._o.dtype)
-            else:
-                self._staging.receive(result.o, self._o, queries)
+        later = self._later[span.holder]
+        rows = _answered_rows(span, later)
+        if later is None and self._may_lend and rows == slice(0, self._o.shape[0]):
+            # Lent until the lane's next Attend: o is used by then.
+            self._o = as_tensor(result.o, self._o.dtype)
             return
-        remote = to_device(as_tensor(result.o, self._o.dtype), self._o.device)
         # Decode rows come before the later chunks, which end the span's query rows.
-        split = later.rows.start - queries.start
+        split = rows.stop - rows.start
+        if split:
+            self._staging.receive(result.o[:split], self._o, rows)
+        if later is None:
+            return
         assert result.lse is not None
-        self._o[queries.start : later.rows.start] = remote[:split]
+        remote = to_device(as_tensor(result.o[split:], self._o.dtype), self._o.device)
         remote_lse = to_device(
             torch.from_numpy(np.ascontiguousarray(result.lse[split:])), self._o.device
         )
         self._o[later.rows], lse = merge_attention(
-            self._o[later.rows], self._local_lse[later.rows.start], remote[split:], remote_lse
+            self._o[later.rows], self._local_lse[later.rows.start], remote, remote_lse
         )
         if self._closed is not None:
             self._closed.lse[later.rows] = lse
+
+
+def _share(span: HolderSpan, later: LocalSpan | None) -> Share:
+    closed = tuple(closed.rows for closed in span.closed)
+    return Share(span.query_rows, closed, span.rows, _answered_rows(span, later))
+
+
+def _answered_rows(span: HolderSpan, later: LocalSpan | None) -> slice:
+    """Those whose o is what the holder says, until closed parts are merged."""
+    rows = span.query_rows
+    return rows if later is None else slice(rows.start, later.rows.start)
 
 
 def _later_chunks(batch: StepBatch, span: HolderSpan) -> LocalSpan | None:
