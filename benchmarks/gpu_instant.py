@@ -6,6 +6,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,44 +71,58 @@ class InstantFleet:
 def instant_steps(
     model: Model, device: torch.device, num_lanes: int, rows: int, num_steps: int, capture: bool
 ) -> tuple[float, float]:
-    """Medians over steps of all lanes: (seconds of the host's clock, seconds of
-    the S-part's compute)."""
-    spec = model.spec
-    s_worker = SWorker(spec, model, device, StepGraphs(model, device, capture=capture))
+    """(seconds of a step of all lanes, median; seconds of all its units one
+    after the other, the least). What the ratio hides is nothing: batches are
+    laid out before the clock starts, and units are timed without what comes
+    between them."""
+    graphs = StepGraphs(model, device, capture=capture, num_lanes=num_lanes)
+    s_worker = SWorker(model.spec, model, device, graphs)
     holders = (
         Holder(HolderKind.R_WORKER, attends_prompts=False, answers_at_once=False, token_bytes=1),
     )
-    fleet = InstantFleet()
-    plan = AttentionPlan(spec.attention, model.embed_tokens.weight.dtype, fleet, device, holders)  # type: ignore[arg-type]
+    plan = AttentionPlan(
+        model.spec.attention, model.embed_tokens.weight.dtype, InstantFleet(), device, holders  # type: ignore[arg-type]
+    )  # fmt: skip
     pipeline = Pipeline(s_worker, plan, num_lanes)
+    steps_s, units_s = [], []
+    for step in range(num_steps + 4):
+        batches = [_batch(holders, step, lane, num_lanes, rows) for lane in range(num_lanes)]
+        steps_s.append(_timed(device, partial(_run_step, pipeline, batches)))
+        units_s.append(_timed(device, partial(_run_units, graphs, num_lanes, rows)))
+    return statistics.median(steps_s[4:]), min(units_s[4:])
+
+
+def _batch(
+    holders: tuple[Holder, ...], step: int, lane: int, num_lanes: int, rows: int
+) -> StepBatch:
     request = Request(
         "instant", tuple(range(3, 3 + PAST + 1)), SamplingParams(temperature=0), 1, seed=0
     )
-    times: list[tuple[float, float]] = []
-    number = 0
-    for _ in range(num_steps + 4):
-        started, finished = time.perf_counter(), []
+    chunks = []
+    for i in range(rows):
+        sequence = Sequence.of(SequenceId(lane * rows + i), request, 0)
+        part = Part(PartId(sequence.sequence_id), HolderId(0), 0, PAST + 1)
+        sequence.num_cached, sequence.residence = PAST, Residence((part,))
+        chunks.append(Chunk(sequence, 1))
+    return StepBatch.build(chunks, holders, step=step * num_lanes + lane, lane=lane)
+
+
+def _run_step(pipeline: Pipeline, batches: list[StepBatch]) -> None:
+    for lane, batch in enumerate(batches):
+        pipeline.launch(lane, batch, np.arange(0))
+    while pipeline.in_flight:
+        pipeline.run()
+
+
+def _run_units(graphs: StepGraphs, num_lanes: int, rows: int) -> None:
+    for unit in range(graphs.num_units):
         for lane in range(num_lanes):
-            sequences = [Sequence.of(SequenceId(lane * rows + i), request, 0) for i in range(rows)]
-            for sequence in sequences:
-                part = Part(PartId(sequence.sequence_id), HolderId(0), 0, PAST + 1)
-                sequence.num_cached, sequence.residence = PAST, Residence((part,))
-            batch = StepBatch.build(
-                [Chunk(sequence, 1) for sequence in sequences], holders, step=number, lane=lane
-            )
-            number += 1
-            if lane == 0:
-                started = time.perf_counter()
-            pipeline.launch(lane, batch, np.arange(0))
-        while pipeline.in_flight:
-            step = pipeline.run()
-            assert step is not None
-            finished.append(step)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        elapsed_s = time.perf_counter() - started
-        times.append(
-            (elapsed_s, sum(step.forward.device_s() or step.s_compute_s for step in finished))
-        )
-    steps, s_parts = zip(*times[4:], strict=True)
-    return statistics.median(steps), statistics.median(s_parts)
+            graphs.run(lane, unit, graphs.buckets.of(rows))
+
+
+def _timed(device: torch.device, run: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started

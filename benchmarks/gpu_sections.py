@@ -4,7 +4,8 @@ was measured before a failure stays.
     python benchmarks/gpu_sections.py SECTION --rows FILE [--limit-s N]
     [--smoke]
 
-Shapes are Llama-2 7B's and Llama-3 8B's, with a few layers of random weights.
+Shapes are Llama-2 7B's and Llama-3 8B's, with a few layers of random weights,
+or all of them where a step's fixed costs would count for too much.
 Times are medians of CUDA events, or of the host's clock where it is the host
 that is measured.
 """
@@ -31,7 +32,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import KVSpec
-from sworker.buffers import Staging
+from sworker.buffers import Share, Staging, make_staging
 from sworker.device import gpu_of
 from sworker.graphs import MAX_GRAPH_ROWS, StepGraphs
 from sworker.kernels.fused import fuse
@@ -64,7 +65,7 @@ class Setup:
         """Not zeros: with those a GPU's products are faster."""
         return torch.randn(shape, device=self.device).to(self.dtype)
 
-    def spec(self, name: str) -> ModelSpec:
+    def spec(self, name: str, num_layers: int = 4) -> ModelSpec:
         hidden, inner, heads, kv_heads = {"7b": (4096, 11008, 32, 32), "8b": (4096, 14336, 32, 8)}[
             name
         ]
@@ -73,7 +74,7 @@ class Setup:
         config = {
             "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16",
             "vocab_size": self.pick(32000, 500), "hidden_size": hidden, "intermediate_size": inner,
-            "num_hidden_layers": self.pick(4, 2), "num_attention_heads": heads,
+            "num_hidden_layers": self.pick(num_layers, 2), "num_attention_heads": heads,
             "num_key_value_heads": kv_heads, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
             "hidden_act": "silu", "rope_theta": 500000.0, "tie_word_embeddings": False,
         }  # fmt: skip
@@ -213,18 +214,22 @@ def staging(setup: Setup) -> Rows:
     for name in ("8b", "7b"):
         spec = setup.spec(name)
         for batch in setup.pick((16, 64, 256, 1024), (4,)):
-            lane = Staging(gpu_of(setup.device))
             heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
             q, k, v = (setup.random(batch, h, spec.head_dim) for h in heads)
+            lane = make_staging(gpu_of(setup.device), sum(x.nbytes for x in (q, k, v)))
+            rows = slice(0, batch)
+            lane.begin_step([Share(rows, (), rows, rows)])
             answer = lane.send(q, k, v)
             answer.wait()
-            arrived = answer.q.copy()
+            arrived = answer.shipments[0][0].copy()
 
             def out(lane: Staging = lane, q: Any = q, k: Any = k, v: Any = v) -> None:
                 lane.send(q, k, v).wait()
 
-            def back(lane: Staging = lane, q: Any = q, arrived: Any = arrived) -> None:
-                lane.receive(arrived, lane.begin_layer(q.shape, q.dtype), slice(0, len(arrived)))
+            def back(
+                lane: Staging = lane, q: Any = q, arrived: Any = arrived, rows: slice = rows
+            ) -> None:
+                lane.receive(arrived, lane.begin_layer(q.shape, q.dtype), rows)
                 lane.join()
                 if setup.is_cuda:
                     torch.cuda.current_stream().synchronize()
@@ -306,7 +311,7 @@ def instant(setup: Setup) -> Rows:
     """Whole decode steps when R-workers answer at once: what copies and
     messages leave uncovered."""
     for name in ("8b", "7b"):
-        model = random_model(setup.spec(name), device=setup.device, dtype=setup.dtype)
+        model = random_model(setup.spec(name, 32), device=setup.device, dtype=setup.dtype)
         fuse(model, setup.device)
         for lanes in (1, 2):
             for batch in setup.pick((64, 256), (4,)):

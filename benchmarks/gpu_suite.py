@@ -1,8 +1,8 @@
 """The S-part on a GPU against what the GPU can do: matmul rate, copies,
 launches; then engines end to end.
 
-    benchmarks/gpu_suite.sh [--smoke]      tests first, then the line below
-    python benchmarks/gpu_suite.py --out FILE [--smoke]
+    benchmarks/gpu_suite.sh [--smoke]               tests, then this, --call measure
+    benchmarks/gpu_suite.sh [--smoke] --end-to-end  whole engines
 
 Every section (gpu_sections.py) runs in a process of its own with a time limit:
 whatever goes wrong in one costs no other its results. Goals (H200): an S-step
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from fastdecode.core.host.facts import lacks_for_triton
 from fastdecode.core.host.machine import this_machine
 from sworker.graphs import MAX_GRAPH_ROWS
 
@@ -39,9 +40,15 @@ LIMITS_S = {
     "prefill": 50,
     "staging": 30,
     "decode_attention": 50,
-    "end_to_end": 300,
+    "end_to_end": 565,
 }
 """Of each section, in the order of running."""
+CALLS = {
+    "measure": tuple(name for name in LIMITS_S if name != "end_to_end"),
+    "end-to-end": ("end_to_end",),
+}
+"""Sections that are run together, in one call of gpu_suite.sh."""
+CALL_LIMIT_S = 570.0
 Report = dict[str, Any]
 
 
@@ -104,8 +111,12 @@ def main() -> int:
     parser.add_argument(
         "--smoke", action="store_true", help="tiny sizes, on a CPU if there is no GPU"
     )
-    parser.add_argument("--sections", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
-    parser.add_argument("--limit-s", type=float, default=600.0, help="for all sections together")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--sections", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
+    which.add_argument("--call", choices=CALLS, help="the sections of a call of gpu_suite.sh")
+    parser.add_argument(
+        "--limit-s", type=float, default=CALL_LIMIT_S, help="for all sections together"
+    )
     parser.add_argument("--tests-exit-code", type=int, help="of the GPU tests, to be noted")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -127,7 +138,10 @@ def main() -> int:
         "failed": {},
     }
     until_s = time.monotonic() + options.limit_s
-    for section in options.sections:
+    if lacks := lacks_for_triton():
+        report["failed"]["Triton's kernels"] = [lacks]
+        print(f"Triton's kernels can't be built: {lacks}", flush=True)
+    for section in CALLS[options.call] if options.call else options.sections:
         started = time.monotonic()
         limit_s = min(LIMITS_S[section], until_s - started)
         rows, failure = (

@@ -1,30 +1,38 @@
 #!/bin/bash
-# Everything that needs a GPU, in one call of under 10 minutes and without a network: tests, then measurements.
+# Everything that needs a GPU, in two calls of under 10 minutes each and without a network: tests and measurements; then
+# whole engines.
 #
 #   benchmarks/gpu_suite.sh [--smoke] [OUT_DIRECTORY]
+#   benchmarks/gpu_suite.sh [--smoke] --end-to-end [OUT_DIRECTORY]
 #
-# Needs a Python (PYTHON, default python3) with torch, numba, numpy, psutil, tqdm, mpi4py, safetensors, tokenizers,
+# Needs a Python (PYTHON, default python3) with torch, numba, numpy, psutil, mpi4py, safetensors, tokenizers,
 # transformers and pytest. With --smoke it runs on a CPU with tiny sizes, to see that it would run.
-# Results: OUT_DIRECTORY/gpu_suite.json (default benchmarks/results), written after each section, and gpu_tests.txt; a
-# table comes last on stdout. Exit code 0 only if every test passed and every measurement was made.
+# Results: OUT_DIRECTORY/gpu_suite.json and gpu_tests.txt, or gpu_end_to_end.json (default benchmarks/results), written
+# after each section; a table comes last on stdout. Exit code 0 only if every test passed and every measurement was made.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 smoke=()
 if [[ ${1:-} == --smoke ]]; then smoke=(--smoke); shift; fi
+call=measure
+if [[ ${1:-} == --end-to-end ]]; then call=end-to-end; shift; fi
 out=${1:-benchmarks/results}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-for package in torch numba numpy psutil tqdm mpi4py safetensors tokenizers transformers pytest; do
+export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$PWD/.numba_cache}  # each section is a process of its own
+for package in torch numba numpy psutil mpi4py safetensors tokenizers transformers pytest; do
     "$python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$package') is None)" || missing+=" $package"
 done
 if [[ -n ${missing:-} ]]; then echo "gpu_suite.sh: $python lacks$missing" >&2; exit 2; fi
+if [[ $call == end-to-end ]]; then
+    exec "$python" benchmarks/gpu_suite.py "${smoke[@]}" --call end-to-end --out "$out/gpu_end_to_end.json"
+fi
 # The project's pytest options name plugins that may not be there. The suite's own smoke test would be the suite again.
 timeout -k 5 230 "$python" -m pytest -o addopts=--import-mode=importlib -v -rs --durations=8 tests/gpu \
     --ignore tests/gpu/test_suite_smoke.py > "$out/gpu_tests.txt" 2>&1
 tests=$?
 tail -40 "$out/gpu_tests.txt"
-"$python" benchmarks/gpu_suite.py "${smoke[@]}" --limit-s $((570 - SECONDS)) --tests-exit-code "$tests" \
+"$python" benchmarks/gpu_suite.py "${smoke[@]}" --call measure --limit-s $((570 - SECONDS)) --tests-exit-code "$tests" \
     --out "$out/gpu_suite.json"
 suite=$?
 exit $((suite ? suite : tests))

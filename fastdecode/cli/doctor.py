@@ -64,7 +64,7 @@ def add_doctor(commands: Any) -> None:
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Ask, judge, print. Returns the exit code."""
-    from fastdecode.core.host.facts import this_host
+    from fastdecode.core.host.facts import lacks_for_triton, this_host
     from fastdecode.measure.doctor import Finding, hash_of_model, judge
 
     findings: list[Finding] = []
@@ -79,7 +79,8 @@ def run_doctor(args: argparse.Namespace) -> int:
     findings += _launcher()
     findings += _interfaces(len({w.report.host.host for w in workers if w.report is not None}))
     here = this_host()
-    findings += judge(here, workers, None if args.model is None else hash_of_model(args.model))
+    model_hash = None if args.model is None else hash_of_model(args.model)
+    findings += judge(here, workers, model_hash, lacks_for_triton())
     if args.json:
         shown = {"findings": findings, "s_worker": here, "r_workers": workers}
         print(json.dumps(shown, indent=2, default=asdict))

@@ -92,15 +92,28 @@ def hash_of_model(directory: str) -> str:
 
 
 def judge(
-    here: HostFacts, workers: Sequence[WorkerFacts], model_hash: str | None = None
+    here: HostFacts,
+    workers: Sequence[WorkerFacts],
+    model_hash: str | None = None,
+    lacks_for_triton: str = "",
 ) -> list[Finding]:
     """Everything that can be said of an S-worker's host and its R-workers.
 
     Args:
         here: the S-worker's.
         model_hash: of the model that is to be run.
+        lacks_for_triton: what keeps the S-worker's fused kernels from being built.
     """
     findings: list[Finding] = []
+    if lacks_for_triton:
+        findings.append(
+            Finding(
+                "WARN",
+                "kernels",
+                f"{lacks_for_triton}: on a GPU the S-part runs without its fused kernels",
+                "install gcc and Python's development headers",
+            )
+        )
     for worker in workers:
         if worker.error:
             check = "reach" if worker.report is None else "serve"

@@ -12,7 +12,7 @@ import pytest
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
 
 from fastdecode.cli.main import main
-from fastdecode.core.host.facts import HostFacts, this_host
+from fastdecode.core.host.facts import HostFacts, lacks_for_triton, this_host
 from fastdecode.measure.doctor import LinkFacts, WorkerFacts, judge
 from fastdecode.wire.messages import PROTOCOL_VERSION, Report
 
@@ -69,6 +69,21 @@ def test_a_slow_link_and_an_r_worker_that_is_not_there() -> None:
     assert found(GOOD, LinkFacts(5e-5, 1e8)) == {"link": "WARN"}
     (reach, *_) = judge(HERE, [WorkerFacts("R-worker tcp://r0:5600", error="nobody there")])
     assert reach.level == "FAIL" and "tcp://r0:5600: nobody there" in reach.text
+
+
+def test_triton_without_a_compiler_is_told(tmp_path: Path) -> None:
+    """Its kernels are built when they are first run, and nobody would know why they aren't."""
+
+    def lacks(*, module: object = "", program: str | None = "/usr/bin/gcc") -> str:
+        return lacks_for_triton(lambda name: module, lambda name: program, tmp_path)
+
+    assert lacks(module=None, program=None) == ""
+    assert "C compiler" in lacks(program=None)
+    assert "Python.h" in lacks()
+    (tmp_path / "Python.h").touch()
+    assert lacks() == ""
+    (finding, *_) = judge(HERE, [], None, lacks(program=None))
+    assert (finding.level, finding.check) == ("WARN", "kernels") and "gcc" in finding.mend
 
 
 def test_sharing_cores_with_the_s_worker_counts() -> None:

@@ -17,7 +17,7 @@ from paged_sequences import SPECS, Sequences
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.spec import AttentionSpec
 from sworker import prefill
-from sworker.buffers import Staging
+from sworker.buffers import Share, make_staging
 from sworker.device import gpu_of
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import fuse
@@ -179,7 +179,9 @@ def test_paged_attention(name: str) -> None:
 
 def test_staging_keeps_what_is_lent() -> None:
     """Layers are sent one after another without a wait; each arrives as it was, in its own slot."""
-    staging = Staging(gpu_of(CUDA))
+    staging = make_staging(gpu_of(CUDA), 300 * 12 * 64 * 2)
+    head, tail = slice(0, 100), slice(100, 300)
+    staging.begin_step([Share(head, (), head, head), Share(tail, (), tail, tail)])
     layers = [
         [torch.randn(300, heads, 64, device=CUDA).bfloat16() for heads in (8, 2, 2)]
         for _ in range(5)
@@ -187,13 +189,41 @@ def test_staging_keeps_what_is_lent() -> None:
     sent = [staging.send(*(x.clone() for x in layer)) for layer in layers]
     for staged, layer in zip(sent, layers, strict=True):
         staged.wait()
-        for array, x in zip((staged.q, staged.k, staged.v), layer, strict=True):
-            assert torch.equal(torch.from_numpy(array).view(torch.bfloat16), x.cpu())
+        for rows, shipment in zip((head, tail), staged.shipments, strict=True):
+            for array, x in zip(shipment, layer, strict=True):
+                assert torch.equal(torch.from_numpy(array).view(torch.bfloat16), x[rows].cpu())
     o = staging.begin_layer(layers[0][0].shape, torch.bfloat16)
-    staging.receive(sent[0].q[:100], o, slice(0, 100))
-    staging.receive(sent[0].q[100:], o, slice(100, 300))
+    for rows, shipment in zip((head, tail), sent[0].shipments, strict=True):
+        staging.receive(shipment[0], o, rows)
     staging.join()
     assert torch.equal(o, layers[0][0])
+
+
+@torch.inference_mode()
+def test_graphs_before_the_first_step_survive_a_capture_that_fails(
+    tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was captured is replayed, the rest runs as it is, and the device's
+    memory is given back as before."""
+    spec, model = load_model(tiny_checkpoint("llama"), device=CUDA, dtype=torch.float32)
+    graphs = StepGraphs(model, CUDA, capture=True, max_rows=8)
+    graphs.prepare(1)
+    assert graphs.num_graphs == graphs.num_units * 4
+    gpu = gpu_of(CUDA)
+    assert gpu is not None
+    with pytest.raises(RuntimeError):
+        gpu.capture(lambda: torch.zeros(1, device=CUDA).item(), gpu.new_pool())
+    torch.cuda.synchronize()
+    allocated, stream = torch.cuda.memory_allocated(), torch.cuda.Stream()
+    for _ in range(3):
+        x = torch.zeros(1 << 20, device=CUDA)
+        x.record_stream(stream)
+        del x
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == allocated
+    ids = np.arange(5)
+    one, other = SWorker(spec, model, CUDA).begin(ids, ids), SWorker(spec, model, CUDA, graphs)
+    torch.testing.assert_close(other.begin(ids, ids).q, one.q, atol=1e-4, rtol=1e-4)
 
 
 def test_memory_does_not_grow(tiny_checkpoint: Callable[..., Path]) -> None:

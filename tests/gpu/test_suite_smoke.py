@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -37,6 +38,20 @@ def test_every_section_gives_rows(tmp_path: Path) -> None:
     instant = {(row["model"], row["lanes"]): row["ratio"] for row in report["sections"]["instant"]}
     assert instant.keys() == {(model, lanes) for model in ("7b", "8b") for lanes in (1, 2)}
     assert all(float(str(ratio)) >= 1 for ratio in instant.values())  # compute is part of the step
+
+
+def test_two_calls_of_under_ten_minutes_have_time_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from gpu_end_to_end import LIMIT_S
+    from gpu_suite import CALL_LIMIT_S, CALLS, LIMITS_S
+
+    script = (ROOT / "benchmarks" / "gpu_suite.sh").read_text()
+    tests_s = float(re.findall(r"timeout -k 5 (\d+)", script)[0])
+    assert sorted(sum(CALLS.values(), ())) == sorted(LIMITS_S)
+    for call, before_s in (("measure", tests_s), ("end-to-end", 0.0)):
+        assert f"--call {call}" in script
+        assert before_s + sum(LIMITS_S[section] for section in CALLS[call]) <= CALL_LIMIT_S < 600
+    assert LIMITS_S["end_to_end"] >= 6 * LIMIT_S
 
 
 def test_a_section_that_fails_is_told(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
+import shutil
 import socket
 import sys
+import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -51,6 +55,22 @@ class HostFacts:
         return next(
             (v.partition(" ")[2] for v in self.versions if v.partition(" ")[0] == package), ""
         )
+
+
+def lacks_for_triton(
+    find_module: Callable[[str], object] = importlib.util.find_spec,
+    find_program: Callable[[str], str | None] = shutil.which,
+    include: Path | None = None,
+) -> str:
+    """What Triton, if it is here, lacks to build its launchers, which it does
+    when a kernel is first run; empty: nothing."""
+    if find_module("triton") is None:
+        return ""
+    compilers = (os.environ.get("CC"), "clang", "gcc", "cc")
+    if not any(find_program(name) for name in compilers if name):
+        return "no C compiler (gcc or clang) is here"
+    header = (include or Path(sysconfig.get_path("include"))) / "Python.h"
+    return "" if header.exists() else f"Python's headers aren't here ({header})"
 
 
 def this_host() -> HostFacts:
