@@ -36,14 +36,15 @@ def _decode(  # type: ignore[no-untyped-def]
     q_row, q_head, kv_row, kv_head, table_row, num_rows, split_tokens, scale, softcap, sharpness,
     window, G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """q [N, Hq, D], keys and values [slots, Hkv, D] → o [S, N, Hq, D], lse
     float32 (base 2) [S, N, Hq].
 
-    ``sharpness`` is 2 / softcap, base 2. Grid (N, Hkv, S). Loop: tiles of TILE
-    tokens of this split; within: K tile, scores [G, TILE], running softmax, V
-    tile.
+    ``sharpness`` is 2 / softcap, base 2; ``ONE_BLOCK``: no tile lies in two
+    blocks, so that its place is looked up once. Grid (N, Hkv, S). Loop: tiles
+    of TILE tokens of this split; within: K tile, scores [G, TILE], running
+    softmax, V tile.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(context_lens + row)
@@ -66,10 +67,13 @@ def _decode(  # type: ignore[no-untyped-def]
     for start in range(begin, end, TILE):
         place = start + tl.arange(0, TILE)
         seen = place < end
-        block = tl.load(tables + row * table_row + place // BLOCK_SIZE, mask=seen, other=0).to(
-            tl.int64
-        )
-        slot = block * BLOCK_SIZE + place % BLOCK_SIZE
+        if ONE_BLOCK:
+            block = tl.load(tables + row * table_row + start // BLOCK_SIZE).to(tl.int64)
+            slot = block * BLOCK_SIZE + start % BLOCK_SIZE + tl.arange(0, TILE)
+        else:
+            of_place = tables + row * table_row + place // BLOCK_SIZE
+            block = tl.load(of_place, mask=seen, other=0).to(tl.int64)
+            slot = block * BLOCK_SIZE + place % BLOCK_SIZE
         at = slot[:, None] * kv_row + head * kv_head + d[None, :]
         within = seen[:, None] & in_d[None, :]
         k = tl.load(keys + at, mask=within, other=0.0).to(query.dtype)  # [TILE, D]
@@ -167,6 +171,7 @@ def paged_decode(
             D_PAD=max(16, triton.next_power_of_2(D)), BLOCK_SIZE=block_size, TILE=TILE,
             HAS_SLOPES=slopes is not None, HAS_SOFTCAP=spec.logit_softcap is not None,
             HAS_WINDOW=spec.sliding_window is not None,
+            ONE_BLOCK=block_size % TILE == 0 and spec.sliding_window is None,
         )  # fmt: skip
         if splits > 1:
             _merge[(num_rows * Hq,)](

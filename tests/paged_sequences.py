@@ -34,11 +34,13 @@ class Sequences:
         pasts: Sequence[int],
         news: Sequence[int],
         device: torch.device = CPU,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
-        kv = KVSpec(1, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, BLOCK_SIZE)
+        kv = KVSpec(1, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, block_size)
+        self._block_size = block_size
         rng = np.random.default_rng(5)
         totals = [past + new for past, new in zip(pasts, news, strict=True)]
-        widths = [-(-total // BLOCK_SIZE) for total in totals]
+        widths = [-(-total // block_size) for total in totals]
         blocks = rng.permutation(sum(widths) + 3)
         self.cache = PagedKV(kv, [spec], len(blocks), device)
         self.cache.pool.fill_(float("nan"))  # what nobody wrote must not be weighed in
@@ -61,7 +63,7 @@ class Sequences:
 
     def slots(self, i: int) -> np.ndarray:
         places = np.arange(self.pasts[i] + self.news[i])
-        return self._tables[i][places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+        return self._tables[i][places // self._block_size] * self._block_size + places % self._block_size
 
     def step(self) -> PagedStep:
         ends = np.cumsum(self.news)

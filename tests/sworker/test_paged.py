@@ -42,9 +42,12 @@ def test_groups_of_decoded_tokens(name: str) -> None:
         np.testing.assert_allclose(step.attend(), step.expected(), atol=1e-5)
 
 
+@pytest.mark.parametrize("block_size", [16, 64, 128])  # tiles are of 64 tokens
 @pytest.mark.parametrize("name", SPECS)
-def test_blocks_read_where_they_lie(name: str, interpreted: None) -> None:
-    step = Sequences(SPECS[name], [5, 700, 64, 63, 0, 20], [1] * 6, device=DEVICE)
+def test_blocks_read_where_they_lie(name: str, block_size: int, interpreted: None) -> None:
+    step = Sequences(
+        SPECS[name], [5, 700, 64, 63, 0, 20], [1] * 6, device=DEVICE, block_size=block_size
+    )
     step.cache._reads_blocks = True
     np.testing.assert_allclose(step.attend(), step.expected(), atol=1e-5)
 
