@@ -47,6 +47,16 @@ class Stream(Protocol):
         """The point after all that is queued by now."""
 
 
+class Mark(Protocol):
+    """A point in what a stream does, and when the device came there."""
+
+    def query(self) -> bool:
+        """Whether it has. Never waits."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this point to another, both of which it has passed."""
+
+
 class Graph(Protocol):
     """Operators that were captured."""
 
@@ -65,6 +75,9 @@ class Gpu(Protocol):
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Within, this thread's operators are queued there."""
+
+    def mark(self) -> Mark:
+        """This point of the current stream."""
 
     def pinned(self, num_bytes: int) -> Tensor:
         """uint8 on the host, which the device copies from and to on its own."""
@@ -101,6 +114,11 @@ class CudaGpu:
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def pinned(self, num_bytes: int) -> Tensor:
         # Not torch's: that rounds up to a power of two, and keeps what is given back.

@@ -19,9 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
+from sworker.device import Gpu, Mark, gpu_of
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
 from sworker.sampler import SampledToken, SamplingState, sample
+
+_TIMED_LAYERS = 8
+"""Of so many layers one is timed: a mark takes a microsecond or two of the
+thread that feeds the GPU."""
 
 
 class SWorker:
@@ -33,11 +38,18 @@ class SWorker:
         device: where it is.
         graphs: runs small steps in fixed memory, as CUDA graphs; None: every
             step as it is.
+        gpu: the device's driver, in place of the one that torch has.
     """
 
     def __init__(
-        self, spec: ModelSpec, model: Model, device: torch.device, graphs: StepGraphs | None = None
+        self,
+        spec: ModelSpec,
+        model: Model,
+        device: torch.device,
+        graphs: StepGraphs | None = None,
+        gpu: Gpu | None = None,
     ) -> None:
+        self.gpu = gpu or gpu_of(device)
         self.spec = spec
         self.model = model
         self.device = device
@@ -82,7 +94,8 @@ class Pass:
     def __init__(self, worker: SWorker, rows: Tensor) -> None:
         """rows: token ids and positions, int64 [2, T], on the host."""
         self._model = worker.model
-        self._timer = DeviceTimer(worker.device)
+        self._timer = DeviceTimer(worker.gpu)
+        self._layers_timer = DeviceTimer(worker.gpu, every=_TIMED_LAYERS)
         self.layer = 0
         with self._timer:
             self._begin(rows.to(worker.device, non_blocking=True))
@@ -94,7 +107,7 @@ class Pass:
         ``logits`` may be asked for."""
         is_last = self.layer + 1 == len(self._model.layers)
         self.layer += not is_last
-        with self._timer:
+        with self._layers_timer:
             self._advance(o, is_last)
         return not is_last
 
@@ -109,7 +122,7 @@ class Pass:
     def device_s(self) -> float:
         """Seconds that a GPU has computed for this step, as far as it has come;
         0 on a CPU, where the caller's clock tells."""
-        return self._timer.seconds()
+        return self._timer.seconds() + self._layers_timer.seconds()
 
     def _begin(self, rows: Tensor) -> None:
         token_ids, self._positions = rows
@@ -159,24 +172,31 @@ class PaddedPass(Pass):
 
 class DeviceTimer:
     """Adds up what a GPU spends on the blocks that it is entered around,
-    without waiting for any."""
+    without waiting for any.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    Args:
+        gpu: None: the device is the host, and nothing is measured.
+        every: of so many blocks that are alike one is measured, the second
+            first, and stands for all.
+    """
+
+    def __init__(self, gpu: Gpu | None, *, every: int = 1) -> None:
+        self._gpu, self._every = gpu, every
+        self._num_blocks = 0
+        self._spans: list[tuple[Mark, Mark]] = []
+        self._start: Mark | None = None
 
     def __enter__(self) -> None:
-        if self._is_cuda:
-            span = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            span[0].record(torch.cuda.current_stream(self._device))
-            self._spans.append(span)
+        if self._gpu is not None:
+            is_measured = self._num_blocks % self._every == min(1, self._every - 1)
+            self._num_blocks += 1
+            self._start = self._gpu.mark() if is_measured else None
 
     def __exit__(self, *error: object) -> None:
-        if self._is_cuda:
-            self._spans[-1][1].record(torch.cuda.current_stream(self._device))
+        if self._gpu is not None and self._start is not None:
+            self._spans.append((self._start, self._gpu.mark()))
 
     def seconds(self) -> float:
-        return float(
-            sum(start.elapsed_time(end) / 1e3 for start, end in self._spans if end.query())
-        )
+        spans = [start.elapsed_time(end) / 1e3 for start, end in self._spans if end.query()]
+        blocks = self._num_blocks if self._every > 1 else len(spans)
+        return float(sum(spans)) / len(spans) * blocks if spans else 0.0

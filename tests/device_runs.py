@@ -102,8 +102,10 @@ def lane_layer(message: Attend) -> str:
 class LoggedSWorker(SWorker):
     """Says when a unit is launched."""
 
-    def __init__(self, model: Model, graphs: StepGraphs | None, log: list[str]) -> None:
-        super().__init__(model.spec, model, CPU, graphs)
+    def __init__(
+        self, model: Model, graphs: StepGraphs | None, log: list[str], gpu: RecordedGpu
+    ) -> None:
+        super().__init__(model.spec, model, CPU, graphs, gpu)
         self._log = log
 
     def begin(self, token_ids: np.ndarray, positions: np.ndarray, lane: int = 0) -> Pass:
@@ -157,7 +159,9 @@ class Run:
                 graphs = StepGraphs(model, CPU, capture=self.capture, max_rows=8, gpu=self.gpu)
                 if self.capture:
                     graphs.prepare(self.lanes)
-            pipeline = Pipeline(LoggedSWorker(model, graphs, self.fleet.log), self.plan, self.lanes)
+            pipeline = Pipeline(
+                LoggedSWorker(model, graphs, self.fleet.log, self.gpu), self.plan, self.lanes
+            )
             for lane in range(self.lanes):
                 self.plan.staging(lane)
                 if graphs is not None:

@@ -63,7 +63,10 @@ class Sequences:
 
     def slots(self, i: int) -> np.ndarray:
         places = np.arange(self.pasts[i] + self.news[i])
-        return self._tables[i][places // self._block_size] * self._block_size + places % self._block_size
+        return (
+            self._tables[i][places // self._block_size] * self._block_size
+            + places % self._block_size
+        )
 
     def step(self) -> PagedStep:
         ends = np.cumsum(self.news)

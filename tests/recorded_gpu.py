@@ -145,6 +145,19 @@ class RecordedEvent:
         self.query()
 
 
+@dataclass(frozen=True)
+class RecordedMark:
+    """Time is the number of calls so far, in milliseconds."""
+
+    time_ms: float
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: RecordedMark) -> float:
+        return end.time_ms - self.time_ms
+
+
 class RecordedStream:
     def __init__(self, gpu: RecordedGpu, name: str) -> None:
         self._gpu, self.name = gpu, name
@@ -215,6 +228,10 @@ class RecordedGpu(TorchDispatchMode):
             yield
         finally:
             self._streams.pop()
+
+    def mark(self) -> RecordedMark:
+        self.calls["mark"] += 1
+        return RecordedMark(sum(self.calls.values()))
 
     def pinned(self, num_bytes: int) -> Tensor:
         self.refuse_if_capturing("pinned memory")

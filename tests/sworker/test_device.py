@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from recorded_gpu import RecordedGpu
 
 from sworker.device import feed_gpu
+from sworker.worker import DeviceTimer
 
 
 def test_the_host_of_a_gpu_has_one_thread_and_adds_up_in_float32() -> None:
@@ -21,3 +24,15 @@ def test_the_host_of_a_gpu_has_one_thread_and_adds_up_in_float32() -> None:
         torch.set_num_threads(num_threads)
         matmul.allow_bf16_reduced_precision_reduction = True
         matmul.allow_fp16_reduced_precision_reduction = True
+
+
+def test_one_block_of_many_that_are_alike_is_timed_and_stands_for_all() -> None:
+    gpu = RecordedGpu()
+    all_blocks, some = DeviceTimer(gpu), DeviceTimer(gpu, every=8)
+    for timer in (all_blocks, some):
+        for _ in range(20):
+            with timer:
+                pass
+    assert [timer.seconds() for timer in (all_blocks, some)] == pytest.approx([0.02, 0.02])
+    assert gpu.calls["mark"] == 2 * (20 + 3)
+    assert DeviceTimer(None).seconds() == 0.0
