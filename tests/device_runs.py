@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -143,9 +144,16 @@ class Run:
     def __post_init__(self) -> None:
         self.spec = spec_of(self.num_layers)
         self.fleet = LateFleet(self.gpu, self.at_once)
+        fleet: Any = self.fleet
         self.plan = AttentionPlan(
-            self.spec.attention, DType.FLOAT32, self.fleet, CPU, HOLDERS, self.gpu, 4096  # type: ignore[arg-type]
-        )  # fmt: skip
+            self.spec.attention,
+            DType.FLOAT32,
+            fleet,
+            CPU,
+            HOLDERS,
+            gpu=self.gpu,
+            slot_bytes=4096,
+        )
 
     def run(
         self,

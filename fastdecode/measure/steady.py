@@ -134,7 +134,7 @@ def _submit(
     config = running.resolved.config
     # Those whose prompt is done early decode while the others' prompts run.
     budget = max(1, config.batching.step_tokens - batch)
-    chunk = running.resolved.schedule.batching.chunk_tokens(on_gpu=False)
+    chunk = running.resolved.schedule.batching.chunk_tokens()
     prompt_steps = 2 * -(-batch * prompt_len // budget) + -(-prompt_len // chunk)
     max_tokens = prompt_steps + WARM_UP_STEPS + num_steps + 4
     rng = np.random.default_rng(seed)

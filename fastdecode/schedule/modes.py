@@ -45,7 +45,7 @@ def make_scheduler(
         one = options.with_lanes(num_lanes)
         budget = (
             batching.step_tokens - one.lane_size,
-            batching.chunk_tokens(on_gpu=False),
+            batching.chunk_tokens(),
             one.max_closed_rows,
             one.split_tokens,
         )

@@ -49,14 +49,17 @@ def test_a_prompt_takes_one_step_on_a_gpu_if_it_has_room(
     resolved: Resolve, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     """What a later chunk sees of the ones before, R-workers would have to attend."""
-    assert resolved(1, device="cuda").schedule.prefill_chunk == 256 + 2048
-    assert resolved(1, device="cuda", max_step_tokens=9000).schedule.prefill_chunk == 9000
-    assert resolved(1, device="cuda", prefill_chunk=64).schedule.prefill_chunk == 64
+    assert resolved(1, device="cuda").schedule.batching.prefill_chunk == 2048
+    assert (
+        resolved(1, device="cuda", max_step_tokens=9000).schedule.batching.prefill_chunk
+        == 9000 - 256
+    )
+    assert resolved(1, device="cuda", prefill_chunk=64).schedule.batching.prefill_chunk == 64
     path = str(tiny_checkpoint("llama"))
     on_host = resolve(
         EngineConfig.of(path), open_checkpoint(path).spec(), num_cores=4, free=FreeMemory(64 * GB)
     )
-    assert on_host.schedule.prefill_chunk == 512
+    assert on_host.schedule.batching.prefill_chunk == 512
 
 
 def test_every_rank_has_a_gpu_of_its_own(resolved: Resolve) -> None:

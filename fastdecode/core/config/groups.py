@@ -263,10 +263,11 @@ class Batching:
             return self.max_step_tokens
         return self.max_num_sequences + max(2048, self.prefill_chunk or 0)
 
-    def chunk_tokens(self, *, on_gpu: bool) -> int:
+    def chunk_tokens(self, *, on_gpu: bool = False) -> int:
         """``prefill_chunk`` with its default applied. What a GPU computes of a
         prompt in one step, R-workers needn't attend as its past."""
-        return self.prefill_chunk or (self.step_tokens if on_gpu else 512)
+        room = self.step_tokens - self.max_num_sequences
+        return self.prefill_chunk or (room if on_gpu else 512)
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,7 @@ def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
 
 
 def _batching(asked: Batching, num_lanes: int, *, on_gpu: bool) -> Batching:
-    """With a schedule, so many lanes, and a size of chunks."""
+    """With a schedule, a chunk, and so many lanes."""
     schedule = asked.schedule
     if schedule == "auto":
         is_limited = num_lanes > 1 or asked.load_limit is not None

@@ -77,28 +77,26 @@ class StepChecks:
         dtype: torch.dtype,
         kv_dtype: DType,
     ) -> None:
-        """Each span's share of a layer's q, k and v, of ``dtype``, is about to
-        be sent. Kept as ``kv_dtype``, k and v may overflow."""
+        """A layer's q, k and v, of ``dtype``, are about to be sent: one
+        shipment a span. Kept as ``kv_dtype``, k and v may overflow."""
         for span, shipment in zip(spans, shipments, strict=True):
-            stored = np.arange(span.rows.start, span.rows.stop)
-            rows_of = (_asked(span), stored, stored)
+            q, k, v = (as_tensor(x, dtype) for x in shipment)
+            asked, stored = _asked_rows(span), np.arange(span.rows.start, span.rows.stop)
             for sequence, rows in self._rows:
-                q, k, v = (
-                    as_tensor(x[(rows.start <= of) & (of < rows.stop)], dtype)
-                    for x, of in zip(shipment, rows_of, strict=True)
-                )
-                self._checks.sent(sequence, q, as_cached(k, kv_dtype), as_cached(v, kv_dtype))
+                of_q, of_kv = (torch.from_numpy(_within(x, rows)) for x in (asked, stored))
+                cached = (as_cached(x[of_kv], kv_dtype) for x in (k, v))
+                self._checks.sent(sequence, q[of_q], *cached)
 
     def bad_heads(
         self, span: HolderSpan, result: AttendResult, dtype: torch.dtype
     ) -> NDArray[np.bool_] | None:
         """Query heads [Hq] in which a holder has answered what can't be; None:
         it hasn't."""
-        answered = _asked(span)
+        answered = _asked_rows(span)
         suspect = np.zeros(len(answered), np.bool_)
         for sequence, rows in self._rows:
             if not self._checks.is_spoilt(sequence):
-                suspect |= (answered >= rows.start) & (answered < rows.stop)
+                suspect |= _within(answered, rows)
         o = as_tensor(result.o, dtype)[torch.from_numpy(suspect)]
         bad = ~torch.isfinite(o).all(-1).numpy()  # [S, Hq]
         if result.lse is not None:
@@ -108,7 +106,11 @@ class StepChecks:
         return heads if heads.any() else None
 
 
-def _asked(span: HolderSpan) -> NDArray[np.int64]:
-    """The rows whose q a holder is sent, in that order."""
+def _asked_rows(span: HolderSpan) -> NDArray[np.int64]:
+    """Of whose q a holder gives o, in the order in which it is sent."""
     own = np.arange(span.query_rows.start, span.query_rows.stop)
     return np.concatenate((own, *(closed.rows for closed in span.closed)))
+
+
+def _within(rows: NDArray[np.int64], some: slice) -> NDArray[np.bool_]:
+    return (rows >= some.start) & (rows < some.stop)

@@ -199,8 +199,9 @@ class RemoteStep:
             return False
         self._unsent.popleft()
         if self._checks is not None:
-            dtypes = self._o.dtype, self._plan.kv_dtype
-            self._checks.sent(self._spans.values(), staged.shipments, *dtypes)
+            self._checks.sent(
+                self.batch.spans, staged.shipments, self._o.dtype, self._plan.kv_dtype
+            )
         for (holder, span), shipment in zip(self._spans.items(), staged.shipments, strict=True):
             begin = span.begin
             self._plan.fleet.send(holder, Attend(begin.step, begin.lane, layer, *shipment))
