@@ -94,7 +94,6 @@ class Peers:
         until_s = min(self._end(index)[0] for index, due in enumerate(self._due) if due)
         wait_s = self.deadlines.wait_s(now, until_s) if wait else 0.0
         try:
-            wait_s = self.deadlines.wait_s(now, until_s) if wait else 0.0
             return self._taken(*self._hub.receive_any(wait_s))
         except PeerLostError as error:
             self.lose(error.index, error)
