@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
     EXIT_INTERRUPTED,
@@ -27,6 +27,9 @@ from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_paths, write_json
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.stopping import Stopping, asked_by_signals, stop_signals
+
+if TYPE_CHECKING:
+    from fastdecode.jobs.job import JobResult
 
 COMMAND = "fastdecode generate"
 
@@ -103,19 +106,21 @@ def _generate(args: argparse.Namespace) -> int:
     if args.summary is not None:
         write_json(args.summary, summary, "summary")
     tell(render(summary))
+    return _ended(result, args.output)
+
+
+def _ended(result: JobResult, output: Path) -> int:
+    """Says what is missing, if anything. Returns the exit code."""
     if result.interrupted:
         num_done = f"{result.num_done} of {result.num_lines}"
-        tell(f"{COMMAND}: interrupted; {num_done} answers are in {args.output}")
+        tell(f"{COMMAND}: interrupted; {num_done} answers are in {output}")
         return EXIT_INTERRUPTED
     if result.lost is not None:
         tell(f"{COMMAND}: workers were lost: {result.lost}")
         return EXIT_WORKERS_LOST
     if result.num_run_failed:
-        text = (
-            f"{result.num_run_failed} of {result.num_run} requests failed; see the error lines in "
-            f"{args.output}"
-        )
-        tell(f"{COMMAND}: {text}")
+        failed = f"{result.num_run_failed} of {result.num_run} requests failed"
+        tell(f"{COMMAND}: {failed}; see the error lines in {output}")
         return EXIT_SOME_FAILED
     return 0
 
