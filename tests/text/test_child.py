@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from datetime import datetime
+from typing import TypeAlias
 from unittest import mock
 
 import psutil
@@ -26,12 +28,23 @@ def said(template: ChatTemplate, content: str) -> str:
     return template.render([{"role": "user", "content": content}], NOW)
 
 
-def child() -> psutil.Process:
-    (process,) = psutil.Process().children()
-    return process
+Find: TypeAlias = Callable[[], psutil.Process]
 
 
-def test_one_process_answers_one_question_after_the_other() -> None:
+@pytest.fixture
+def child() -> Find:
+    """``child()`` is the one process that the test has started; other tests may
+    have left theirs."""
+    others = set(psutil.Process().children())
+
+    def find() -> psutil.Process:
+        (process,) = set(psutil.Process().children()) - others
+        return process
+
+    return find
+
+
+def test_one_process_answers_one_question_after_the_other(child: Find) -> None:
     template = ChatTemplate("<{{ messages[0].content }}>", "x", {}, LIMITS)
     first = child()
     for content in ("a", "é 😀 漢字", "half \ud83d", "x" * 300_000):
@@ -42,7 +55,7 @@ def test_one_process_answers_one_question_after_the_other() -> None:
     assert not first.is_running()
 
 
-def test_after_its_death_the_next_question_has_another() -> None:
+def test_after_its_death_the_next_question_has_another(child: Find) -> None:
     source = (
         "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in "
         "range(99999) %}{% endfor %}"
@@ -62,7 +75,7 @@ def test_after_its_death_the_next_question_has_another() -> None:
     template.close()
 
 
-def test_an_interrupt_at_the_keyboard_is_not_for_it() -> None:
+def test_an_interrupt_at_the_keyboard_is_not_for_it(child: Find) -> None:
     template = ChatTemplate("fine", "x", {}, LIMITS)
     assert os.getpgid(child().pid) != os.getpgid(0)
     template.close()
