@@ -153,25 +153,6 @@ def _put(element: ir.Type, count: int, emit):
     return put
 
 
-def _emit_bytes(builder, shares):
-    signed = builder.trunc(shares, vec(I8, SIDE))
-    # V's bytes are signed, K's are raised by 128.
-    return builder.xor(signed, constant(I8, SIDE, 0x80))
-
-
-def _emit_nibbles(builder, shares):
-    """Two words, each with element i in the lower half of byte i, and element i
-    + 4 in its upper half."""
-    nibbles = builder.trunc(builder.and_(shares, constant(I32, SIDE, 15)), vec(I8, SIDE))
-    nothing = ir.Constant(nibbles.type, ir.Undefined)
-    order = vec(I32, SIDE // 2)
-    lower = builder.shuffle_vector(nibbles, nothing, ir.Constant(order, [0, 1, 2, 3, 8, 9, 10, 11]))
-    upper = builder.shuffle_vector(
-        nibbles, nothing, ir.Constant(order, [4, 5, 6, 7, 12, 13, 14, 15])
-    )
-    return builder.or_(lower, builder.shl(upper, constant(I8, SIDE // 2, 4)))
-
-
 def _spread_bytes(builder, row):
     return builder.zext(builder.xor(row, constant(I8, SIDE, 0x80)), vec(I32, SIDE))
 

@@ -146,7 +146,7 @@ class EngineService(Generic[T]):
             act(self._loop.owned.served)
 
         self._loop.put(partial(_do, act_if_open, done))
-        if self._thread is None:
+        while self._thread is None and done.empty():
             self._loop.turn(0)
         _raise(done.get())
 

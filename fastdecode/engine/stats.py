@@ -32,7 +32,7 @@ class EngineStats:
     tpot: LatencyHistogram = field(default_factory=LatencyHistogram)
     """(end to end - TTFT) / (n - 1) of every sequence that ended with n > 1 tokens."""
     num_recomputed: int = 0
-    """Sequences that were started again after their R-worker was lost."""
+    """Sequences that were started again: their R-worker was lost, or is doubted."""
     num_rejoined: int = 0
     """R-workers that took the place of lost ones."""
     num_suspended: int = 0

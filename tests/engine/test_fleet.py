@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from fastdecode.core.errors import WorkerError
+from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.wire.messages import Accepted, OpenSequence
-from fastdecode.wire.transport import TIMEOUT, timeout_error
+from fastdecode.wire.transport import TIMEOUT, closed_error, timeout_error
 
 
 class Hub:
@@ -125,3 +126,21 @@ def test_whoever_is_absent_from_the_beginning_is_lost_and_told_once() -> None:
     made = Fleet(hub, timeout_s=50.0, clock=lambda: hub.now, absent={1: reason})  # type: ignore[arg-type]
     assert made.lost == {1: reason}
     assert made.take_losses() == [(1, reason)] and made.take_losses() == []
+
+
+def test_what_a_lost_worker_said_before_is_no_answer_that_is_owed() -> None:
+    """Worker 1 is gone; looking for whom, the fleet finds an answer of worker 0's."""
+    hub, made = fleet([], [])
+
+    def receive_any(timeout_s: float) -> Any:
+        raise closed_error("somebody", by_peer=True)
+
+    def gone() -> Any:
+        raise closed_error("R-worker 1", by_peer=True)
+
+    hub.receive_any = receive_any  # type: ignore[method-assign]
+    hub.connections[0].poll = lambda: Accepted(0)
+    hub.connections[1].poll = gone
+    assert made.receive() is None and list(made.lost) == [1] and made.is_owed
+    made.lose(HolderId(0), WorkerError("R-worker 0 sent nonsense before"))
+    assert not made.is_owed

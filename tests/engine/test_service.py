@@ -290,6 +290,20 @@ def test_a_call_is_made_between_steps_and_its_error_comes_back(serve: Serve) -> 
     assert service.snapshot().state == "ready"
 
 
+def test_a_call_ends_though_what_was_asked_before_it_breaks_the_engine_down(serve: Serve) -> None:
+    class Unforgetful(Counting):
+        def cancel(self, request_id: str) -> bool:
+            raise ValueError("a mistake of ours")
+
+    service = serve(Unforgetful())
+    service.submit([request("a")], reader := DeltaQueue())
+    service.cancel("a")
+    with pytest.raises(FastDecodeError, match="a mistake of ours"):
+        service.call(lambda engine: None)
+    (delta,) = read(service, reader, 1)
+    assert delta.error is not None and "a mistake of ours" in delta.error.message
+
+
 def test_a_snapshot_waits_for_no_step_and_a_slow_reader_keeps_none_waiting() -> None:
     in_step, go_on = threading.Semaphore(0), threading.Semaphore(0)
 

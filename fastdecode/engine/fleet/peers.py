@@ -111,6 +111,7 @@ class Peers:
         if index in self.lost:
             return
         self._due[index].clear()
+        self._early = deque(early for early in self._early if early[0] != index)
         # Another error: one that was raised keeps all that its frames hold alive.
         self.lost[index] = WorkerError(error.message, code=error.code)
         self._untold.append(index)
@@ -121,7 +122,6 @@ class Peers:
         self.lost.pop(index, None)
         self._due[index].clear()
         self._untold = [lost for lost in self._untold if lost != index]
-        self._early = deque(early for early in self._early if early[0] != index)
 
     def _end(self, index: int) -> tuple[float, str]:
         """When a peer that owes an answer has to be given up, and why."""

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.core.model.spec import ModelSpec
+from sworker.buffers import LENT_LAYERS
 
 CUDA_RESERVE_BYTES = 1 << 30
 """Workspaces, fragmentation."""
 GRAPH_BYTES = 256 << 10
 """What a captured graph of a dozen kernels takes of the device's memory,
 estimated on the large side."""
-_LENT_LAYERS = 5
-"""q, k, v of so many layers may be lent out: see ``sworker.buffers``."""
 _SAMPLED_ELEMENTS = 1 << 24
 """Logits that the sampler works on at a time, with four 8-byte temporaries."""
 
@@ -198,7 +197,7 @@ def _staging_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     """q, k, v of the layers that may be lent out, and o."""
     return (
         sizes.num_lanes
-        * (_LENT_LAYERS + 1)
+        * (LENT_LAYERS + 1)
         * sizes.step_tokens
         * sum(spec.qkv_sizes)
         * sizes.itemsize

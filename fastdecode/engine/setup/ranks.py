@@ -23,6 +23,7 @@ from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.engine.setup.s_worker import step_graphs
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher
+from sworker.device import feed_gpu
 from sworker.dtypes import torch_dtype
 from sworker.kernels.fused import fuse
 from sworker.load.weights import load_model
@@ -82,6 +83,7 @@ def mirror_rank_0(config: EngineConfig) -> None:
     spec, model = load_model(
         checkpoint, device=ranks.device, dtype=dtype, max_model_len=max_model_len, shard=ranks.shard
     )
+    feed_gpu(ranks.device)
     parallelize(model, ranks.shard, ranks.add_up)
     fuse(model, ranks.device)
     mirror(spec, model, ranks, step_graphs(model, resolved, ranks))

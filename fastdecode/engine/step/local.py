@@ -195,7 +195,7 @@ class LocalAttention:
 
 class LocalStep:
     """One lane's step on the device: attended as soon as it is scattered; see
-    ``attend.LaneAttention``."""
+    ``fastdecode.engine.step.remote.LaneAttention``."""
 
     def __init__(self, connection: LocalConnection, batch: StepBatch) -> None:
         (span,) = batch.spans
