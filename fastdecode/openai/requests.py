@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from fastdecode.core.errors import RequestError
@@ -27,13 +27,9 @@ CHAT_URL = "/v1/chat/completions"
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 100_000
 
-# Fields of SamplingParams that a body gives by the same name. The last six are
-# vLLM's additions to OpenAI's.
-SAMPLING_FIELDS = (
-    "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
-    "logit_bias", "max_tokens", "top_k", "min_p", "repetition_penalty", "min_tokens",
-    "stop_token_ids", "ignore_eos",
-)  # fmt: skip
+# Fields of SamplingParams that a body gives by the same name and in the same
+# form; some are vLLM's additions to OpenAI's.
+SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "logprobs")
 FIELDS = {
     COMPLETIONS_URL: ("model", "prompt", *SAMPLING_FIELDS, "logprobs", "return_token_ids"),
     CHAT_URL: (

@@ -74,6 +74,7 @@ def _admission(
         return Synchronized()
     if batching.schedule == "fixed-f":
         return FixedF(options.fixed_interval())
+    assert batching.schedule == "stabilized", batching.schedule
     headroom = batching.cold_start == "headroom"
     if batching.load_limit is not None:
         limits = _shares(batching.load_limit // options.num_lanes, capacity, times)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from fastdecode.cli.errors import as_typed
 from fastdecode.cli.main import main
+from fastdecode.cli.options import add_sampling_options
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.sequence import SamplingParams
 
 PARAMETERS = {
     "kv_memory_gb",
@@ -105,3 +109,10 @@ def test_simulate_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_python_names_the_parameter() -> None:
     with pytest.raises(ConfigError, match=r"^kv_memory_gb=1e-07 is not a number of GB"):
         EngineConfig.of("model", kv_memory_gb=1e-7)
+
+
+def test_every_sampling_parameter_but_logit_bias_is_an_option() -> None:
+    parser = argparse.ArgumentParser()
+    add_sampling_options(parser)
+    options = {action.dest for action in parser._actions} - {"help"}
+    assert options == {each.name for each in fields(SamplingParams)} - {"logit_bias"}

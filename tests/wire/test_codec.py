@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as arrays_of
-from messages_for_tests import in_one_piece, same, small_attend, with_crc
+from messages_for_tests import (
+    from_r_worker,
+    in_one_piece,
+    same,
+    small_attend,
+    to_r_worker,
+    with_crc,
+)
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
@@ -138,6 +145,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
 def test_every_message_of_the_protocol_has_an_opcode_and_is_tested_here() -> None:
     kinds = {*get_args(ToRWorker), *get_args(FromRWorker)}
     assert kinds == set(OPCODES) == set(MESSAGES)
+    assert {type(message) for message in [*to_r_worker(), *from_r_worker()]} == kinds, (
+        "what every transport is tried with"
+    )
     assert len(set(OPCODES.values())) == len(OPCODES)
 
 

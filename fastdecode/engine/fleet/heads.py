@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
-from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.answers import GroupAnswers
 from fastdecode.engine.fleet.deadlines import Deadlines
@@ -34,12 +33,10 @@ from fastdecode.engine.fleet.workers import Reached
 from fastdecode.wire.messages import (
     Accepted,
     Answer,
-    AttendResult,
     Failed,
     FromRWorker,
     Hello,
     Refused,
-    Report,
     ToRWorker,
     Welcome,
 )
@@ -211,18 +208,11 @@ class HeadsHub:
     def _arrive(self, worker: int, message: FromRWorker) -> None:
         if worker in self.dead:
             return  # it was given up, and answers after all
-        match message:
-            case Failed():
-                self._lose(
-                    worker,
-                    WorkerError(
-                        f"R-worker {message.worker} failed: {message.message}", code=message.code
-                    ),
-                )
-            case Welcome() | Report() | Accepted() | Refused() | AttendResult():
-                self._answers.take(worker, message)
-            case _:
-                assert_never(message)
+        if isinstance(message, Failed):
+            text = f"R-worker {message.worker} failed: {message.message}"
+            self._lose(worker, WorkerError(text, code=message.code))
+        else:
+            self._answers.take(worker, message)
 
     def _join(self) -> Answer | None:
         """The answer to what was asked first, once everybody has given it."""

@@ -37,12 +37,11 @@ from fastdecode.wire.messages import (
     ForkSequence,
     FromRWorker,
     Hello,
-    Inspect,
     OpenSequence,
-    Shutdown,
     ToRWorker,
     Welcome,
 )
+from fastdecode.wire.traits import ForHolder
 from fastdecode.wire.transport import SoleHub, closed_error, timeout_error
 from rworker.books import Books, blocks_within
 from sworker.paged import PagedKV, PagedStep, Prompt
@@ -89,6 +88,8 @@ class LocalConnection:
 
     def send(self, message: ToRWorker) -> None:
         """See ``Connection``."""
+        if not isinstance(message, ForHolder):
+            raise AssertionError(f"{type(message).__name__} is for R-workers")
         match message:
             case Hello():
                 self._answers.append(self._greet(message))
@@ -96,7 +97,7 @@ class LocalConnection:
                 self._answers.append(self.books.reserve(message))
             case CloseSequence():
                 self.books.close(message)
-            case BeginStep() | Attend() | Inspect() | Shutdown():
+            case BeginStep() | Attend():
                 raise AssertionError(f"{type(message).__name__} is for R-workers")
             case _:
                 assert_never(message)
