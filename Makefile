@@ -38,7 +38,7 @@ demo: $(VENV)/.base
 	@echo; echo "completions: out/completions.jsonl   summary: out/summary.json"
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 campaign: $(VENV)/.dev
 	@mkdir -p out
