@@ -60,12 +60,14 @@ def s_worker(job: mpi_job.MpiJob) -> None:
     decode(connection, 0, 0)
     if job.rank == 0:
         mpi_job.send_text(job, 1, "open")
+        mpi_job.receive_text(job, 1, WAIT_S)  # an R-worker ends with the last cache
         connection.send(Shutdown())
         try:
             connection.receive(WAIT_S)
         except WorkerError:
             print("the first has left", flush=True)
         return
+    mpi_job.send_text(job, 0, "open")
     mpi_job.receive_text(job, 0, WAIT_S)
     mpi_job.send_text(job, 2, "open")
     mpi_job.receive_text(job, 2, WAIT_S)
