@@ -172,6 +172,14 @@ class RequestError(FastDecodeError):
     exit_code = 3
 
 
+def duplicate_id(request_id: str) -> RequestError:
+    """The id is that of a request that isn't over."""
+    return RequestError(
+        f"request id {request_id!r} is that of one unfinished: give each its own",
+        code="duplicate_id",
+    )
+
+
 class CapacityError(FastDecodeError):
     """There isn't room (KV blocks, memory) for what was asked. Nothing was
     changed by the attempt."""

@@ -22,7 +22,7 @@ from collections.abc import Container
 from copy import copy
 
 from fastdecode.core.delta import Listener
-from fastdecode.core.errors import FastDecodeError, RequestError, without_frames
+from fastdecode.core.errors import FastDecodeError, duplicate_id, without_frames
 from fastdecode.core.sequence import Request
 from fastdecode.engine.executor import Executor, Watch
 from fastdecode.engine.fleet.fleet import Fleet
@@ -123,10 +123,7 @@ class Engine:
         if self.broken is not None:
             raise copy(self.broken)
         if request.request_id in self._requests:
-            raise RequestError(
-                f"request id {request.request_id!r} is that of one unfinished: give each its own",
-                code="duplicate_id",
-            )
+            raise duplicate_id(request.request_id)
         self._executor.tell(events.Submitted(request))
         sequences = self._lifecycle.lives.sequences(request.request_id)
         try:
@@ -149,17 +146,21 @@ class Engine:
     def _step(self) -> None:
         started, wait_s = time.perf_counter(), self._pipeline.wait_s
         num_steps = self.stats.num_steps
-        is_prefill = False
+        is_prefill = self._runs_prompt()
         self._executor.adapt()
         while self.stats.num_steps == num_steps:
             self._executor.launch()
             if not self._executor.is_busy:
                 return
-            is_prefill = any(step.batch.num_prompt_tokens for step in self._pipeline.in_flight)
+            is_prefill = self._runs_prompt()
             self._executor.run_on()
         self.stats.count_time(
             time.perf_counter() - started, self._pipeline.wait_s - wait_s, is_prefill=is_prefill
         )
+
+    def _runs_prompt(self) -> bool:
+        """Whether part of a prompt runs in any step in flight."""
+        return any(step.batch.num_prompt_tokens for step in self._pipeline.in_flight)
 
     def set_num_lanes(self, num_lanes: int) -> None:
         """Go on with so many lanes, when the steps in flight have ended."""

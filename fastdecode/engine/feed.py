@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, OutputFold
-from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError, without_frames
+from fastdecode.core.errors import ConfigError, FastDecodeError, duplicate_id, without_frames
 from fastdecode.core.sequence import PromptRequest, Request, RequestOutput
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.service import EngineService
@@ -123,8 +123,7 @@ class Feed:
             token_ids = self._checker.tokenise(arrived.prompt)
             request = self._checker.check(arrived, token_ids)
             if request_id in self._folds:
-                text = f"request id {request_id!r} is that of one unfinished: give each its own"
-                raise RequestError(text, code="duplicate_id")
+                raise duplicate_id(request_id)
         except FastDecodeError as error:
             self._refuse(OutputFold(request_id, prompt, token_ids, arrived.params.n), error)
             return None

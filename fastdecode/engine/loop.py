@@ -42,15 +42,17 @@ class EngineLoop(Generic[T]):
         return self.owner
 
     def run(self, make: Callable[[], T], made: SimpleQueue[BaseException | None]) -> None:
-        """Make the engine, say what that raised, and go on to the end."""
+        """Make the engine, say what that raised, and go on to the end. One that
+        was made is closed, even where an interrupt comes before that was said."""
         try:
             self.owner = Owner(make())
+            made.put(None)
         except BaseException as error:
-            self.is_over = True
+            self.is_closing = True
+            self.is_over = self.owner is None
             made.put(error)
-            return
-        made.put(None)
-        self.run_to_end()
+        finally:
+            self.run_to_end()
 
     def run_to_end(self) -> None:
         """Until somebody asks it to close; then close the engine."""

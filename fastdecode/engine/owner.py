@@ -15,6 +15,7 @@ from fastdecode.core.errors import (
     ConfigError,
     FastDecodeError,
     RequestError,
+    duplicate_id,
     without_frames,
 )
 from fastdecode.core.sequence import Request
@@ -133,11 +134,7 @@ class Owner(Generic[T]):
         for request in requests:
             request_id = request.request_id
             if request_id in self._open:
-                text = (
-                    f"the request id {request_id!r} is that of another open request: give each "
-                    "its own"
-                )
-                reader.put([Delta(request_id, 0, error=RequestError(text, code="duplicate_id"))])
+                reader.put([Delta(request_id, 0, error=duplicate_id(request_id))])
                 continue
             self._open[request_id] = _Open(reader, request.params.n)
             try:
@@ -175,6 +172,7 @@ class Owner(Generic[T]):
         try:
             if stepped:
                 self.served.engine.step()
+                stepped = not self.served.engine.pause_s  # else it only looked for R-workers
         except BaseException as error:
             self.break_down(error)
         self._look(stepped=stepped)

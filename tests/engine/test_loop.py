@@ -97,3 +97,36 @@ def test_what_making_raises_ends_it() -> None:
     made: SimpleQueue[BaseException | None] = SimpleQueue()
     loop.run(make, made)
     assert made.get(timeout=DEADLINE_S) is error and loop.is_over and loop.owner is None
+
+
+class Interrupted(SimpleQueue[BaseException | None]):
+    """An interrupt comes where it is said that the engine was made."""
+
+    def put(
+        self, item: BaseException | None, block: bool = True, timeout: float | None = None
+    ) -> None:
+        super().put(item, block, timeout)
+        if item is None:
+            raise KeyboardInterrupt
+
+
+def test_an_engine_that_was_made_is_closed_whatever_comes_then() -> None:
+    engine = Stepping(0)
+    loop: EngineLoop[Any] = EngineLoop(lambda: None)
+    made = Interrupted()
+    loop.run(lambda: engine, made)
+    assert engine.told == ["closed"] and loop.is_over
+    assert made.get(timeout=DEADLINE_S) is None
+    assert isinstance(made.get(timeout=DEADLINE_S), KeyboardInterrupt)
+
+
+def test_a_look_for_r_workers_is_no_step() -> None:
+    """Or an engine that waits for them would look as if it went on."""
+    stranded = run(Stepping(2, pause_s=1e6), lambda loop: close_after_a_step(loop))
+    assert stranded.owned.numbers.num_steps == 0
+    stepping = run(Stepping(1), lambda loop: close_after_a_step(loop))
+    assert stepping.owned.numbers.num_steps == 1
+
+
+def close_after_a_step(loop: EngineLoop[Any]) -> None:
+    loop.put(lambda: loop.put(loop.ask_to_close))

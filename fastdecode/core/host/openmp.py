@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Container, MutableMapping
 from typing import Final
 
-_SPINS: Final = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "1"}
-"""GNU's, in turns of a loop; LLVM's and Intel's, in ms. Of GNU's, 1000 cost an idle machine 4%."""
+_SPINS: Final = {"GOMP_SPINCOUNT": "6000", "KMP_BLOCKTIME": "1"}
+"""GNU's, in turns of a loop; LLVM's and Intel's, in ms. With fewer of GNU's an idle machine is
+slower, with more a busy one: benchmarks/LOG.md has both, measured in turns."""
 _POLICY: Final = "OMP_WAIT_POLICY"
 
 

@@ -20,16 +20,14 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.setup.resolve import resolve_for_this_host
-from fastdecode.engine.setup.s_worker import step_graphs
+from fastdecode.engine.setup.s_worker import prepare
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher
-from sworker.device import feed_gpu
 from sworker.dtypes import torch_dtype
-from sworker.kernels.fused import fuse
 from sworker.load.weights import load_model
 from sworker.ranks.group import JOINING_TIMEOUT_S, Ranks
 from sworker.ranks.parallel import mirror
-from sworker.ranks.sharding import Shard, parallelize
+from sworker.ranks.sharding import Shard
 
 if TYPE_CHECKING:
     from fastdecode.wire.mpi.job import MpiJob
@@ -83,10 +81,7 @@ def mirror_rank_0(config: EngineConfig) -> None:
     spec, model = load_model(
         checkpoint, device=ranks.device, dtype=dtype, max_model_len=max_model_len, shard=ranks.shard
     )
-    feed_gpu(ranks.device)
-    parallelize(model, ranks.shard, ranks.add_up)
-    fuse(model, ranks.device)
-    mirror(spec, model, ranks, step_graphs(model, resolved, ranks))
+    mirror(spec, model, ranks, prepare(model, resolved, ranks))
     ranks.close()
 
 

@@ -29,15 +29,24 @@ def make_s_worker(
     spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None
 ) -> SWorker:
     """The S-worker as it was configured."""
-    feed_gpu(resolved.device)
-    fuse(model, resolved.device)
+    graphs = prepare(model, resolved, ranks)
+    if ranks is not None:
+        return ParallelSWorker(spec, model, ranks, graphs)
+    return SWorker(spec, model, resolved.device, graphs)
+
+
+def prepare(model: Model, resolved: ResolvedConfig, ranks: Ranks | None) -> StepGraphs | None:
+    """Put kernels on a loaded model, and make it this rank's part of several,
+    each of which does the same. Returns its CUDA graphs, if they were chosen."""
+    device = resolved.device if ranks is None else ranks.device
+    feed_gpu(device)
+    fuse(model, device)
     if ranks is not None:
         parallelize(model, ranks.shard, ranks.add_up)
-        return ParallelSWorker(spec, model, ranks, step_graphs(model, resolved, ranks))
-    if resolved.device.type == "cpu":
+    elif device.type == "cpu":
         _tell_of_spinning()
         pack(model)
-    return SWorker(spec, model, resolved.device, step_graphs(model, resolved))
+    return step_graphs(model, resolved, ranks)
 
 
 def _tell_of_spinning() -> None:
@@ -45,7 +54,7 @@ def _tell_of_spinning() -> None:
         logger.warning(
             "torch was imported before fastdecode, so its idle threads spin for milliseconds: "
             "beside other work on these cores this is several times slower. Import fastdecode "
-            "first, or set GOMP_SPINCOUNT=3000"
+            "first, or set GOMP_SPINCOUNT=6000"
         )
 
 
