@@ -76,6 +76,7 @@ def instant_steps(
     laid out before the clock starts, and units are timed without what comes
     between them."""
     graphs = StepGraphs(model, device, capture=capture, num_lanes=num_lanes)
+    graphs.prepare([graphs.buckets.of(rows)])
     s_worker = SWorker(model.spec, model, device, graphs)
     holders = (
         Holder(HolderKind.R_WORKER, attends_prompts=False, answers_at_once=False, token_bytes=1),

@@ -148,6 +148,8 @@ def layers(setup: Setup) -> Rows:
         graphs, plain_graphs = (
             StepGraphs(x, setup.device, capture=setup.is_cuda) for x in (model, plain)
         )
+        plain_graphs.prepare()
+        of_graphs = _prepared(graphs) if setup.is_cuda else {}
         for lane in (graphs.buffers(0), plain_graphs.buffers(0)):
             for buffer in (lane.x, lane.o):
                 buffer.copy_(setup.random(*buffer.shape))
@@ -167,7 +169,7 @@ def layers(setup: Setup) -> Rows:
                        "host_us": host_s * 1e6, "tflops": flops / layer_s / 1e12,
                        "weights_gbps": weights_gbps}  # fmt: skip
         if setup.is_cuda:
-            yield {"model": name, "what": "a graph's memory", **_graph_memory(graphs)}
+            yield {"model": name, "what": "a graph's memory", **of_graphs}
         del plain, model, graphs, plain_graphs, ways, run
 
 
@@ -196,15 +198,12 @@ def _graph_layers(graphs: StepGraphs, batch: int) -> Callable[[], None]:
     return run
 
 
-def _graph_memory(graphs: StepGraphs) -> dict[str, Any]:
-    """Of the graphs of buckets that haven't been met yet: the device's memory before and after."""
-    before, free = graphs.num_graphs, torch.cuda.mem_get_info(graphs.device)[0]
-    started = time.perf_counter()
-    for batch in (24, 40, 48, 56, 72, 80, 88, 96):
-        for _ in range(2):
-            _graph_layers(graphs, batch)()
+def _prepared(graphs: StepGraphs) -> dict[str, Any]:
+    """What capturing all graphs takes: of the device's memory, and of time."""
+    started, free = time.perf_counter(), torch.cuda.mem_get_info(graphs.device)[0]
+    graphs.prepare()
     torch.cuda.synchronize(graphs.device)
-    num, elapsed_s = graphs.num_graphs - before, time.perf_counter() - started
+    num, elapsed_s = graphs.num_graphs, time.perf_counter() - started
     taken = free - torch.cuda.mem_get_info(graphs.device)[0]
     return {"graphs": num, "kb_each": taken / num / 1024, "ms_each": elapsed_s / num * 1e3}
 

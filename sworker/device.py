@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import weakref
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -99,11 +100,27 @@ class Gpu(Protocol):
         """
 
 
-class CudaGpu:
-    """A CUDA device, by torch."""
+class _Pinned(mmap.mmap):
+    """Memory that a driver was told of, until nothing looks into it any more:
+    a tensor's storage keeps it, and so does every view of the tensor."""
 
-    def __init__(self, device: torch.device) -> None:
+    unpin: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unpin is not None and not sys.is_finalizing():
+            self.unpin()
+
+
+class CudaGpu:
+    """A CUDA device, by torch.
+
+    Args:
+        cudart: CUDA's runtime, in place of torch's.
+    """
+
+    def __init__(self, device: torch.device, cudart: Any = None) -> None:
         self._device = device
+        self._given_cudart = cudart
         self._capturing: torch.cuda.Stream | None = None
 
     def new_stream(self) -> Stream:
@@ -122,10 +139,10 @@ class CudaGpu:
 
     def pinned(self, num_bytes: int) -> Tensor:
         # Not torch's: that rounds up to a power of two, and keeps what is given back.
-        memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-        address = memory.data_ptr()
-        cudart = torch.cuda.cudart()
-        error = int(cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
+        mapping = _Pinned(-1, num_bytes)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        cudart = self._given_cudart or torch.cuda.cudart()
+        error = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, _PORTABLE))
         if error:
             raise WorkerError(
                 f"{num_bytes / 1e6:.0f} MB of the host's memory can't be pinned for {self._device} "
@@ -133,7 +150,7 @@ class CudaGpu:
                 Given("max_step_tokens"),
                 code="no_pinned_memory",
             )
-        weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+        mapping.unpin = partial(cudart.cudaHostUnregister, memory.data_ptr())
         return memory
 
     def room(self, num_bytes: int) -> Tensor:

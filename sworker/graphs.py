@@ -9,9 +9,10 @@ graph that was captured once is right for every later step of so many rows. Rows
 are independent: what stands in the padding changes nobody's result but the
 shape of the matrix products, whose rounding may depend on it.
 
-Graphs are captured before the first step, the largest first, so that they share
-memory, and no request waits for it; those of lanes that come later at their
-second use. Where one can't be captured, units run as they are from then on.
+Graphs are captured before the first step, of all lanes that there may ever be,
+the largest first, so that they share memory; none is captured later, when
+somebody would wait for it. What hasn't got one runs as it is, and so does all
+that comes after one that can't be captured.
 
 Without capture, as on a CPU, the same code runs the units as they are; that is
 how it is tested there.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,7 +41,6 @@ MAX_GRAPH_ROWS = 512
 """Beyond so many rows a layer computes for longer than its launches take."""
 MAX_GRAPHS = 4096
 """Each takes some of the device's memory, and a moment to capture."""
-_EAGER_USES = 1
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,9 @@ class StepGraphs:
 
     Args:
         model: on ``device``.
-        capture: whether to capture CUDA graphs; if not, units run as they are.
-        num_lanes: that there are, until ``regroup``.
+        capture: whether ``prepare`` captures CUDA graphs; if not, units run as
+            they are.
+        num_lanes: most that there may be.
         max_rows: steps of more rows are somebody else's.
         max_graphs: buckets are as many as this allows.
         gpu: the device's driver, in place of the one that torch has.
@@ -145,15 +147,12 @@ class StepGraphs:
         self._gpu = gpu or gpu_of(device)
         self.model = model
         self.device = device
-        self._max_rows = max_rows
-        self.buckets = Buckets(max_rows)
         self._capture = capture
-        self._max_graphs = max_graphs
+        self._num_lanes, self._max_graphs = num_lanes, max_graphs
+        self.buckets = Buckets.choose(num_lanes, self.num_units, max_graphs, max_rows)
         self._lanes: dict[int, LaneBuffers] = {}
-        self._uses: dict[tuple[int, int, int], int] = {}
         self._graphs: dict[tuple[int, int, int], Graph] = {}  # by lane, unit and bucket
         self._pool = self._gpu.new_pool() if self._gpu is not None else None
-        self.regroup(num_lanes)
 
     @property
     def num_graphs(self) -> int:
@@ -162,26 +161,6 @@ class StepGraphs:
     @property
     def num_units(self) -> int:
         return len(self.model.layers) + 1
-
-    def regroup(self, num_lanes: int) -> None:
-        """There are so many lanes from now on; none has a step under way. With
-        more lanes there are fewer buckets, so that graphs don't take ever more
-        memory; those that nobody can use any more are dropped."""
-        self.buckets = Buckets.choose(num_lanes, self.num_units, self._max_graphs, self._max_rows)
-        sizes = set(self.buckets.sizes)
-        kept = {
-            key: graph
-            for key, graph in self._graphs.items()
-            if key[0] < num_lanes and key[2] in sizes
-        }
-        if len(kept) < len(self._graphs):
-            if self._gpu is not None:
-                self._gpu.current_stream().record_event().synchronize()  # they may be running
-            self._graphs = kept
-            self._uses = {key: uses for key, uses in self._uses.items() if key in kept}
-            if self._gpu is not None and not kept:
-                # One that no graph uses any more can't be used again.
-                self._pool = self._gpu.new_pool()
 
     def buffers(self, lane: int) -> LaneBuffers:
         """A lane's memory, the same at every call."""
@@ -198,51 +177,43 @@ class StepGraphs:
                 )
         return self._lanes[lane]
 
-    def prepare(self, num_lanes: int) -> None:
-        """Capture what steps of so many lanes will need, the largest first."""
+    def prepare(self, buckets: Iterable[int] | None = None) -> None:
+        """Take the lanes' memory, and capture what their steps will need, the
+        largest first; for these buckets, or all. Several S-workers do so
+        together."""
         last = self.num_units - 1
-        for bucket in reversed(self.buckets.sizes):
+        for lane in range(self._num_lanes):
+            self.buffers(lane)
+        for bucket in sorted(buckets or self.buckets.sizes, reverse=True):
             # Libraries choose their kernels, and get their workspaces. The
             # units between the first and the last are alike.
             for unit in sorted({0, min(1, last), last}):
                 self._run_as_it_is(0, unit, bucket)
-            for lane, unit in itertools.product(range(num_lanes), range(self.num_units)):
-                if self._may_capture:
-                    self._uses[lane, unit, bucket] = _EAGER_USES
+            for lane, unit in itertools.product(range(self._num_lanes), range(self.num_units)):
+                if self._capture and len(self._graphs) < self._max_graphs:
                     self._capture_unit((lane, unit, bucket))
 
     def run(self, lane: int, unit: int, bucket: int) -> None:
-        """One unit on the first ``bucket`` rows of a lane. Captured at its
-        second use if it wasn't before, for the first one makes libraries choose
-        their kernels and get their workspaces."""
-        key = (lane, unit, bucket)
-        graph = self._graphs.get(key)
-        if graph is None and self._may_capture and self._uses.get(key, 0) >= _EAGER_USES:
-            graph = self._capture_unit(key)
+        """One unit on the first ``bucket`` rows of a lane."""
+        graph = self._graphs.get((lane, unit, bucket))
         if graph is not None:
             graph.replay()
-            return
-        self._uses[key] = self._uses.get(key, 0) + 1
-        self._run_as_it_is(*key)
-
-    @property
-    def _may_capture(self) -> bool:
-        return self._capture and len(self._graphs) < self._max_graphs
+        else:
+            self._run_as_it_is(lane, unit, bucket)
 
     @torch.inference_mode()
     def _run_as_it_is(self, lane: int, unit: int, bucket: int) -> None:
         self._unit(self.buffers(lane), unit, bucket)
 
-    def _capture_unit(self, key: tuple[int, int, int]) -> Graph | None:
-        """None: it can't be captured, and nothing will be any more."""
+    def _capture_unit(self, key: tuple[int, int, int]) -> None:
+        """If it can't be captured, nothing will be any more."""
         assert self._gpu is not None
-        lane, unit, bucket = key
-        self.buffers(lane)
+        _, unit, bucket = key
         # A graph of another engine that is freed meanwhile would spoil it.
         collects = gc.isenabled()
         gc.disable()
         try:
-            graph = self._gpu.capture(partial(self._run_as_it_is, *key), self._pool)
+            self._graphs[key] = self._gpu.capture(partial(self._run_as_it_is, *key), self._pool)
         except RuntimeError as error:
             self._capture = False
             logger.warning(
@@ -250,12 +221,9 @@ class StepGraphs:
                 "runs as it is, as will all that isn't captured yet: %s",
                 *(unit, bucket, self.device, str(error).splitlines()[0]),
             )
-            return None
         finally:
             if collects:
                 gc.enable()
-        self._graphs[key] = graph
-        return graph
 
     def _unit(self, lane: LaneBuffers, unit: int, num_rows: int) -> None:
         rows = slice(num_rows)

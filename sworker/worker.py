@@ -68,11 +68,6 @@ class SWorker:
             return PaddedPass(self, self.graphs, lane, rows)
         return Pass(self, rows)
 
-    def set_num_lanes(self, num_lanes: int) -> None:
-        """There are so many lanes from now on. No step is under way."""
-        if self.graphs is not None:
-            self.graphs.regroup(num_lanes)
-
     @torch.inference_mode()
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
         """Draw the next token of each row's sequence. logits float32 [R,

@@ -164,14 +164,16 @@ class Run:
             model = random_model(self.spec, device=CPU, dtype=torch.float32)
             graphs = None
             if self.graphs:
-                graphs = StepGraphs(model, CPU, capture=self.capture, max_rows=8, gpu=self.gpu)
+                graphs = StepGraphs(
+                    model, CPU, capture=self.capture, num_lanes=self.lanes, max_rows=8, gpu=self.gpu
+                )
                 if self.capture:
-                    graphs.prepare(self.lanes)
+                    graphs.prepare()
             pipeline = Pipeline(
                 LoggedSWorker(model, graphs, self.fleet.log, self.gpu), self.plan, self.lanes
             )
+            self.plan.prepare(self.lanes)
             for lane in range(self.lanes):
-                self.plan.staging(lane)
                 if graphs is not None:
                     self.gpu.stays(graphs.buffers(lane).o)
             mistake(self)

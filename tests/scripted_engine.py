@@ -99,9 +99,6 @@ class ScriptedSWorker:
         self.lanes.append(lane)
         return ScriptedPass(token_ids, positions)
 
-    def set_num_lanes(self, num_lanes: int) -> None:
-        pass
-
     def sample(self, logits: Tensor, states: Sequence[Any]) -> list[SampledToken]:
         assert len(logits) == len(states)
         return [self._draw(row, state) for row, state in zip(logits, states, strict=True)]

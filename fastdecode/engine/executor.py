@@ -111,7 +111,6 @@ class Executor:
         logger.info("%d lanes from now on, in place of %d", num_lanes, self._pipeline.num_lanes)
         self.tell(events.Regrouped(num_lanes))
         self._pipeline.set_num_lanes(num_lanes)
-        self._s_worker.set_num_lanes(num_lanes)
         if self._watch.lanes is not None:
             self._watch.lanes.regrouped(num_lanes)
 

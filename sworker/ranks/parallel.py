@@ -32,7 +32,7 @@ from torch import Tensor
 from fastdecode.core.model.spec import ModelSpec
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
-from sworker.ranks.group import ADVANCE, BEGIN, LOGITS, REGROUP, STOP, Ranks
+from sworker.ranks.group import ADVANCE, BEGIN, LOGITS, STOP, Ranks
 from sworker.sampler import SampledToken, SamplingState
 from sworker.worker import Pass, SWorker
 
@@ -104,11 +104,6 @@ class ParallelSWorker(SWorker):
     ) -> Pass:
         return ParallelPass(self, lane, token_ids, positions)
 
-    def set_num_lanes(self, num_lanes: int) -> None:
-        with self.ranks.peers.exchanging():
-            self.ranks.tell(REGROUP, num_lanes, 0)
-        super().set_num_lanes(num_lanes)
-
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
         drawn = super().sample(logits, states)
         # A GPU has only now computed what it was told; had a rank ended
@@ -139,8 +134,6 @@ def mirror(spec: ModelSpec, model: Model, ranks: Ranks, graphs: StepGraphs | Non
                 step = passes[lane]
                 if step.advance(ranks.scatter_heads(None, step.q)):
                     ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
-            elif operation == LOGITS:
+            else:
                 chosen = ranks.share(torch.empty(num_rows, dtype=torch.int64))
                 ranks.gather(passes.pop(lane).logits(chosen.numpy()))
-            else:
-                worker.set_num_lanes(lane)

@@ -27,6 +27,8 @@ if __name__ == "__main__":
         spec, model = load_model(path, device="cpu", dtype=torch.float32, shard=ranks.shard)
         parallelize(model, ranks.shard, ranks.add_up)
         graphs = StepGraphs(model, ranks.device, capture=False) if index % 2 else None
+        if graphs is not None:
+            graphs.prepare()
         mirror(spec, model, ranks, graphs)
         ranks.close()
     # As ranks of a job end too: at an ordinary exit, threads that torch leaves

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from recorded_gpu import RecordedGpu
 
-from sworker.device import feed_gpu
+from fastdecode.core.errors import WorkerError
+from sworker.buffers import _Room
+from sworker.device import CudaGpu, feed_gpu
 from sworker.worker import DeviceTimer
 
 
@@ -36,3 +40,49 @@ def test_one_block_of_many_that_are_alike_is_timed_and_stands_for_all() -> None:
     assert [timer.seconds() for timer in (all_blocks, some)] == pytest.approx([0.02, 0.02])
     assert gpu.calls["mark"] == 2 * (20 + 3)
     assert DeviceTimer(None).seconds() == 0.0
+
+
+class Cudart:
+    """Of CUDA's runtime, what pins memory."""
+
+    def __init__(self, error: int = 0) -> None:
+        self._error = error
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        if not self._error:
+            self.pinned[address] = num_bytes
+        return self._error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+def test_memory_is_pinned_as_long_as_anything_looks_into_it() -> None:
+    """A room that has grown may have lent what it had before: views outlive the
+    tensor that they are of."""
+    cudart = Cudart()
+    gpu = CudaGpu(torch.device("cuda", 0), cudart)
+    room = _Room(gpu.pinned, 4096)
+    lent = room.take(torch.Size((16,)), torch.float32)
+    array = lent.numpy()
+    room.take(torch.Size((5000,)), torch.float32)
+    del lent
+    gc.collect()
+    assert sorted(cudart.pinned.values()) == [4096, 20000]
+    assert array.ctypes.data in cudart.pinned
+    array[:] = 1
+    del array
+    gc.collect()
+    assert sorted(cudart.pinned.values()) == [20000]
+    del room
+    gc.collect()
+    assert cudart.pinned == {}
+
+
+def test_memory_that_cannot_be_pinned() -> None:
+    cudart = Cudart(error=2)
+    with pytest.raises(WorkerError, match="CUDA error 2"):
+        CudaGpu(torch.device("cuda", 0), cudart).pinned(4096)
+    gc.collect()

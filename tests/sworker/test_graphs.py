@@ -44,31 +44,28 @@ def test_more_lanes_have_fewer_buckets() -> None:
     assert Buckets.choose(8, 127, 1000).parts == 1
 
 
-def test_regrouped_lanes_leave_no_graph_that_nobody_can_use(
-    tiny_checkpoint: Callable[..., Path],
+@pytest.mark.parametrize(("max_graphs", "captured"), [(4096, 3 * 3 * 4), (20, 20)])
+def test_nothing_is_captured_later(
+    max_graphs: int, captured: int, tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    """As many as are allowed, and no more; the rest run as they are."""
-    _, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
-    graphs = StepGraphs(
-        model, CPU, capture=False, num_lanes=1, max_graphs=23 * 2 * (len(model.layers) + 1)
-    )
-    graphs._capture = True  # what is captured is for show here
-    graphs._gpu = mock.Mock()
-    for lane in (0, 1):
-        for bucket in (8, 40, 144, 512):
-            for _ in range(3):
-                graphs.run(lane, 1, bucket)
-    assert graphs.num_graphs == 8
-    graphs.regroup(2)
-    # There is no bucket of 144 any more.
-    assert graphs.buckets.parts == 4 and graphs.num_graphs == 6
-    graphs.regroup(1)
-    assert graphs.buckets.parts == 8 and graphs.num_graphs == 3
-    graphs._max_graphs = 4
-    for _ in range(3):
-        graphs.run(0, 1, 256)
-        graphs.run(0, 1, 288)
-    assert graphs.num_graphs == 4
+    """As many graphs as are allowed, of all lanes that there may be; the rest
+    runs as it is, however often."""
+    checkpoint = tiny_checkpoint("llama", num_hidden_layers=2)
+    _, model = load_model(checkpoint, device=CPU, dtype=torch.float32)
+    gpu = RecordedGpu()
+    with gpu:
+        graphs = StepGraphs(
+            model, CPU, capture=True, num_lanes=3, max_rows=8, max_graphs=max_graphs, gpu=gpu
+        )
+        graphs.prepare()
+        assert graphs.num_graphs == captured
+        gpu.calls.clear()
+        for _ in range(3):
+            for lane in range(4):
+                for bucket in graphs.buckets.sizes:
+                    graphs.run(lane, 1, bucket)
+    assert graphs.num_graphs == captured
+    assert gpu.calls["replay"] == 3 * sum(unit == 1 for _, unit, _ in graphs._graphs)
 
 
 def test_graphs_are_captured_before_the_first_step_with_the_collector_off(
@@ -77,8 +74,8 @@ def test_graphs_are_captured_before_the_first_step_with_the_collector_off(
     _, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
     gpu = RecordedGpu()
     with gpu:
-        graphs = StepGraphs(model, CPU, capture=True, max_rows=8, gpu=gpu)
-        graphs.prepare(2)
+        graphs = StepGraphs(model, CPU, capture=True, num_lanes=2, max_rows=8, gpu=gpu)
+        graphs.prepare()
         assert graphs.num_graphs == 2 * graphs.num_units * 4
         gpu.calls.clear()
         graphs.run(1, 1, 4)
@@ -93,8 +90,8 @@ def test_what_cannot_be_captured_runs_as_it_is(
     spec, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
     gpu = RecordedGpu()
     with mock.patch.object(gpu, "capture", side_effect=RuntimeError("no\nreason")) as capture:
-        graphs = StepGraphs(model, CPU, capture=True, max_rows=8, gpu=gpu)
-        graphs.prepare(2)
+        graphs = StepGraphs(model, CPU, capture=True, num_lanes=2, max_rows=8, gpu=gpu)
+        graphs.prepare()
         ids = np.arange(5)
         found, expected = (SWorker(spec, model, CPU, how).begin(ids, ids) for how in (graphs, None))
         for _ in range(3):
@@ -172,13 +169,11 @@ def test_equal_tokens(lanes: int, kv_placement: str, tiny_checkpoint: Callable[.
 
 
 def test_several_s_workers_pad_alike_whatever_their_gpus_have_room_for() -> None:
-    resolved = mock.Mock(device=CPU, max_graphs=4096)
-    resolved.schedule.num_lanes = 4
+    resolved = mock.Mock(device=CPU, max_graphs=4096, most_lanes=4)
+    ranks = mock.MagicMock(agree=lambda *numbers: [min(n, 2) for n in numbers])
     with mock.patch.object(s_worker, "StepGraphs") as made:
         s_worker.step_graphs(mock.Mock(), resolved)
-        s_worker.step_graphs(
-            mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [min(n, 2) for n in numbers])
-        )
+        s_worker.step_graphs(mock.Mock(), resolved, ranks)
         no_room = s_worker.step_graphs(
             mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [2, 0])
         )

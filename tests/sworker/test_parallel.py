@@ -100,9 +100,9 @@ def test_two_ranks_say_what_one_says(index: int, paths: list[Path], place: Path)
         assert half.layers[0].mlp.up.weight.shape[0] * 2 == whole.layers[0].mlp.up.weight.shape[0]
         parallelize(half, ranks.shard, ranks.add_up)
         graphs = StepGraphs(half, CPU, capture=False) if index % 2 else None  # as the other does
-        worker = ParallelSWorker(spec, half, ranks, graphs)
-        worker.set_num_lanes(2)
-        found = run_passes(worker)
+        if graphs is not None:
+            graphs.prepare()
+        found = run_passes(ParallelSWorker(spec, half, ranks, graphs))
     finally:
         ranks.close()
     for mine, other in zip(found, expected, strict=True):

@@ -248,7 +248,7 @@ def _attention(
         return workers.attention(fleet, holder)
     holders = (holder,) * len(fleet)
     give_up = workers.give_up_heads
-    return AttentionPlan(
+    plan = AttentionPlan(
         spec.attention,
         resolved.kv_dtype,
         fleet,
@@ -257,6 +257,8 @@ def _attention(
         give_up,
         slot_bytes=resolved.slot_bytes(spec),
     )
+    plan.prepare(resolved.most_lanes)
+    return plan
 
 
 def _reach_workers(resolved: ResolvedConfig) -> Reached:

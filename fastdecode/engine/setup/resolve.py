@@ -234,9 +234,7 @@ class _Steps:
             logit_rows=-(-batching.max_num_sequences // lanes.fewest),
             itemsize=self.dtype.size_bytes,
             num_shards=config.s_part.tp,
-            num_graphs=max(
-                self._num_graphs(num_lanes) for num_lanes in range(lanes.fewest, lanes.most + 1)
-            ),
+            num_graphs=self._num_graphs(lanes.most),
             graph_rows=MAX_GRAPH_ROWS if self.max_graphs else 0,
         )
         kv = KVDemand(

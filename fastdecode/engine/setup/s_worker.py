@@ -3,6 +3,7 @@ its part of several."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -64,7 +65,7 @@ def step_graphs(
     """What runs the model's small S-steps as CUDA graphs, if that was chosen.
     Several S-workers pad to the same buckets, whatever each one's GPU has room
     for: they add up rows of one shape."""
-    num_lanes, max_graphs = resolved.schedule.num_lanes, resolved.max_graphs
+    num_lanes, max_graphs = resolved.most_lanes, resolved.max_graphs
     if ranks is not None:
         num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
     if not max_graphs:
@@ -72,7 +73,7 @@ def step_graphs(
     graphs = StepGraphs(
         model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs
     )
-    if ranks is None:
-        gc.collect()  # what is left of an engine before this one: its graphs and weights
-        graphs.prepare(num_lanes)
+    gc.collect()  # what is left of an engine before this one: its graphs and weights
+    with contextlib.nullcontext() if ranks is None else ranks.peers.exchanging():
+        graphs.prepare()
     return graphs

@@ -141,6 +141,12 @@ class AttentionPlan:
     def begin(self, batch: StepBatch) -> RemoteStep:
         return RemoteStep(self, batch)
 
+    def prepare(self, num_lanes: int) -> None:
+        """Take the memory of so many lanes, which may stop the device, before
+        anybody waits for it."""
+        for lane in range(num_lanes):
+            self.staging(lane)
+
     def staging(self, lane: int) -> Staging:
         """A lane's memory on the way to R-workers and back."""
         if lane not in self._staging:
