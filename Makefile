@@ -42,6 +42,7 @@ test: $(VENV)/.dev
 
 campaign: $(VENV)/.dev
 	@mkdir -p out
+	FASTDECODE_ALL_EXAMPLES=1 $(BIN)/python -m pytest -q tests/schedule
 	$(BIN)/python tests/campaign/campaign.py --out out/campaign.json
 
 check: $(VENV)/.dev

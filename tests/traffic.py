@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from fastdecode.core.config.groups import Batching
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId, Part
@@ -378,4 +379,6 @@ def play(data: st.DataObject, harness: Harness, requests: Requests, *, lose: boo
             assert sequence_id in cancelled or harness.lost
 
 
-relaxed = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(
+    max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.schedule.admission.load_control import FixedInterval, LoadControl, MicroBatch
 
@@ -94,25 +95,25 @@ def check_against_brute_force(wanted: list[Wish], slack: int) -> None:
         assert control.load_at(step) == brute.load[step]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(wishes(same_length=True), st.integers(0, 100))
 def test_equal_lengths_start_when_brute_force_says(wanted: list[Wish], slack: int) -> None:
     check_against_brute_force(wanted, slack)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(wishes(), st.integers(0, 150))
 def test_mixed_lengths_start_when_brute_force_says(wanted: list[Wish], slack: int) -> None:
     check_against_brute_force(wanted, slack)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(wishes(with_prompts=True), st.integers(0, 150))
 def test_cached_prompts_start_when_brute_force_says(wanted: list[Wish], slack: int) -> None:
     check_against_brute_force(wanted, slack)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(wishes(same_length=True), st.integers(0, 100))
 def test_equal_lengths_follow_the_papers_formula(wanted: list[Wish], slack: int) -> None:
     limit = max(w.num_sequences * w.target_length for w in wanted) + slack
@@ -140,7 +141,7 @@ def test_equal_lengths_follow_the_papers_formula(wanted: list[Wish], slack: int)
         assert control.peak() == max(loads)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(st.data(), wishes(with_prompts=True), st.integers(0, 100))
 def test_what_ends_early_gives_its_load_back(
     data: st.DataObject, wanted: list[Wish], slack: int
@@ -180,7 +181,7 @@ def test_what_ends_early_gives_its_load_back(
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(wishes(with_prompts=True), st.integers(0, 150), st.integers(1, 100))
 def test_a_lowered_limit_holds_for_what_starts_from_then_on(
     wanted: list[Wish], slack: int, percent: int
@@ -261,7 +262,7 @@ def test_worked_fixed_interval_from_a_cold_start() -> None:
     assert played(interval, given_["n"]).peak() == interval.peak == expected["max_load"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 60))
 def test_fixed_intervals_peak_where_they_say(batch_size: int, length: int, interval: int) -> None:
     interval = min(interval, length)
@@ -271,7 +272,7 @@ def test_fixed_intervals_peak_where_they_say(batch_size: int, length: int, inter
         assert 2 * fixed.peak == batch_size * (length + interval)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 60), st.integers(1, 4000))
 def test_rounding_never_lifts_a_fixed_interval_above_its_limit(
     batch: int, length: int, interval: int, limit: int
@@ -294,7 +295,7 @@ def test_an_interval_beyond_the_length_is_refused(interval: int) -> None:
         FixedInterval.of(8, 16, interval)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
     wishes(with_prompts=True),
     st.integers(0, 150),
@@ -320,7 +321,7 @@ def test_what_fits_under_a_falling_limit(wanted: list[Wish], slack: int, falls: 
     )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(
     wishes(with_prompts=True),
     st.lists(st.integers(0, 2), min_size=14, max_size=14),
