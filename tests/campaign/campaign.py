@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 import damaged_frames  # noqa: E402
 import losses  # noqa: E402
 import stops  # noqa: E402
+from inherited_signals import hear_interrupts  # noqa: E402
 from mpi_launch import mpirun, open_mpi_options, running  # noqa: E402
 from provenance import provenance  # noqa: E402
 from small_jobs import FASTDECODE, LIMIT_S, PATHS, R_WORKER, SmallJobs, addresses  # noqa: E402
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     campaign = Campaign(parser.parse_args())
+    hear_interrupts()
     try:
         campaign.run()
     finally:
