@@ -101,6 +101,9 @@ class Campaign:
                 for value in values:
                     counts = Counter(row["verdict"] for row in rows if row[column] == value)
                     told.append(f"    {column:10} {value:10} {_counted(counts)}")
+        hits = Counter(hit for row in self.rows["losses"] for hit in row["hits"])
+        told.append(f"losses: {_counted(Counter(hit.split()[0] for hit in hits.elements()))}")
+        told.append(f"    {_counted(hits)}")
         for kind in ("interrupts", "frames"):
             for row in self.rows[kind]:
                 told.append(f"{kind} {row['where']}: {row['verdict']}, {_counted(row['counts'])}")
@@ -176,7 +179,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, number, what in (
-        ("losses", 108, "jobs that lose R-workers"),
+        ("losses", 90, "jobs that lose R-workers, six or eight each"),
         ("signals", 60, "jobs that are told to stop"),
         ("interrupts", 50, "calls that are interrupted"),
         ("frames", 700_000, "messages that are damaged"),
