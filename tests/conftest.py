@@ -25,6 +25,10 @@ with contextlib.suppress(ModuleNotFoundError):
 # Tests are imported by path, not as a package; this lets them import the modules that they share.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from inherited_signals import hear_interrupts
+
+hear_interrupts()
+
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:

@@ -1,10 +1,12 @@
-"""R-workers in this process that get into trouble in the middle of a run."""
+"""R-workers that get into trouble in the middle of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fastdecode.engine.fleet import workers
@@ -31,6 +33,24 @@ class Trouble(AttentionExecutor):
         if self._left < 0:
             self._trouble()
         return super().compute(compute)
+
+
+class NotFinite(AttentionExecutor):
+    """From its ``after``-th layer on, answers ``what`` to some of the rows."""
+
+    def __init__(self, after: int = 17, what: float = np.nan) -> None:
+        super().__init__(num_threads=1)
+        self._left = after
+        self._what = what
+
+    def compute(self, compute: Compute) -> AttendResult:
+        result = super().compute(compute)
+        self._left -= 1
+        if self._left >= 0 or not len(result.o):
+            return result
+        o = result.o.copy()
+        o[-1, 0, 3] = self._what
+        return replace(result, o=o)
 
 
 def give(

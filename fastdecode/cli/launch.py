@@ -27,6 +27,7 @@ from fastdecode.cli.options import (
 )
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
+from fastdecode.jobs.stopping import stop_signals
 from fastdecode.wire.mpirun_line import JobLine, parse_hosts, vendor_of
 
 COMMANDS = ("generate", "run-batch", "doctor", "calibrate")
@@ -138,8 +139,8 @@ def _run(words: list[str], stop_signal: signal.Signals) -> tuple[int, bool]:
 
     Args:
         words: its command line.
-        stop_signal: what it gets when this process gets SIGINT or SIGTERM. It
-            isn't killed: to see the ranks off takes a while.
+        stop_signal: what it gets when this process is told to stop. It isn't
+            killed: to see the ranks off takes a while.
     """
     started: list[subprocess.Popen[bytes]] = []
     stops: list[int] = []
@@ -149,19 +150,13 @@ def _run(words: list[str], stop_signal: signal.Signals) -> tuple[int, bool]:
         for mpirun in started:
             mpirun.send_signal(stop_signal)
 
-    # Before there is anything that it would leave behind.
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        # In a session of its own: a terminal's Ctrl-C is for us, and would have
-        # mpirun kill the ranks.
-        with subprocess.Popen(words, start_new_session=True) as mpirun:
-            started.append(mpirun)
-            if stops:
-                mpirun.send_signal(stop_signal)
-            return mpirun.wait(), bool(stops)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    # Before there is anything that they would leave behind. In a session of its
+    # own: a terminal's Ctrl-C is for us, and would have mpirun kill the ranks.
+    with stop_signals(stop), subprocess.Popen(words, start_new_session=True) as mpirun:
+        started.append(mpirun)
+        if stops:
+            mpirun.send_signal(stop_signal)
+        return mpirun.wait(), bool(stops)
 
 
 def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> int:

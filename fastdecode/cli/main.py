@@ -29,7 +29,7 @@ from fastdecode.cli.r_worker import add_r_worker
 from fastdecode.cli.run_batch import add_run_batch
 from fastdecode.cli.simulate import add_simulate
 from fastdecode.cli.size import add_size
-from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
+from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.files import open_output, write_whole
 from fastdecode.wire.mpi import joining, launcher, leaving
 
@@ -97,7 +97,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         return run(args)
     except FastDecodeError as error:
         tell(f"fastdecode {args.command}: {as_typed(error, vars(args))}")
-        return 2 if isinstance(error, RequestError) else error.exit_code
+        # Whatever ends a command here has let it do nothing: 3 is for a request among others.
+        return 2 if isinstance(error, (RequestError, CapacityError)) else error.exit_code
     except KeyboardInterrupt:
         tell(f"fastdecode {args.command}: interrupted; what was done is in the output")
         return EXIT_INTERRUPTED

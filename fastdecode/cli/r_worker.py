@@ -12,6 +12,7 @@ import argparse
 import logging
 import math
 import os
+import resource
 import socket
 import threading
 import time
@@ -26,6 +27,9 @@ from fastdecode.wire.mpi import joining, launcher, leaving
 logger = logging.getLogger(__name__)
 
 _PARENT_INTERVAL_S = 0.5
+MOST_FILES = 256
+"""That an R-worker at an address opens. It needs 50 or so: the others are the
+connections that there may be at a time, of whomever."""
 
 
 def add_r_worker(commands: Any) -> None:
@@ -193,6 +197,7 @@ def _serve_at(args: argparse.Namespace) -> int:
         keeps_serving=args.keep_serving,
         awaits_return=args.return_s > 0,
     )
+    _limit_files()
     listener = ZmqListener(args.bind, name, key=key, silence_s=args.silence_s)
     try:
         print(f"R-worker {name} listens at {listener.address}", flush=True)
@@ -200,6 +205,14 @@ def _serve_at(args: argparse.Namespace) -> int:
     finally:
         listener.close()
     return 0
+
+
+def _limit_files() -> None:
+    """ZeroMQ accepts all that come, and each may have it keep a frame that it
+    hasn't sent whole. Where no more files may be opened, they wait outside."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft > MOST_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, hard))
 
 
 def _zmq_access() -> Any:

@@ -92,12 +92,18 @@ class HeadShare:
     def num_kv_heads(self) -> int:
         return int(self.kv.stop - self.kv.start)
 
+    @property
+    def num_q_heads(self) -> int:
+        return int(self.q.stop - self.q.start)
+
     def of(self, spec: AttentionSpec) -> AttentionSpec:
         """A layer as whoever has these heads needs to know it."""
         slopes = None if spec.alibi_slopes is None else spec.alibi_slopes[self.q]
-        num_q_heads = self.q.stop - self.q.start
         return replace(
-            spec, num_q_heads=num_q_heads, num_kv_heads=self.num_kv_heads, alibi_slopes=slopes
+            spec,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            alibi_slopes=slopes,
         )
 
 

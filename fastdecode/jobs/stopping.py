@@ -69,8 +69,11 @@ class Stopping:
 
 @contextlib.contextmanager
 def stop_signals(act: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Inside, the signals that ask a process to stop do this instead."""
-    before = {number: signal.signal(number, act) for number in _STOPS}
+    """Inside, the signals that ask a process to stop do this instead. One that
+    it ignores goes on being ignored: whoever started it wanted that, as a
+    script does with SIGINT for its commands in the background."""
+    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, act) for number in heard}
     try:
         yield
     finally:

@@ -106,7 +106,6 @@ from fastdecode.wire.traits import (
     ForHolder,
     Role,
     Worded,
-    check_same,
 )
 
 PROTOCOL_VERSION = 3
@@ -191,10 +190,10 @@ class _Reserving(ForHolder):
     """Whoever asks for room is told whether there is some."""
 
     answers = (Accepted, Refused)
+    repeated = ("sequence_id",)
 
     def join(self, answers: Sequence[Any]) -> Accepted | Refused:
         told: Sequence[Accepted | Refused] = answers
-        check_same(self, [answer.sequence_id for answer in told])
         return next((answer for answer in told if isinstance(answer, Refused)), told[0])
 
 
@@ -224,24 +223,19 @@ class Hello(ForHolder):
         if self.role not in OWNERS:
             raise ConfigError(f"a {self.role.value} keeps no cache: it says Inspect, not Hello")
 
-    def check(self, welcome: Welcome) -> None:
-        """
-        Raises:
-            ProtocolError: that isn't what an R-worker could answer.
-        """
+    def check(self, answer: Any) -> None:
+        """See ``Asking``."""
+        super().check(answer)
+        welcome: Welcome = answer
         for name, value, most in (
             ("num_blocks", welcome.num_blocks, self.max_blocks or MAX_BLOCKS),
             ("num_threads", welcome.num_threads, MAX_THREADS),
         ):
             if not 1 <= value <= most:
-                raise ProtocolError(
-                    f"R-worker {welcome.worker} offers {name}={value}, which is not within "
-                    f"1..{most}"
-                )
+                raise ProtocolError(f"offers {name}={value}, which is not within 1..{most}")
         if welcome.block_size != self.kv.block_size:
             raise ProtocolError(
-                f"R-worker {welcome.worker} offers KV blocks of {welcome.block_size} tokens, not "
-                f"{self.kv.block_size}"
+                f"offers KV blocks of {welcome.block_size} tokens, not {self.kv.block_size}"
             )
 
     def part(self, share: HeadShare) -> Hello:
@@ -326,6 +320,7 @@ class Attend(ForHolder):
     holder: int = THE_ONLY
 
     answers = (AttendResult,)
+    repeated = ("step", "lane", "layer")
 
     def part(self, share: HeadShare) -> Attend:
         # Copies, since a part of the heads doesn't lie in one piece.
@@ -336,7 +331,6 @@ class Attend(ForHolder):
 
     def join(self, answers: Sequence[Any]) -> AttendResult:
         results: Sequence[AttendResult] = answers
-        check_same(self, [(x.step, x.lane, x.layer, x.o.shape[0], x.lse is None) for x in results])
         o = np.concatenate([result.o for result in results], axis=1)
         logs = [result.lse for result in results if result.lse is not None]
         lse = np.concatenate(logs, axis=1) if logs else None

@@ -42,6 +42,26 @@ class Asking:
     answers: ClassVar[tuple[type[Any], ...]] = ()
     """The kinds of answer that it gets, one of them and one each time; none: it isn't answered."""
     said_by: ClassVar[frozenset[Role]] = S_WORKERS
+    repeated: ClassVar[tuple[str, ...]] = ()
+    """Its fields that an answer repeats."""
+
+    def check(self, answer: Any) -> None:
+        """
+        Raises:
+            ProtocolError: that can't be an answer to this; what is wrong, to be
+                said behind the name of whoever gave it.
+        """
+        if not isinstance(answer, self.answers):
+            raise ProtocolError(
+                f"sent {type(answer).__name__}, which nobody asked for: are all of the same "
+                "version?"
+            )
+        for name in self.repeated:
+            asked, found = getattr(self, name), getattr(answer, name)
+            if found != asked:
+                raise ProtocolError(
+                    f"answered {type(self).__name__} for {name}={found}, where {asked} was due"
+                )
 
     def for_holder(self: AnyT, holder: int) -> AnyT:
         """The same, naming the holder that it is for, if it is for one."""
@@ -54,28 +74,13 @@ class Asking:
 
     def join(self, answers: Sequence[Any]) -> Any:
         """The answer of R-workers that share out the heads, from each one's, in
-        the order of heads.
-
-        Raises:
-            ProtocolError: their answers don't belong together.
-        """
-        if any(answer != answers[0] for answer in answers):
-            raise ProtocolError(f"answers to {type(self).__name__} differ: {answers}")
+        the order of heads; all have been checked."""
         return answers[0]
 
     def undo(self) -> Any:
         """The message for those that accepted it when others refused; None:
         what was accepted may stay."""
         return None
-
-
-def check_same(asked: Asking, values: Sequence[AnyT]) -> AnyT:
-    """What several R-workers have said, if all have said the same."""
-    if any(value != values[0] for value in values):
-        raise ProtocolError(
-            f"each answers {type(asked).__name__} with something else: {list(values)}"
-        )
-    return values[0]
 
 
 class ForHolder(Asking):

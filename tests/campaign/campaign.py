@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 import damaged_frames  # noqa: E402
 import losses  # noqa: E402
 import stops  # noqa: E402
+from inherited_signals import hear_interrupts  # noqa: E402
 from mpi_launch import mpirun, open_mpi_options, running  # noqa: E402
 from provenance import provenance  # noqa: E402
 from small_jobs import FASTDECODE, LIMIT_S, PATHS, R_WORKER, SmallJobs, addresses  # noqa: E402
@@ -100,6 +101,9 @@ class Campaign:
                 for value in values:
                     counts = Counter(row["verdict"] for row in rows if row[column] == value)
                     told.append(f"    {column:10} {value:10} {_counted(counts)}")
+        hits = Counter(hit for row in self.rows["losses"] for hit in row["hits"])
+        told.append(f"losses: {_counted(Counter(hit.split()[0] for hit in hits.elements()))}")
+        told.append(f"    {_counted(hits)}")
         for kind in ("interrupts", "frames"):
             for row in self.rows[kind]:
                 told.append(f"{kind} {row['where']}: {row['verdict']}, {_counted(row['counts'])}")
@@ -175,7 +179,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, number, what in (
-        ("losses", 108, "jobs that lose R-workers"),
+        ("losses", 90, "jobs that lose R-workers, six or eight each"),
         ("signals", 60, "jobs that are told to stop"),
         ("interrupts", 50, "calls that are interrupted"),
         ("frames", 700_000, "messages that are damaged"),
@@ -189,6 +193,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     campaign = Campaign(parser.parse_args())
+    hear_interrupts()
     try:
         campaign.run()
     finally:

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
 from small_jobs import LIMIT_S, PARTITIONS, PHASES, Job, SmallJobs
 
-TROUBLES = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 TRANSPORTS = ("mpi", "launch", "zmq")
+SERVED = ("greeting", "prompts", "decoding", "end")
+"""The phases in which R-workers serve."""
+HITS = 2
+"""In each of them, of one job."""
+EARLY_HITS = 6
+"""Of jobs that are hit at the start, or compiling, alone."""
 COMPILING_S = 15.0
 NOBODY_CAN = ("the MPI job can't begin", "MPI hasn't returned")
 """Said by jobs that end because MPI can't go on, as docs/cluster.md says."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What befalls one R-worker."""
+
+    phase: str
+    trouble: str
 
 
 @dataclass(frozen=True)
@@ -25,9 +43,8 @@ class Loss:
 
     transport: str
     partition: str
-    trouble: str
-    phase: str
-    num_hit: int
+    hits: tuple[Hit, ...]
+    """In their order; there is always one R-worker more."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +52,8 @@ class Report:
     """What became of it."""
 
     loss: Loss
-    num_hit: int
-    """R-workers that were there to be hit, in time."""
+    hits: list[Hit]
+    """For which an R-worker was there, in time."""
     exit_code: int | None
     seconds: float
     num_missing: int
@@ -57,26 +74,28 @@ class Report:
 
 
 def losses(number: int, chance: random.Random) -> list[Loss]:
-    """Every transport, partition, trouble and phase in turn, shuffled; in one
-    of ten jobs, kernels are compiled meanwhile."""
-    kinds = [
-        Loss(transport, partition, trouble.name, phase, chance.choice((1, 1, 2)))
-        for transport in TRANSPORTS
-        for partition in PARTITIONS
-        for trouble in TROUBLES
-        for phase in PHASES
-    ]
-    compiling = [
-        Loss(transport, "sequences", trouble.name, "compiling", 1)
-        for transport in TRANSPORTS
-        for trouble in TROUBLES
-    ]
+    """So many jobs. A round of 15 has 18 losses in every phase."""
     chosen: list[Loss] = []
     while len(chosen) < number:
+        kinds = [
+            _loss(chance, transport, partition, *sorted(SERVED * HITS, key=SERVED.index))
+            for transport in TRANSPORTS
+            for partition in PARTITIONS
+        ]
+        # Ranks that are lost before MPI has begun may end the job: in jobs of their own.
+        for phase in ("start", "compiling"):
+            for transport in TRANSPORTS:
+                partition = chance.choice(list(PARTITIONS))
+                kinds.append(_loss(chance, transport, partition, *[phase] * EARLY_HITS))
         chosen += chance.sample(kinds, len(kinds))
-    for place, loss in enumerate(chance.sample(compiling, len(compiling))):
-        chosen.insert(10 * place + 9, loss)
     return chosen[:number]
+
+
+def _loss(chance: random.Random, transport: str, partition: str, *phases: str) -> Loss:
+    """Ranks that serve take no notice of SIGTERM."""
+    served_ranks = transport != "zmq" and phases[0] != "start"
+    troubles = ("SIGKILL", "SIGKILL", "SIGSTOP") + (() if served_ranks else ("SIGTERM",))
+    return Loss(transport, partition, tuple(Hit(each, chance.choice(troubles)) for each in phases))
 
 
 class Losses:
@@ -90,24 +109,26 @@ class Losses:
     def __init__(self, jobs: SmallJobs, chance: random.Random) -> None:
         self._jobs = jobs
         self._chance = chance
-        self._lengths: dict[tuple[str, str], dict[str, float]] = {}
+        self._lengths: dict[str, dict[str, float]] = {}  # by transport
+        self._warm: Path | None = None
 
     def lose(self, loss: Loss) -> Report:
-        """One job with its loss: always one R-worker more than are hit."""
-        longest = self._longest(loss)
+        """One job with its losses."""
+        lengths = self._lengths_of(loss)
         self._jobs.clear()
-        with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as nothing:
-            fresh = {"NUMBA_CACHE_DIR": nothing} if loss.phase == "compiling" else {}
-            options = PARTITIONS[loss.partition]
-            with self._jobs.start(loss.transport, loss.num_hit + 1, options, **fresh) as job:
-                phase = "greeting" if loss.phase == "compiling" else loss.phase
-                hit = self._hit(job, loss, phase, longest)
+        with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
+            environ = {}
+            if any(hit.phase == "compiling" for hit in loss.hits):
+                environ = self._half_a_cache(Path(directory))
+            number, options = len(loss.hits) + 1, PARTITIONS[loss.partition]
+            with self._jobs.start(loss.transport, number, options, **environ) as job:
+                found = list(self._hit(job, loss, lengths))
                 outcome = job.command.wait(LIMIT_S)
         answers, expected = self._jobs.answers(), self._jobs.expected
         changed = sum(answers[key] != expected[key] for key in answers)
         return Report(
             loss,
-            hit,
+            found,
             outcome.exit_code,
             outcome.seconds,
             len(expected) - len(answers),
@@ -116,32 +137,48 @@ class Losses:
             outcome.output.strip()[-3000:],
         )
 
-    def _hit(self, job: Job, loss: Loss, phase: str, longest_s: float) -> int:
+    def _hit(self, job: Job, loss: Loss, lengths: dict[str, float]) -> Iterator[Hit]:
+        """Those that come in time."""
         hit: set[int] = set()
         with contextlib.suppress(AssertionError):  # it has ended, or gone wrong: that will be seen
-            job.command.wait_until(self._jobs.has_begun(job, phase), timeout_s=LIMIT_S)
-            for _ in range(loss.num_hit):
-                pause(job, self._chance.uniform(0, longest_s))
+            for one in loss.hits:
+                phase = "greeting" if one.phase == "compiling" else one.phase
+                job.command.wait_until(self._jobs.has_begun(job, phase), timeout_s=LIMIT_S)
+                pause(job, self._chance.uniform(0, lengths[one.phase]))
                 whole = [process for process in job.victims() if process.pid not in hit]
                 for victim in self._chance.sample(whole, min(1, len(whole))):
-                    with contextlib.suppress(Exception):  # it has ended
-                        victim.send_signal(signal.Signals[loss.trouble])
+                    with contextlib.suppress(psutil.Error):  # it has ended
+                        victim.send_signal(signal.Signals[one.trouble])
                         hit.add(victim.pid)
-        return len(hit)
+                        yield one
 
-    def _longest(self, loss: Loss) -> float:
-        """How long a phase is, in s, in a job in which nothing happens."""
-        if loss.phase == "compiling":
-            return COMPILING_S
-        kind = loss.transport, loss.partition
+    def _half_a_cache(self, directory: Path) -> dict[str, str]:
+        """Have kernels kept there, of which every other one is there already:
+        the others are compiled. Returns what tells jobs so."""
+        if self._warm is None:
+            self._warm = self._jobs.directory / "kernels"
+            self._measure("zmq", 1, NUMBA_CACHE_DIR=str(self._warm))
+        kept = sorted(path for path in self._warm.rglob("*") if path.is_file())
+        for path in self._chance.sample(kept, len(kept) // 2):
+            copy = directory / path.relative_to(self._warm)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        return {"NUMBA_CACHE_DIR": str(directory)}
+
+    def _lengths_of(self, loss: Loss) -> dict[str, float]:
+        """How long each phase is, in s, in a job in which nothing happens. Hits
+        of one phase share it out."""
+        kind = loss.transport
         if kind not in self._lengths:
-            self._lengths[kind] = self._measure(*kind)
-        return self._lengths[kind][loss.phase]
+            number = len(SERVED) * HITS + 1
+            self._lengths[kind] = {**self._measure(kind, number), "compiling": COMPILING_S}
+        hits = Counter(hit.phase for hit in loss.hits)
+        return {phase: s / hits.get(phase, 1) for phase, s in self._lengths[kind].items()}
 
-    def _measure(self, transport: str, partition: str) -> dict[str, float]:
+    def _measure(self, transport: str, num_r_workers: int, **environ: str) -> dict[str, float]:
         self._jobs.clear()
         begins = []
-        with self._jobs.start(transport, 2, PARTITIONS[partition]) as job:
+        with self._jobs.start(transport, num_r_workers, **environ) as job:
             for phase in PHASES:
                 job.command.wait_until(self._jobs.has_begun(job, phase), timeout_s=LIMIT_S)
                 begins.append(time.monotonic())
@@ -159,7 +196,8 @@ def pause(job: Job, seconds: float) -> None:
 
 def row(report: Report) -> dict[str, Any]:
     """For a table."""
-    shown = {**vars(report.loss), **vars(report), "verdict": report.verdict}
+    told = [f"{hit.phase} {hit.trouble}" for hit in report.hits]
+    shown = {**vars(report.loss), **vars(report), "hits": told, "verdict": report.verdict}
     del shown["loss"]
     if report.verdict == "right":
         del shown["last_words"]

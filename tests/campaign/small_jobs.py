@@ -19,7 +19,7 @@ FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 PATHS = {"PYTHONPATH": str(ROOT)}
 NUM_LINES = 6
 SILENCE_S = 2.0
-LIMIT_S = 150.0
+LIMIT_S = 400.0
 """A job that takes longer hangs."""
 KV_MEMORY = ["--kv-memory-gb", "0.02"]
 PARTITIONS = {
@@ -28,7 +28,7 @@ PARTITIONS = {
     "split": ["--split-tokens", "64"],
 }
 SHAPE = {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3,
-         "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}  # fmt: skip
+         "num_attention_heads": 24, "num_key_value_heads": 12, "head_dim": 16}  # fmt: skip
 PHASES = ("start", "greeting", "prompts", "decoding", "end")
 """Of a job, in their order. ``start`` is all before R-workers are greeted:
 imports, ranks that join, loading."""

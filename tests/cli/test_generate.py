@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastdecode.cli.main import main
 from fastdecode.core.install import pip_command
+from fastdecode.engine.setup import launch
 
 Run = Callable[..., tuple[int, list[dict[str, Any]]]]
 
@@ -226,3 +228,26 @@ def test_a_missing_extra_names_the_pip_command() -> None:
     )
     assert done.returncode == 2
     assert pip_command("sworker") in done.stderr
+
+
+def test_a_model_that_cannot_be_loaded_is_told_in_a_line(
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def load(*_: object, **__: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee more")
+
+    monkeypatch.setattr(launch, "load_model", load)
+    (tmp_path / "in.jsonl").write_text(line("a", prompt_token_ids=[5]))
+    output = tmp_path / "out.jsonl"
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
+    command = ["generate", "--model", str(tiny_checkpoint("llama")), "--kv-memory-gb", "0.01"]
+    assert main([*command, *files]) == 2
+    (last,) = capsys.readouterr().err.splitlines()[-1:]
+    assert last.startswith("fastdecode generate: the S-worker can't start, there is too little")
+    assert last.endswith(
+        "Tried to allocate 2.00 GiB. Choose a smaller dtype or model, or lower --kv-memory-gb"
+    )
+    assert not output.exists()

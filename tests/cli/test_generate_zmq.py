@@ -17,6 +17,7 @@ from mpi_launch import Running, running
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.cli.main import main
+from fastdecode.cli.r_worker import MOST_FILES
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
@@ -164,6 +165,27 @@ def test_a_lost_r_worker_changes_no_token(
     assert f"R-worker {addresses[0]} is lost" in outcome.output
     written = json.loads(summary.read_text())
     assert written["r_workers_lost"] == 1 and written["recomputed"] > 0
+
+
+def test_more_connections_than_an_r_worker_takes_change_no_token(
+    asked: Callable[[int], tuple[list[str], Path, str]],
+) -> None:
+    """They wait outside; who is served goes on being served."""
+    options, output, expected = asked(300)
+    with r_workers("*") as ((job,), (address,)), contextlib.ExitStack() as strangers:
+        with running([*FASTDECODE, *options, *at([address])], **PATHS) as s_worker:
+            s_worker.wait_for_text(output)
+            host, port = address.removeprefix("tcp://").split(":")
+            for _ in range(MOST_FILES + 40):
+                stranger = strangers.enter_context(socket.socket())
+                stranger.setblocking(False)
+                stranger.connect_ex((host, int(port)))
+            (r_worker,) = job.processes()
+            s_worker.wait_until(lambda: r_worker.num_fds() == MOST_FILES)
+            outcome = s_worker.wait()
+        assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+        assert output.read_text() == expected and "is lost" not in outcome.output
+        assert job.wait().exit_code == 0
 
 
 @pytest.mark.parametrize("split", [[], ["--split-tokens", "64"]], ids=["whole", "split"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
+    Attend,
+    AttendResult,
+    BeginStep,
     CloseSequence,
     FromRWorker,
     Hello,
@@ -158,6 +162,59 @@ def test_a_sequence_that_one_refuses_is_closed_on_the_others() -> None:
     assert hub.receive_any(5.0) == (0, refused)
     assert [peer.poll() for peer in peers] == [OpenSequence(7, 100)] * 2
     assert [peer.poll() for peer in peers] == [CloseSequence(7), None]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Accepted(8), "answered OpenSequence for sequence_id=8, where 7 was due"),
+        (Welcome("r1", 20, 16, 1), "sent Welcome, which nobody asked for"),
+    ],
+)
+def test_an_answer_to_something_else_is_one_members_alone(answer: FromRWorker, reason: str) -> None:
+    parts: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    peers = [connect(parts, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(3)]
+    hub = HeadsHub(parts)
+    hub._shares = dict(enumerate(share_heads(6, 3, 3)))
+    hub.send(OpenSequence(7, 100))
+    for peer, said in zip(peers, (Accepted(7), answer, Accepted(7)), strict=True):
+        peer.send(said)
+    with pytest.raises(WorkerError, match=f"r1 {reason}"):
+        hub.receive_any(5.0)
+    assert list(hub.dead) == [1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"o": np.zeros((2, 2, 8), np.uint16)}, "answered o of uint16, where float32 was agreed"),
+        ({"o": np.zeros((2, 3, 8), np.float32)}, r"answered o of shape \(2, 3, 8\), not"),
+        ({"o": np.zeros((2, 2, 7), np.float32)}, r"answered o of shape \(2, 2, 7\), not"),
+        ({"o": np.zeros((1, 2, 8), np.float32)}, r"answered o of shape \(1, 2, 8\), not"),
+        ({"lse": None}, r"answered lse of shape None, where \(2, 2\) was asked"),
+        ({"lse": np.zeros((2, 3), np.float32)}, r"answered lse of shape \(2, 3\), where"),
+        ({"layer": 1}, "answered Attend for layer=1, where 0 was due"),
+        ({"step": 8}, "answered Attend for step=8, where 9 was due"),
+    ],
+)
+def test_arrays_that_nobody_asked_for_are_one_members_alone(
+    changes: dict[str, Any], reason: str
+) -> None:
+    parts: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    peers = [connect(parts, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(3)]
+    hub = HeadsHub(parts)
+    hub._shares = dict(enumerate(share_heads(6, 3, 3)))
+    one = np.ones(1, np.int64)
+    two = np.full(1, 2, np.int32)
+    hub.send(BeginStep(9, 1, one, 0 * two, two, two, two, want_lse=True))
+    q, kv = (np.zeros((2, heads, 8), np.float32) for heads in (6, 3))
+    hub.send(Attend(9, 1, 0, q, kv, kv))
+    honest = AttendResult(9, 1, 0, q[:, :2], np.zeros((2, 2), np.float32), 0.1)
+    for peer, said in zip(peers, (honest, replace(honest, **changes), honest), strict=True):
+        peer.send(said)
+    with pytest.raises(WorkerError, match=f"r1 {reason}"):
+        hub.receive_any(5.0)
+    assert list(hub.dead) == [1]
 
 
 def test_who_is_greeted_twice_is_heard_once() -> None:

@@ -15,7 +15,7 @@ import pytest
 from checkpoints import prompts
 from safetensors.torch import load_file, save_file
 from state_machine import HELLO
-from trouble import give
+from trouble import NotFinite, give
 
 from cpu_kernels import reference
 from fastdecode import LLM, SamplingParams
@@ -38,6 +38,9 @@ from rworker.state import RWorkerState
 from rworker.worker import serve, start_worker_thread
 
 WAIT_S = 60.0
+PROMPTS = prompts([3, 30, 90, 45, 7], seed=2)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+HERE: dict[str, Any] = {"r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2}
 HONEST = Welcome("r", 10, HELLO.kv.block_size, 1)
 
 
@@ -158,27 +161,31 @@ def test_o_of_another_dtype_is_not_believed(
     assert tokens() == (expected, 1)
 
 
-class NotFinite(AttentionExecutor):
-    """From its ``after``-th layer on, answers ``what`` to some of the rows."""
+class OfAnotherDtypeLater(AttentionExecutor):
+    """From its 10th layer on."""
 
-    def __init__(self, after: int = 17, what: float = np.nan) -> None:
+    def __init__(self) -> None:
         super().__init__(num_threads=1)
-        self._left = after
-        self._what = what
+        self._left = 10
 
     def compute(self, compute: Compute) -> AttendResult:
         result = super().compute(compute)
         self._left -= 1
-        if self._left >= 0 or not len(result.o):
-            return result
-        o = result.o.copy()
-        o[-1, 0, 3] = self._what
-        return replace(result, o=o)
+        return replace(result, o=result.o.astype(np.uint16)) if self._left < 0 else result
 
 
-PROMPTS = prompts([3, 30, 90, 45, 7], seed=2)
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-HERE: dict[str, Any] = {"r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2}
+def test_who_lies_in_a_group_is_given_up_alone(
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_checkpoint("qwen3", num_attention_heads=10, num_key_value_heads=5)
+    options = {**HERE, "r_workers": 3, "r_partition": "heads", "lanes": 2, "prefill_chunk": 16}
+    expected, _ = answers(model, **options)
+    give(monkeypatch, {"r1": OfAnotherDtypeLater})
+    assert answers(model, **options) == (expected, 2)
+    assert "R-worker r1 is lost: it answered o of uint16, where float32 was agreed" in caplog.text
+    assert caplog.text.count("its heads of every sequence with it") == 1
 
 
 def answers(model: Path, **options: Any) -> tuple[list[Any], int]:

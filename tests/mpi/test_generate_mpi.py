@@ -218,6 +218,18 @@ def test_a_lost_r_worker_changes_no_token(
     assert outcome.exit_code is not None and not outcome.orphans, outcome
 
 
+def test_an_r_worker_that_answers_nan_changes_no_token(
+    job: Callable[..., tuple[list[str], Path, str]],
+) -> None:
+    options, output, expected = job(40)
+    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", "-n", "1"]
+    command += [*FASTDECODE, "r-worker", "--kv-memory-gb", "0.01", ":", "-n", "1", sys.executable]
+    outcome = run([*command, str(Path(__file__).with_name("ranks") / "not_finite.py")])
+    assert output.read_text() == expected, outcome.output
+    assert "is lost: it answered NaN or Inf in layer" in outcome.output
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+
+
 def test_two_that_are_stopped_one_after_the_other_are_both_given_up(
     job: Callable[..., tuple[list[str], Path, str]],
 ) -> None:

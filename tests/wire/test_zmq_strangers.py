@@ -22,11 +22,23 @@ from transport_suite import WAIT_S, code_of
 zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 from fastdecode.wire import codec  # noqa: E402
-from fastdecode.wire.messages import Accepted, Failed, Hello, Inspect, OpenSequence  # noqa: E402
+from fastdecode.wire.messages import (  # noqa: E402
+    Accepted,
+    Failed,
+    Hello,
+    Inspect,
+    OpenSequence,
+)
 from fastdecode.wire.traits import Role  # noqa: E402
 from fastdecode.wire.transport import CLOSED, PeerLostError  # noqa: E402
 from fastdecode.wire.zmq.hub import ZmqHub  # noqa: E402
-from fastdecode.wire.zmq.line import MAX_FRAME_BYTES  # noqa: E402
+from fastdecode.wire.zmq.line import (  # noqa: E402
+    MAX_FRAME_BYTES,
+    MOST_UNREAD_BYTES,
+    MOST_UNREAD_FRAMES,
+    LostError,
+    RouterLine,
+)
 from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
 
 HELLO: Any = to_r_worker()[0]
@@ -131,6 +143,26 @@ def test_a_frame_that_is_too_long_ends_the_strangers_connection_alone(
         stranger.send(bytes(MAX_FRAME_BYTES + 1))
         assert code_of(lambda: listener.receive_any(0.5)) == "worker_timeout"
     check_it_serves(listener, connection, index)
+
+
+@pytest.mark.parametrize(
+    ("frame_bytes", "most"), [(1, MOST_UNREAD_FRAMES), (4 << 20, MOST_UNREAD_BYTES // (4 << 20))]
+)
+def test_a_peer_that_sends_more_than_anybody_reads_is_lost(frame_bytes: int, most: int) -> None:
+    """Whether it sends many frames or long ones."""
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as router:
+        line = RouterLine(router, b"peer", 1, lambda _: None)
+        frame = zmq.Frame(bytes(frame_bytes))
+        for _ in range(most):
+            line.arrive(frame)
+        assert line.receive() is frame and len(line.inbox) == most - 1
+        for _ in range(2):
+            line.arrive(frame)
+        with pytest.raises(LostError, match="more than anybody could read"):
+            line.receive()
+        assert not line.inbox
+    context.term()
 
 
 def test_whoever_never_shakes_hands_is_hung_up_on(listener: ZmqListener, hub: ZmqHub) -> None:

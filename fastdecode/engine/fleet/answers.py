@@ -1,11 +1,39 @@
-"""What a group of R-workers was asked, and what each of it has answered so far."""
+"""What a group of R-workers was asked, and what each of it has answered so far;
+and whether the arrays of an answer are those that were asked for."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from fastdecode.wire.messages import Answer, Hello, ToRWorker, Welcome
+import numpy as np
+from numpy.typing import DTypeLike
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.wire.messages import Answer, AttendResult, Hello, ToRWorker, Welcome
+
+
+def check_arrays(
+    result: AttendResult, shape: tuple[int, ...], dtype: DTypeLike, *, want_lse: bool
+) -> None:
+    """
+    Args:
+        shape: of o, [T, Hq, D].
+        dtype: of o, as it travels.
+        want_lse: whether the step asked for it.
+
+    Raises:
+        ProtocolError: the answer has others; what is wrong, to be said behind
+            the name of whoever gave it.
+    """
+    if result.o.shape != shape:
+        raise ProtocolError(f"answered o of shape {result.o.shape}, not {shape}")
+    if result.o.dtype != dtype:
+        raise ProtocolError(f"answered o of {result.o.dtype}, where {np.dtype(dtype)} was agreed")
+    found = None if result.lse is None else result.lse.shape
+    if found != (shape[:2] if want_lse else None):
+        due = f"{shape[:2]} was asked" if want_lse else "none was asked"
+        raise ProtocolError(f"answered lse of shape {found}, where {due}")
 
 
 class GroupAnswers:

@@ -150,7 +150,7 @@ class Fleet:
                 try:
                     hello.check(welcome)
                 except ProtocolError as lie:
-                    self.lose(holder, lie)
+                    self.lose(holder, ProtocolError(f"{self.peer(holder)} {lie.message}"))
                 else:
                     welcomes[holder] = welcome
         return {holder: welcome for holder, welcome in welcomes.items() if holder not in self.lost}

@@ -26,13 +26,16 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
 from fastdecode.core.spec import HeadShare
-from fastdecode.engine.fleet.answers import GroupAnswers
+from fastdecode.engine.fleet.answers import GroupAnswers, check_arrays
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.peers import RHub
 from fastdecode.engine.fleet.workers import Reached
 from fastdecode.wire.messages import (
     Accepted,
     Answer,
+    Attend,
+    AttendResult,
+    BeginStep,
     Failed,
     FromRWorker,
     Hello,
@@ -106,6 +109,7 @@ class HeadsHub:
         self.connections = (HeadsConnection(self),)
         self._shares: dict[int, HeadShare] = {}
         self._answers = GroupAnswers(_present(parts, self.dead))
+        self._want_lse: dict[int, bool] = {}  # of each lane's step
         self._broken: WorkerError | None = None
         """One is lost that the others don't do without yet."""
 
@@ -131,6 +135,8 @@ class HeadsHub:
             self._start_anew(message)
         if self._broken is not None:
             raise self._broken
+        if isinstance(message, BeginStep):
+            self._want_lse[message.lane] = message.want_lse
         self._answers.ask(message)
         for worker in self._answers.workers:
             self._answers.sent(worker, message)
@@ -220,12 +226,16 @@ class HeadsHub:
         if answered is None:
             return None
         asked, answers = answered
-        try:
-            return _joined(self.parts, asked, answers)
-        except ProtocolError as error:
-            for worker in answers:
-                self._lose(worker, WorkerError(f"{self.peer}: {error.message}", code=error.code))
-            raise self._broken or error from None
+        # Once they are joined, nobody knows any more who has lied.
+        for worker, answer in answers.items():
+            try:
+                _check(asked, answer, self._shares[worker], self._want_lse)
+            except ProtocolError as lie:
+                peer = self.parts.connections[worker].peer
+                self._lose(worker, WorkerError(f"{peer} {lie.message}", code=lie.code))
+        if self._broken is not None:
+            raise self._broken
+        return _joined(self.parts, asked, answers)
 
     def _find_closed(self) -> None:
         for worker in self._answers.workers:
@@ -255,13 +265,26 @@ def _present(parts: RHub, dead: Collection[int]) -> list[int]:
     return [worker for worker in range(len(parts.connections)) if worker not in dead]
 
 
+def _check(
+    asked: ToRWorker, answer: Answer, share: HeadShare, want_lse: Mapping[int, bool]
+) -> None:
+    """
+    Args:
+        share: the heads of who gave the answer.
+        want_lse: whether each lane's step asked for it.
+
+    Raises:
+        ProtocolError: it can't be an answer to what was asked.
+    """
+    asked.check(answer)
+    if isinstance(asked, Attend) and isinstance(answer, AttendResult):
+        num_rows, _, head_dim = asked.q.shape
+        shape = (num_rows, share.num_q_heads, head_dim)
+        check_arrays(answer, shape, asked.q.dtype, want_lse=want_lse[asked.lane])
+
+
 def _joined(parts: RHub, asked: ToRWorker, answers: dict[int, Answer]) -> Answer:
-    """Everybody's answer as one. Raises ProtocolError: one isn't what was
-    asked for."""
-    for worker, answer in answers.items():
-        if not isinstance(answer, asked.answers):
-            what = f"{parts.connections[worker].peer} sent {type(answer).__name__}"
-            raise ProtocolError(f"{what}, which nobody asked for: are all of the same version?")
+    """Everybody's answer as one."""
     joined = asked.join(list(answers.values()))
     undo = asked.undo()
     if isinstance(joined, Refused) and undo is not None:

@@ -88,7 +88,10 @@ class AddressReplacements:
             answer = connection.poll()
             if isinstance(answer, Welcome):
                 self._hello.check(answer)
-        except (WorkerError, ProtocolError) as error:
+        except ProtocolError as lie:
+            self._give_up(worker, f"{connection.peer} {lie.message}")
+            return
+        except WorkerError as error:
             self._give_up(worker, error.message)
             return
         if isinstance(answer, Welcome):

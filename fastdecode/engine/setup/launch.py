@@ -44,6 +44,7 @@ from fastdecode.text.codec import TextCodec
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from fastdecode.wire.transport import TIMEOUT
 from sworker.dtypes import torch_dtype
+from sworker.failures import typed_start
 from sworker.kernels.threads import openmp_library
 from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
@@ -69,9 +70,11 @@ class RunningEngine:
 
     Raises:
         ConfigError, ModelError: an option or the model directory is bad.
+        CapacityError: there isn't the memory for the model.
         WorkerError: an R-worker failed to start, or refused to serve.
     """
 
+    @typed_start()
     def __init__(
         self,
         config: EngineConfig,

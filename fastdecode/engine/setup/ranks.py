@@ -24,6 +24,7 @@ from fastdecode.engine.setup.s_worker import prepare
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher
 from sworker.dtypes import torch_dtype
+from sworker.failures import typed_start
 from sworker.load.weights import load_model
 from sworker.ranks.group import JOINING_TIMEOUT_S, Ranks
 from sworker.ranks.parallel import mirror
@@ -78,10 +79,16 @@ def mirror_rank_0(config: EngineConfig) -> None:
     resolved = resolve_for_this_host(config, planned, rank=joining.join().rank)
     ranks = meet_ranks(config.s_part.tp, resolved.device, config.cluster.worker_timeout_s)
     dtype = torch_dtype(resolved.dtype)
-    spec, model = load_model(
-        checkpoint, device=ranks.device, dtype=dtype, max_model_len=max_model_len, shard=ranks.shard
-    )
-    mirror(spec, model, ranks, prepare(model, resolved, ranks))
+    with typed_start():
+        spec, model = load_model(
+            checkpoint,
+            device=ranks.device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            shard=ranks.shard,
+        )
+        step_graphs = prepare(model, resolved, ranks)
+    mirror(spec, model, ranks, step_graphs)
     ranks.close()
 
 

@@ -30,6 +30,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.spec import AttentionSpec
+from fastdecode.engine.fleet.answers import check_arrays
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.step.checks import Checks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
@@ -241,24 +242,12 @@ class RemoteStep:
             num_queries += sum(len(closed.rows) for closed in span.closed)
         if num_queries == 0:
             return
-        due_shape = (num_queries, *self._o.shape[1:])
-        if result.o.shape != due_shape:
-            raise ProtocolError(
-                f"{self._plan.fleet.peer(holder)} answered o of shape {result.o.shape}, not "
-                f"{due_shape}"
-            )
-        carrier = np.dtype(np.float32 if self._o.dtype == torch.float32 else np.uint16)
-        if result.o.dtype != carrier:
-            raise ProtocolError(
-                f"{self._plan.fleet.peer(holder)} answered o of {result.o.dtype}, where {carrier} "
-                "was agreed"
-            )
-        found = None if result.lse is None else result.lse.shape
-        if found != (due_shape[:2] if span.begin.want_lse else None):
-            raise ProtocolError(
-                f"{self._plan.fleet.peer(holder)} answered lse of shape {found}, where "
-                + (f"{due_shape[:2]} was asked" if span.begin.want_lse else "none was asked")
-            )
+        carrier = np.float32 if self._o.dtype == torch.float32 else np.uint16
+        shape = (num_queries, *self._o.shape[1:])
+        try:
+            check_arrays(result, shape, carrier, want_lse=span.begin.want_lse)
+        except ProtocolError as lie:
+            raise ProtocolError(f"{self._plan.fleet.peer(holder)} {lie.message}") from None
         self._check_finite(span, result)
         if self._closed is not None:
             result = self._closed.arrive(span, result, self._o.dtype)

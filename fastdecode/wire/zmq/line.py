@@ -34,8 +34,8 @@ _NUM_GLANCES: Final = 100
 peer's answer. Between them others may have the core, ZeroMQ's own threads for
 example."""
 _ASK_INTERVAL_S: Final = 1.0
-_MOST_UNREAD_FRAMES: Final = 1 << 16
-_MOST_UNREAD_BYTES: Final = 2 << 30
+MOST_UNREAD_FRAMES: Final = 1 << 16
+MOST_UNREAD_BYTES: Final = 2 << 30
 """Of one peer that we know: twice the longest message."""
 _RECONNECT_MS: Final = 100
 
@@ -192,7 +192,7 @@ class RouterLine:
             return
         self.inbox.append(frame)
         self._num_unread_bytes += len(frame)
-        if len(self.inbox) > _MOST_UNREAD_FRAMES or self._num_unread_bytes > _MOST_UNREAD_BYTES:
+        if len(self.inbox) > MOST_UNREAD_FRAMES or self._num_unread_bytes > MOST_UNREAD_BYTES:
             self._is_flooded = True
             self.inbox.clear()
 
