@@ -144,7 +144,8 @@ def s_worker(options: argparse.Namespace) -> None:
     running = RunningEngine(config, trace=sums)
     bench = Bench(running, sums)
     context = options.context or bench.balanced_context()
-    bench.start(context - (SETTLE_CYCLES if options.delay_s else SEGMENTS * CYCLES // 2))
+    ahead = SETTLE_CYCLES if options.delay_s else SEGMENTS * CYCLES // 2
+    bench.start(max(1, context - ahead))
     if options.delay_s:
         for _ in range(SETTLE_CYCLES):
             bench.cycle()
