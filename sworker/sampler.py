@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import RequestError
-from fastdecode.core.sequence import TokenLogprob
+from fastdecode.core.sequence import TokenLogprob, validate_for_vocab
 from sworker.penalties import adjust, to_device
-from sworker.sampling_state import SamplingState, uniforms, validate_for_vocab
+from sworker.sampling_state import SamplingState, uniforms
 
 __all__ = ["SampledToken", "SamplingState", "sample", "validate_for_vocab"]
 

@@ -8,32 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 """SplitMix64's increment: 2^64 / golden ratio, made odd."""
-
-
-def validate_for_vocab(params: SamplingParams, vocab_size: int) -> None:
-    """Check what ``SamplingParams`` couldn't check without knowing the model.
-
-    Raises:
-        RequestError: (code ``invalid_sampling_params``) a token id in
-            ``logit_bias`` or ``stop_token_ids`` isn't one of the model's.
-    """
-    for name, token_ids in (
-        ("logit_bias", params.logit_bias),
-        ("stop_token_ids", params.stop_token_ids),
-    ):
-        for token in token_ids:
-            if token >= vocab_size:
-                raise RequestError(
-                    f"{name} names token {token}, but the model's token ids end at "
-                    f"{vocab_size - 1}: "
-                    f"leave it out, or check that the ids are this model's",
-                    code="invalid_sampling_params",
-                )
 
 
 class SamplingState:

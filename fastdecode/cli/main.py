@@ -2,8 +2,8 @@
 runs, so that none pays for another's.
 
 Exit codes: 0 done; 1 an unexpected failure; 2 usage, options or model
-directory; 3 some requests failed, the others are done; 4 workers were lost; 130
-interrupted.
+directory; 3 some requests failed, the others are done; 4 workers were lost; 5 a
+server's HTTP process was; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fastdecode.cli.launch import add_launch
 from fastdecode.cli.options import EXIT_INTERRUPTED, EXIT_WORKERS_LOST, tell
 from fastdecode.cli.r_worker import add_r_worker
 from fastdecode.cli.run_batch import add_run_batch
+from fastdecode.cli.serve import add_serve
 from fastdecode.cli.simulate import add_simulate
 from fastdecode.cli.size import add_size
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
@@ -120,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(commands)
     add_run_batch(commands)
+    add_serve(commands)
     add_size(commands)
     add_calibrate(commands)
     add_bench(commands)

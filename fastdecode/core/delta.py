@@ -124,7 +124,7 @@ class DeltaQueue:
     def __init__(self, *, every_step: bool = True) -> None:
         self.every_step = every_step
         self._lock = threading.Lock()
-        self._pending: dict[tuple[str, int], _Pile] = {}
+        self._pending: dict[tuple[str, int], Pile] = {}
         # An interrupt may end a wait at any moment: these waits are of one call
         # in C, and leave nothing half done.
         self._wakes: SimpleQueue[None] = SimpleQueue()
@@ -137,7 +137,7 @@ class DeltaQueue:
                 place = delta.request_id, -1 if delta.error is not None else delta.index
                 pile = self._pending.get(place)
                 if pile is None:
-                    self._pending[place] = _Pile([delta])
+                    self._pending[place] = Pile([delta])
                 else:
                     pile.add(delta)
             if self._is_woken or not self._pending:
@@ -162,7 +162,7 @@ class DeltaQueue:
             taken = self._swap()
         return [pile.whole() for pile in taken.values()]
 
-    def _swap(self) -> dict[tuple[str, int], _Pile]:
+    def _swap(self) -> dict[tuple[str, int], Pile]:
         with self._lock:
             taken, self._pending = self._pending, {}
             self._is_woken = False
@@ -170,8 +170,8 @@ class DeltaQueue:
 
 
 @dataclass
-class _Pile:
-    """Deltas of one sequence that nobody has read yet."""
+class Pile:
+    """Deltas of one sequence, or an error, that nobody has read yet."""
 
     deltas: list[Delta]
 

@@ -142,6 +142,9 @@ _EXTRAS = {
     "zmq": ("pyzmq", "zmq"),
     "mpi4py": ("mpi4py", "mpi"),
     "matplotlib": ("matplotlib", "plot"),
+    "starlette": ("starlette", "server"),
+    "uvicorn": ("uvicorn", "server"),
+    "httptools": ("httptools", "server"),
 }
 """Package and extra of the modules that not every host has."""
 

@@ -6,9 +6,8 @@ import secrets
 from collections.abc import Sequence
 
 from fastdecode.core.errors import RequestError
-from fastdecode.core.sequence import Prompt, PromptRequest, Request
+from fastdecode.core.sequence import Prompt, PromptRequest, Request, validate_for_vocab
 from fastdecode.text.codec import TextCodec
-from sworker.sampler import validate_for_vocab
 
 
 class RequestChecker:

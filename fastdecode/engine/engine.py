@@ -25,6 +25,7 @@ from fastdecode.core.delta import Listener
 from fastdecode.core.errors import FastDecodeError, duplicate_id, without_frames
 from fastdecode.core.sequence import Request
 from fastdecode.engine.executor import Executor, Watch
+from fastdecode.engine.figures import EngineFigures, figures_of
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
@@ -66,6 +67,7 @@ class Engine:
         watch: Watch | None = None,
     ) -> None:
         self._pipeline = pipeline
+        self._fleet = fleet
         self._lifecycle = lifecycle
         self._requests = Requests(codec, eos_token_ids, s_worker.spec.vocab_size)
         self._recovery = recovery or Recovery(fleet)
@@ -108,6 +110,10 @@ class Engine:
         """How long a step would do nothing, whatever work there is: all
         R-workers are lost, and others are looked for."""
         return self._recovery.pause_s
+
+    def figures(self) -> EngineFigures:
+        """What it tells of itself, between two steps."""
+        return figures_of(self.stats, self._lifecycle.scheduler, self._fleet)
 
     def submit(self, request: Request, listener: Listener | None = None) -> None:
         """Queue a valid request. ``listener`` is told what it says, and its

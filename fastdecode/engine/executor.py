@@ -173,7 +173,7 @@ class Executor:
     def _finish_step(self, step: LaneStep) -> None:
         """A lane's step is over: draw the next tokens, and tell the lifecycle."""
         ran_s = time.perf_counter()
-        self._stats.count_step(step.r_compute_s, sum(step.remote.r_compute_s.values()))
+        self._stats.count_step(step.r_compute_s, step.remote.r_compute_s)
         wanted = self._lifecycle.lives.wanted(step.batch.chunks)
         # Before what the step has ended is freed: the holders have held it all through the step.
         self._count_load(wanted)

@@ -54,6 +54,8 @@ class Facts:
     """Of the KV cache."""
     max_model_len: int
     """Most tokens of prompt and completion together."""
+    vocab_size: int
+    """Token ids are below it."""
     load_s: float
     """Seconds that loading the model and starting the R-workers took."""
 
@@ -96,8 +98,7 @@ class LLM:
         # An engine that nobody can reach any more needn't wait for the end of the process.
         weakref.finalize(self, self._service.ask_to_close).atexit = False
         self.facts = _facts(self._running)
-        vocab_size, max_model_len = self._running.spec.vocab_size, self.facts.max_model_len
-        checker = RequestChecker(self.codec, vocab_size, max_model_len)
+        checker = RequestChecker(self.codec, self.facts.vocab_size, self.facts.max_model_len)
         most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
         self._readings = Readings(self._service, checker, most_sequences)
 
@@ -298,6 +299,7 @@ def _facts(running: RunningEngine) -> Facts:
         dtype=identity.dtype,
         kv_dtype=identity.kv_dtype,
         max_model_len=identity.max_model_len,
+        vocab_size=running.spec.vocab_size,
         load_s=running.load_s,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Container, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from fastdecode.core.errors import (
 from fastdecode.core.sequence import Request
 
 logger = logging.getLogger(__name__)
+
+NUM_LATEST_STEPS = 256
 
 
 class ServedEngine(Protocol):
@@ -65,6 +68,8 @@ class Numbers:
     num_steps: int = 0
     stepped_s: float | None = None
     """``time.monotonic()`` at the end of the last step."""
+    longest_step_s: float = 0.0
+    """Of the last 256 steps."""
     num_unfinished: int = 0
     """Sequences, waiting or running."""
     num_running: int = 0
@@ -111,6 +116,7 @@ class Owner(Generic[T]):
         self.numbers = Numbers()
         self._open: dict[str, _Open] = {}
         self._fresh: dict[DeltaQueue, list[Delta]] = {}
+        self._steps_s: deque[float] = deque(maxlen=NUM_LATEST_STEPS)
         self._look(stepped=False)
 
     @property
@@ -169,12 +175,15 @@ class Owner(Generic[T]):
     def step(self) -> None:
         """Make a step, if it would do anything."""
         stepped = self.has_work
+        began_s = time.monotonic()
         try:
             if stepped:
                 self.served.engine.step()
                 stepped = not self.served.engine.pause_s  # else it only looked for R-workers
         except BaseException as error:
             self.break_down(error)
+        if stepped:
+            self._steps_s.append(time.monotonic() - began_s)
         self._look(stepped=stepped)
 
     def hand_out(self) -> None:
@@ -226,12 +235,18 @@ class Owner(Generic[T]):
         self.numbers = Numbers(
             before.num_steps + stepped,
             time.monotonic() if stepped else before.stepped_s,
+            self._longest_s() if stepped else before.longest_step_s,
             served.engine.num_unfinished_sequences,
             served.engine.num_running,
             served.num_r_workers,
             served.num_live_r_workers,
             served.has_hung_r_workers,
         )
+
+    def _longest_s(self) -> float:
+        """Of the latest steps; looked up anew at every 16th, and where it grows."""
+        latest, longest = self._steps_s[-1], self.numbers.longest_step_s
+        return max(self._steps_s) if self.numbers.num_steps % 16 == 0 else max(latest, longest)
 
 
 def _cancelled() -> RequestError:

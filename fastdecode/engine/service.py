@@ -135,9 +135,9 @@ class EngineService(Generic[T]):
                 self._loop.turn_alone(min(left_s, _LOOK_EVERY_S))
         return []
 
-    def call(self, act: Callable[[T], None]) -> None:
+    def call(self, act: Callable[[T], None], *, wait: bool = True) -> None:
         """Do something with the engine between two steps, and wait for it.
-        Raises what that raises."""
+        Raises what that raises; or doesn't wait, and nobody hears of it."""
         self._check_usable()
         done: SimpleQueue[BaseException | None] = SimpleQueue()
 
@@ -146,6 +146,8 @@ class EngineService(Generic[T]):
             act(self._loop.owned.served)
 
         self._loop.put(partial(_do, act_if_open, done))
+        if not wait:
+            return
         while self._thread is None and done.empty():
             self._loop.turn(0)
         _raise(done.get())

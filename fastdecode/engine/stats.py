@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fastdecode.engine.latency import LatencyHistogram
@@ -24,6 +26,8 @@ class EngineStats:
     """The busiest R-worker's compute of every step, summed."""
     r_busy_s: float = 0.0
     """Every R-worker's compute, summed."""
+    r_busy_each_s: Counter[int] = field(default_factory=Counter)
+    """The same of each holder."""
     load_sum: int = 0
     """The load W, cached tokens of all running sequences, summed over the ends of all steps."""
     load_peak: int = 0
@@ -51,11 +55,12 @@ class EngineStats:
     def load_mean(self) -> float:
         return self.load_sum / max(self.num_steps, 1)
 
-    def count_step(self, r_compute_s: float, r_busy_s: float) -> None:
-        """A step is over. The busiest R-worker computed so long for it, and all together."""
+    def count_step(self, r_compute_s: float, each_s: Mapping[int, float]) -> None:
+        """A step is over. The busiest R-worker computed so long for it, and each holder."""
         self.num_steps += 1
         self.r_compute_s += r_compute_s
-        self.r_busy_s += r_busy_s
+        self.r_busy_s += sum(each_s.values())
+        self.r_busy_each_s.update(each_s)  # type: ignore[arg-type]  # seconds are added up, too
 
     def count_time(self, elapsed_s: float, wait_s: float, *, is_prefill: bool) -> None:
         """So much time has passed, of which the S-worker waited so long;

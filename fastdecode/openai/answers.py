@@ -55,6 +55,11 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
     num_output = sum(
         len(completion.token_ids) for output in outputs for completion in output.completions
     )
+    return usage_of(num_prompt, num_output)
+
+
+def usage_of(num_prompt: int, num_output: int) -> dict[str, int]:
+    """The same, of so many tokens."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
@@ -111,18 +116,25 @@ class ChoiceWriter:
     def _logprobs(self, output: RequestOutput, completion: Completion) -> Mapping[str, Any] | None:
         if completion.logprobs is None:
             return None
-        if self.is_chat:
-            return {
-                "content": [self._chat_step(step) for step in completion.logprobs],
-                "refusal": None,
-            }
-        return {
-            "tokens": [self.tokens.text_of(step.token_id) for step in completion.logprobs],
-            "token_logprobs": [step.logprob for step in completion.logprobs],
-            "top_logprobs": [self._top(step) for step in completion.logprobs],
-            "text_offset": self.tokens.offsets(
+        offsets: Sequence[int] = ()
+        if not self.is_chat:
+            offsets = self.tokens.offsets(
                 completion.token_ids, output.prompt_token_ids, len(completion.text)
-            ),
+            )
+        return self.logprobs(completion.logprobs, offsets)
+
+    def logprobs(
+        self, steps: Sequence[TokenLogprob], offsets: Sequence[int]
+    ) -> Mapping[str, Any] | None:
+        """Those of consecutive tokens. ``offsets``: where in the text each
+        begins; chats tell none."""
+        if self.is_chat:
+            return {"content": [self._chat_step(step) for step in steps], "refusal": None}
+        return {
+            "tokens": [self.tokens.text_of(step.token_id) for step in steps],
+            "token_logprobs": [step.logprob for step in steps],
+            "top_logprobs": [self._top(step) for step in steps],
+            "text_offset": list(offsets),
         }
 
     def _top(self, step: TokenLogprob) -> dict[str, float]:

@@ -54,6 +54,9 @@ NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
     "documents": ([],), "chat_template": (), "continue_final_message": (False,),
     "mm_processor_kwargs": (),
 }  # fmt: skip
+STREAM_FIELDS = ("stream", "stream_options")
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
+TEMPLATE_FIELDS = ("chat_template", "template", "tokenize")
 # What may stand in a chat message beside role and content, as long as it is null or empty.
 EMPTY_MESSAGE_FIELDS = (
     "tool_calls",
@@ -83,6 +86,18 @@ class BodyRequest:
     model: str | None = None
     """The model's name as the body gave it."""
     want_token_ids: bool = False
+    stream: StreamOptions | None = None
+    """How to answer token by token; None: the answer comes when it is whole."""
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What a body says of its stream."""
+
+    include_usage: bool = False
+    """Tell the usage in a chunk of its own at the end."""
+    continuous_usage: bool = False
+    """And in every other chunk the usage so far."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +109,20 @@ class RequestReader:
             isn't here is OpenAI's default.
         served_model_names: what a body's ``model`` may be.
         has_chat_template: whether chats can be answered.
+        is_online: whoever asked is connected: bodies may ask for streams, and
+            what they give a template is bounded.
     """
 
     given: Mapping[str, Any]
     served_model_names: Sequence[str]
     has_chat_template: bool
+    is_online: bool = False
 
     def read(self, url: str, body: dict[str, Any]) -> BodyRequest:
         """The request of a body that was posted to ``url``, one of the two. Raises BodyError."""
         is_chat = url == CHAT_URL
-        _refuse_unsupported(body, url)
+        stream = _stream(body) if self.is_online else None
+        _refuse_unsupported(body, url, STREAM_FIELDS if self.is_online else ())
         model = body.get("model")
         if model is not None and model not in self.served_model_names:
             names = ", ".join(self.served_model_names)
@@ -115,7 +134,7 @@ class RequestReader:
         want_token_ids = _boolean(body, "return_token_ids") is True
         prompts = (self._chat(body),) if is_chat else _prompts(body.get("prompt"))
         params = self._params(body, is_chat=is_chat)
-        return BodyRequest(prompts, params, is_chat, model, want_token_ids)
+        return BodyRequest(prompts, params, is_chat, model, want_token_ids, stream)
 
     def _params(self, body: dict[str, Any], *, is_chat: bool) -> SamplingParams:
         # null is the same as not given
@@ -143,11 +162,17 @@ class RequestReader:
         variables = body.get("chat_template_kwargs")
         if variables is not None and not isinstance(variables, dict):
             refuse("chat_template_kwargs", "must be an object")
-        for name in variables or {}:
+        for name, value in (variables or {}).items():
             if name in RESERVED:
                 refuse(
                     "chat_template_kwargs",
                     f"can't say {name!r}, which the template is given anyway",
+                )
+            if self.is_online and (name in TEMPLATE_FIELDS or isinstance(value, (dict, list))):
+                refuse(
+                    "chat_template_kwargs",
+                    f"can't say {name!r}: only texts, numbers, true, false and null, "
+                    "and no template",
                 )
         prompt_follows = _boolean(body, "add_generation_prompt") is not False
         return Chat(_messages(body.get("messages")), prompt_follows, variables or {})
@@ -178,9 +203,30 @@ def refuse_unknown(
             )
 
 
-def _refuse_unsupported(body: dict[str, Any], url: str) -> None:
+def _stream(body: dict[str, Any]) -> StreamOptions | None:
+    wanted = _boolean(body, "stream") is True
+    options = body.get("stream_options")
+    if options is None:
+        return StreamOptions() if wanted else None
+    if not wanted:
+        refuse("stream_options", "needs stream: true")
+    if not isinstance(options, dict):
+        refuse("stream_options", "must be an object")
+    for name, value in options.items():
+        if name not in STREAM_OPTIONS:
+            known = ", ".join(STREAM_OPTIONS)
+            refuse(f"stream_options.{name}", f"is unknown: known are {known}", "unknown_field")
+        if value is not None and not isinstance(value, bool):
+            refuse(f"stream_options.{name}", "must be true or false")
+    continuous = options.get("continuous_usage_stats") is True
+    return StreamOptions(options.get("include_usage") is True, continuous)
+
+
+def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> None:
     for name, value in body.items():
         nothing = [body.get("n") or 1] if name == "best_of" else NOT_SUPPORTED.get(name)
+        if name in also:
+            continue
         if nothing is not None and value is not None and value not in nothing:
             refuse(name, "is not supported: leave it out", "unsupported_field")
     refuse_unknown(body, FIELDS[url], (*LABELS, *NOT_SUPPORTED), "the body")

@@ -42,21 +42,30 @@ class LearntLengths:
     """Mean and quantile of the lengths seen lately, among those that got longer
     than the sequence at hand is.
 
-    Until enough are known to have got that far, max_tokens; and always for a
-    sequence that nothing else can end. Sequences that were cancelled, or cut
-    off by a low max_tokens, count with the length they had.
+    Until enough are known to have got that far, ``first_guess``, or max_tokens
+    without one; and always max_tokens for a sequence that nothing else can end.
+    Sequences that were cancelled, or cut off by a low max_tokens, count with
+    the length they had.
 
     Args:
         quantile: the part of sequences that are to end within ``safe``; None:
             that is max_tokens.
         window: how many of the last finished sequences count.
         min_observed: fewer give no forecast.
+        first_guess: tokens that are expected of a sequence until then; twice,
+            four times as many of one that has got longer.
     """
 
     def __init__(
-        self, quantile: float | None = None, *, window: int = 1024, min_observed: int = 32
+        self,
+        quantile: float | None = None,
+        *,
+        window: int = 1024,
+        min_observed: int = 32,
+        first_guess: int | None = None,
     ) -> None:
         assert (quantile is None or 0 < quantile <= 1) and 1 <= min_observed <= window
+        self._first_guess = first_guess
         self._quantile = quantile
         self._window = window
         self._min_observed = min_observed
@@ -84,8 +93,13 @@ class LearntLengths:
         params = sequence.request.params
         ends_at_max = params.ignore_eos and not params.stop and not params.stop_token_ids
         longer = self._ascending[bisect_right(self._ascending, sequence.num_generated) :]
-        return (
-            [sequence.request.max_tokens]
-            if ends_at_max or len(longer) < self._min_observed
-            else longer
-        )
+        if ends_at_max:
+            return [sequence.request.max_tokens]
+        return longer if len(longer) >= self._min_observed else [self._guess(sequence)]
+
+    def _guess(self, sequence: Sequence) -> int:
+        """What is expected of a sequence while nothing is known of any as long."""
+        most, guess = sequence.request.max_tokens, self._first_guess
+        while guess is not None and guess <= sequence.num_generated:
+            guess *= 2
+        return most if guess is None else min(guess, most)

@@ -37,9 +37,10 @@ def make_scheduler(
     """
     batching = options.batching
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
-    lengths: LengthPredictor = (
-        LearntLengths(batching.length_quantile) if batching.learn_lengths else LongestLengths()
-    )
+    lengths: LengthPredictor = LongestLengths()
+    if batching.learn_lengths:
+        guess = batching.expected_output_tokens
+        lengths = LearntLengths(batching.length_quantile, first_guess=guess)
 
     def make_lanes(num_lanes: int) -> list[Lane]:
         one = options.with_lanes(num_lanes)

@@ -153,6 +153,10 @@ class BlockLedger:
         """What the holder has room for when it is empty."""
         return self._capacity[holder] * self.shape.block_size
 
+    def num_blocks(self, holder: HolderId) -> int:
+        """That a holder has, or had."""
+        return self._capacity[holder]
+
     def free_blocks(self, holder: HolderId) -> int:
         return self._free[holder]
 

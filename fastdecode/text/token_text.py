@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastdecode.text.detokenizer import Vocabulary, detokenizer_for
+from fastdecode.text.detokenizer import NoDetokenizer, Vocabulary, detokenizer_for
 
 
 class TokenText:
@@ -46,11 +46,25 @@ class TokenText:
         self, token_ids: Sequence[int], prompt_token_ids: Sequence[int], length: int
     ) -> list[int]:
         """Where in the completion's text, which has this length, each token's text begins."""
-        if self._vocabulary is None:
-            return [0] * len(token_ids)
-        detokenizer = detokenizer_for(self._vocabulary, prompt_token_ids)
-        offsets, end = [], 0
-        for token_id in token_ids:
-            offsets.append(min(end, length))
-            end += len(detokenizer.append(token_id))
-        return offsets
+        offsets = TokenOffsets(self._vocabulary, prompt_token_ids)
+        return [min(offsets.next(token_id), length) for token_id in token_ids]
+
+    def offsets_after(self, prompt_token_ids: Sequence[int]) -> TokenOffsets:
+        """The same for tokens as they come."""
+        return TokenOffsets(self._vocabulary, prompt_token_ids)
+
+
+class TokenOffsets:
+    """Where the texts of a completion's tokens begin, had nothing been cut off its text."""
+
+    def __init__(self, vocabulary: Vocabulary | None, prompt_token_ids: Sequence[int]) -> None:
+        self._detokenizer = (
+            NoDetokenizer() if vocabulary is None else detokenizer_for(vocabulary, prompt_token_ids)
+        )
+        self._end = 0
+
+    def next(self, token_id: int) -> int:
+        """Of one more token."""
+        begin = self._end
+        self._end += len(self._detokenizer.append(token_id))
+        return begin

@@ -235,6 +235,13 @@ class Batching:
         unit="all lengths",
         metavar="Q",
     )
+    expected_output_tokens: int | None = option(
+        None,
+        "tokens that a sequence is expected to generate until enough have finished to learn it; "
+        "default: its max_tokens",
+        low=1,
+        high=1 << 24,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -248,6 +255,12 @@ class Batching:
         if self.length_quantile is not None and not self.learn_lengths:
             raise ConfigError(
                 Given("length_quantile", self.length_quantile), " needs ", Given("learn_lengths")
+            )
+        if self.expected_output_tokens is not None and not self.learn_lengths:
+            raise ConfigError(
+                Given("expected_output_tokens", self.expected_output_tokens),
+                " needs ",
+                Given("learn_lengths"),
             )
         if self.schedule == "fixed-f" and self.target_length is None:
             raise ConfigError(

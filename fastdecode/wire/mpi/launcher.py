@@ -11,6 +11,7 @@ from typing import Final
 # Where launchers say how many ranks they start: Open MPI, MPICH and Intel MPI
 # (Hydra), MVAPICH, Slurm's srun with PMI.
 _SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+RANK_VARIABLES: Final = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
 _LOCAL_RANK_VARIABLES: Final = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
@@ -27,6 +28,16 @@ def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
     """How many ranks an MPI launcher says it started, this process among them;
     None: started without a launcher."""
     for name in (*_SIZE_VARIABLES, *_slurm_variables(environ)):
+        value = environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return None
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Which rank this process is, as far as the launcher says; None: it
+    doesn't, or there is none."""
+    for name in RANK_VARIABLES:
         value = environ.get(name, "")
         if value.isdecimal():
             return int(value)

@@ -1,0 +1,172 @@
+"""``fastdecode serve``: an OpenAI-compatible server.
+
+Exit codes: 0 it was asked to stop, and answered all that ran; 2 options, or the
+model directory; 3 it was asked to stop, and some requests were cut off; 4 the
+engine or its R-workers were lost; 5 the HTTP process was; 130 interrupted while
+it started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.cli.options import (
+    add_engine_options,
+    add_exit_code_option,
+    add_log_level_option,
+    add_options,
+    add_sampling_options,
+    check_options,
+    engine_options,
+    sampling_given,
+    tell,
+)
+from fastdecode.cli.r_worker import serve_if_r_rank
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.errors import FastDecodeError, imports_for
+from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.core.model.identity import identify
+from fastdecode.jobs.stopping import stop_signals
+from fastdecode.server.bridge import Bridge
+from fastdecode.server.messages import Keys, Opening, Ready, Reopen
+from fastdecode.server.options import ServeOptions, key_hashes
+from fastdecode.server.process import HttpProcess
+from fastdecode.server.serving import Serving, Wishes
+from fastdecode.wire.mpi import launcher
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from fastdecode.engine.llm import LLM
+    from fastdecode.engine.setup.launch import RunningEngine
+
+COMMAND = "fastdecode serve"
+EXPECTED_OUTPUT_TOKENS = 256
+LENGTH_QUANTILE = 0.9
+
+
+def add_serve(commands: Any) -> None:
+    """Add the subcommand to the parser's subcommands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "serve",
+        help="answer OpenAI's API over HTTP",
+        description="Serve /v1/completions and /v1/chat/completions, whole and as streams, to "
+        "any client of OpenAI's API. Stops upon SIGTERM or Ctrl-C once what runs is done; a "
+        "second time at once.",
+    )
+    parser.set_defaults(run=run_serve)
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face model directory")
+    add_options(parser.add_argument_group("server"), ServeOptions)
+    add_engine_options(parser)
+    add_sampling_options(parser)
+    add_exit_code_option(parser)
+    add_log_level_option(parser)
+
+
+def serve_options(args: argparse.Namespace) -> ServeOptions:
+    """Those that were given. Raises ConfigError."""
+    return ServeOptions(**{f.name: getattr(args, f.name) for f in fields(ServeOptions)})
+
+
+@stop_signals(signal.default_int_handler)  # while it starts
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until asked to stop. Returns the exit code."""
+    _expect_lengths(args)
+    check_options(args)
+    options = serve_options(args)
+    keys = key_hashes(options)
+    with contextlib.ExitStack() as stack:
+        http: HttpProcess | None = None
+        if launcher.launched_rank() in (None, 0):
+            with imports_for(COMMAND):
+                import uvicorn  # noqa: F401  (the other process needs it; say so here)
+            http = HttpProcess(_opening(args, options, keys))
+            stack.callback(http.close)
+        serve_if_r_rank(args, engine_options(args))
+        assert http is not None, "rank 0 has it, and others don't return"
+        tell(f"{COMMAND}: listening at {http.address}; loading")
+        with imports_for(f"{COMMAND} (an S-worker)"):
+            from fastdecode.engine.llm import LLM
+        with LLM(args.model, progress=tell, **engine_options(args)) as llm:
+            code = _serve(llm, http, options)
+            args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers
+    return code
+
+
+def _serve(llm: LLM, http: HttpProcess, options: ServeOptions) -> int:
+    wishes = Wishes()
+    bridge = Bridge(llm.service, http.channel, llm.facts.vocab_size, _figures)
+    with _heard(wishes):
+        bridge.start()
+        kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
+        bridge.send(Ready(kv_tokens))
+        tell(
+            f"{COMMAND}: ready at {http.address}; {kv_tokens} tokens of KV cache, "
+            f"{llm.facts.num_r_workers} R-worker(s)"
+        )
+
+        def reload() -> None:
+            try:
+                bridge.send(Keys(key_hashes(options)))
+            except FastDecodeError as error:
+                tell(f"{COMMAND}: the keys stay as they are: {error}")
+            bridge.send(Reopen())
+
+        def say(text: str) -> None:
+            tell(f"{COMMAND}: {text}")
+
+        return Serving(llm.service, bridge, wishes, reload, say).run(options.drain_timeout_s)
+
+
+def _figures(running: RunningEngine) -> dict[str, Any]:
+    return asdict(running.engine.figures())
+
+
+def _expect_lengths(args: argparse.Namespace) -> None:
+    """Clients seldom say max_tokens, which then is all that the model can. So
+    room is reserved for what is expected."""
+    if args.learn_lengths and args.length_quantile is None:
+        args.length_quantile = LENGTH_QUANTILE
+    if args.learn_lengths and args.expected_output_tokens is None:
+        args.expected_output_tokens = EXPECTED_OUTPUT_TOKENS
+
+
+def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, ...]) -> Opening:
+    """Raises ModelError, ConfigError: the model directory is of no use."""
+    config = EngineConfig.of(args.model, **engine_options(args))
+    spec = open_checkpoint(args.model).spec(max_model_len=config.s_part.max_model_len)
+    return Opening(
+        model=args.model,
+        options=asdict(options),
+        sampling=sampling_given(args),
+        max_model_len=identify(config, spec).max_model_len,
+        vocab_size=spec.vocab_size,
+        expected_output_tokens=args.expected_output_tokens or EXPECTED_OUTPUT_TOKENS,
+        keys=keys,
+    )
+
+
+@contextlib.contextmanager
+def _heard(wishes: Wishes) -> Iterator[None]:
+    """Inside, signals ask the server to stop, or to read its keys and open its log anew."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        wishes.num_stops += 1
+        if wishes.num_stops > 3:  # something hangs
+            os._exit(3)
+
+    def reload(number: int, frame: FrameType | None) -> None:
+        wishes.num_reloads += 1
+
+    before = signal.signal(signal.SIGHUP, reload)
+    try:
+        with stop_signals(stop):
+            yield
+    finally:
+        signal.signal(signal.SIGHUP, before)

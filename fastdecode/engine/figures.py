@@ -1,0 +1,91 @@
+"""What an engine tells of itself beside its numbers: totals, and how each
+holder is. Values only, that another thread or process may look at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.stats import EngineStats
+from fastdecode.schedule.continuous import ContinuousScheduler
+
+
+@dataclass(frozen=True)
+class HolderFigures:
+    """A holder, which is an R-worker wherever there are R-workers."""
+
+    name: str
+    lost: str | None
+    """Why it is lost; None: it isn't."""
+    kv_blocks: int
+    kv_blocks_used: int
+    """Reserved."""
+    load_tokens: int
+    """Cached for sequences that run."""
+    busy_s: float
+    """Its compute, summed over all steps."""
+
+
+@dataclass(frozen=True)
+class EngineFigures:
+    num_steps: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    s_busy_s: float
+    s_wait_s: float
+    r_busy_s: float
+    lanes: int
+    num_recomputed: int
+    num_suspended: int
+    r_workers: tuple[HolderFigures, ...]
+
+
+def figures_of(stats: EngineStats, scheduler: ContinuousScheduler, fleet: Fleet) -> EngineFigures:
+    """As they are between two steps."""
+    loads = _loads(scheduler)
+    lost = fleet.lost
+    holders = tuple(
+        _holder(holder, stats, scheduler, fleet, lost.get(holder), loads[holder])
+        for holder in map(HolderId, range(len(fleet)))
+    )
+    return EngineFigures(
+        num_steps=stats.num_steps,
+        num_prompt_tokens=stats.num_prompt_tokens,
+        num_output_tokens=stats.num_output_tokens,
+        s_busy_s=stats.s_compute_s,
+        s_wait_s=stats.wait_s,
+        r_busy_s=stats.r_busy_s,
+        lanes=len(scheduler.lanes),
+        num_recomputed=stats.num_recomputed,
+        num_suspended=stats.num_suspended,
+        r_workers=holders,
+    )
+
+
+def _holder(
+    holder: HolderId,
+    stats: EngineStats,
+    scheduler: ContinuousScheduler,
+    fleet: Fleet,
+    lost: WorkerError | None,
+    load: int,
+) -> HolderFigures:
+    num_blocks = scheduler.ledger.num_blocks(holder)
+    used = num_blocks - scheduler.ledger.free_blocks(holder) if lost is None else 0
+    name = fleet.peer(holder)
+    why = None if lost is None else lost.code
+    return HolderFigures(name, why, num_blocks, used, load, stats.r_busy_each_s[holder])
+
+
+def _loads(scheduler: ContinuousScheduler) -> Counter[HolderId]:
+    """Tokens that each holder has cached for sequences that run."""
+    loads: Counter[HolderId] = Counter()
+    for lane in scheduler.lanes:
+        for run in lane.running.values():
+            for part in run.residence.parts:
+                cached = run.sequence.num_cached - part.first_token
+                loads[part.holder] += max(0, min(part.num_tokens, cached))
+    return loads

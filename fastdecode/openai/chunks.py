@@ -1,0 +1,137 @@
+"""From deltas to the chunks of a stream, as OpenAI's API sends them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastdecode.core.delta import Delta
+from fastdecode.core.sequence import TokenLogprob
+from fastdecode.openai.answers import ChoiceWriter, usage_of
+from fastdecode.openai.requests import BodyRequest
+from fastdecode.text.codec import TextCodec
+from fastdecode.text.token_text import TokenOffsets, TokenText
+
+
+@dataclass
+class _Choice:
+    """What of one choice has been told."""
+
+    offsets: TokenOffsets
+    num_chars: int = 0
+    num_tokens: int = 0
+    held: list[tuple[TokenLogprob, int]] = field(default_factory=list)
+    """Steps whose tokens begin in text that hasn't been told, with where: a
+    stop string may yet cut it off."""
+
+
+class ChunkWriter:
+    """Writes one request's deltas as chunks, each a JSON object in a text.
+
+    A choice's first chunk comes with its first token, and only then says the
+    role: clients take it for the first token.
+
+    Args:
+        request: what was asked.
+        prompts: the tokens of each of its prompts.
+        answer_id: comes after ``chatcmpl-`` or ``cmpl-``.
+        created_s: Unix time.
+        model: the name that the chunks tell.
+    """
+
+    def __init__(
+        self,
+        request: BodyRequest,
+        prompts: Sequence[Sequence[int]],
+        codec: TextCodec,
+        *,
+        answer_id: str,
+        created_s: int,
+        model: str,
+    ) -> None:
+        assert request.stream is not None, "nobody asked for a stream"
+        self._is_chat = request.is_chat
+        self._options = request.stream
+        self._n = request.params.n
+        self._with_token_ids = request.want_token_ids or not codec.has_tokenizer
+        tokens = TokenText(codec.vocabulary)
+        self._writer = ChoiceWriter(tokens, self._is_chat, self._with_token_ids, self._n)
+        self._tokens = tokens
+        self._prompts = prompts
+        self._choices: dict[int, _Choice] = {}
+        head = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{answer_id}",
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+            "created": created_s,
+            "model": model,
+        }
+        self._head = json.dumps(head)[:-1] + ', "choices": ['
+        self._tail = '], "usage": null}' if self._options.include_usage else "]}"
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens that were told."""
+        return sum(choice.num_tokens for choice in self._choices.values())
+
+    def chunk(self, place: int, delta: Delta) -> str | None:
+        """One delta of the prompt at ``place``; None if there is nothing to say
+        of it: its text is held back."""
+        number = place * self._n + delta.index
+        before = self._choices.get(number)
+        choice = before or _Choice(self._tokens.offsets_after(self._prompts[place]))
+        self._choices[number] = choice
+        choice.num_tokens += len(delta.token_ids)
+        choice.num_chars += len(delta.text)
+        logprobs = self._logprobs(choice, delta)
+        is_silent = not (delta.text or logprobs or delta.finish_reason or self._with_token_ids)
+        if is_silent and before is not None and not self._options.continuous_usage:
+            return None
+        told = self._told(number, delta, is_first=before is None)
+        told["logprobs"] = logprobs
+        told["finish_reason"] = delta.finish_reason
+        if self._with_token_ids:
+            told["token_ids"] = list(delta.token_ids)
+        return self._head + json.dumps(told) + self._end()
+
+    def usage_chunk(self) -> str | None:
+        """The last one, if the body asked for it."""
+        if not self._options.include_usage:
+            return None
+        return f'{self._head}], "usage": {json.dumps(self._usage())}}}'
+
+    def _told(self, number: int, delta: Delta, *, is_first: bool) -> dict[str, Any]:
+        if not self._is_chat:
+            return {"index": number, "text": delta.text}
+        said = {"role": "assistant", "content": delta.text} if is_first else {}
+        if delta.text:
+            said["content"] = delta.text
+        return {"index": number, "delta": said}
+
+    def _logprobs(self, choice: _Choice, delta: Delta) -> Any:
+        """Of the tokens that may be told of by now."""
+        if delta.logprobs is None:
+            return None
+        if self._is_chat:
+            return self._writer.logprobs(delta.logprobs, ()) if delta.logprobs else None
+        for step in delta.logprobs:
+            choice.held.append((step, choice.offsets.next(step.token_id)))
+        free = [
+            held
+            for held in choice.held
+            if held[1] <= choice.num_chars or delta.finish_reason is not None
+        ]
+        choice.held = choice.held[len(free) :]
+        if not free:
+            return None
+        offsets = [min(offset, choice.num_chars) for _, offset in free]
+        return self._writer.logprobs([step for step, _ in free], offsets)
+
+    def _end(self) -> str:
+        if not self._options.continuous_usage:
+            return self._tail
+        return f'], "usage": {json.dumps(self._usage())}}}'
+
+    def _usage(self) -> dict[str, int]:
+        return usage_of(sum(map(len, self._prompts)), self.num_tokens)

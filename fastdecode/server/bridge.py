@@ -1,0 +1,146 @@
+"""Between the HTTP process and an engine's service: requests in, deltas out.
+
+Deltas wait in the service's own queue, where those of a sequence become one
+while nobody reads: so an HTTP process that is slow, or stopped, costs no step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastdecode.core.delta import Delta, DeltaQueue
+from fastdecode.core.errors import FastDecodeError, ProtocolError, RequestError, without_frames
+from fastdecode.core.sequence import Request, validate_for_vocab
+from fastdecode.engine.service import EngineService
+from fastdecode.server.channel import Channel
+from fastdecode.server.messages import Asked, Drained, Left, Message, Seen, Told
+
+logger = logging.getLogger(__name__)
+
+SEEN_EVERY_S = 0.5
+
+
+class Bridge:
+    """Has two threads of its own from ``start`` on; they end with the channel.
+
+    Args:
+        service: runs the requests.
+        channel: to the HTTP process.
+        vocab_size: token ids are below it.
+        figures: what else is to be told of the engine; called by its thread
+            between two steps.
+    """
+
+    def __init__(
+        self,
+        service: EngineService[Any],
+        channel: Channel,
+        vocab_size: int,
+        figures: Callable[[Any], dict[str, Any]] = lambda served: {},
+    ) -> None:
+        self._service = service
+        self._channel = channel
+        self._vocab_size = vocab_size
+        self._figures = figures
+        self._queue = DeltaQueue()
+        self._latest: dict[str, Any] = {}
+        self._num_steps_asked = -1
+        self.is_gone = threading.Event()
+        """The HTTP process is."""
+        self.drained = threading.Event()
+        """It has no open request any more, and takes none."""
+        self.num_cut = 0
+        """Requests that it had to end."""
+
+    def start(self) -> None:
+        """From now on requests are taken."""
+        for name, run in (("http-in", self._take_in), ("http-out", self._tell)):
+            threading.Thread(target=run, name=name, daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Say something to the HTTP process; if it is gone, nobody hears it."""
+        try:
+            self._channel.send(message)
+        except OSError:
+            self.is_gone.set()
+
+    def _take_in(self) -> None:
+        try:
+            while (message := self._channel.receive()) is not None:
+                self._obey(message)
+        except ProtocolError as error:
+            logger.error("%s", error)
+        self.is_gone.set()
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case Asked(requests):
+                self._submit(requests)
+            case Left(request_ids):
+                for request_id in request_ids:
+                    self._service.cancel(request_id)
+            case Drained(num_cut):
+                self.num_cut = num_cut
+                self.drained.set()
+            case _:
+                raise ProtocolError(f"the HTTP process said {type(message).__name__}")
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        fit = [request for request in requests if self._fits(request)]
+        try:
+            self._service.submit(fit, self._queue)
+        except FastDecodeError as error:
+            self._queue.put([_ended(request, error) for request in fit])
+
+    def _fits(self, request: Request) -> bool:
+        """Whether the model can do it; the HTTP process has made sure already,
+        but it is the one that others can reach."""
+        ids = request.prompt_token_ids
+        try:
+            validate_for_vocab(request.params, self._vocab_size)
+            if not (ids and min(ids) >= 0 and max(ids) < self._vocab_size):
+                raise RequestError("there is no such token", code="invalid_token_id")
+        except (RequestError, TypeError) as error:
+            self._queue.put([_ended(request, RequestError(str(error), code="invalid_token_id"))])
+            return False
+        return True
+
+    def _tell(self) -> None:
+        due_s = time.monotonic()
+        while not self.is_gone.is_set():
+            deltas = self._queue.take(max(0.0, due_s - time.monotonic()))
+            if deltas:
+                self.send(Told(deltas))
+            if time.monotonic() >= due_s:
+                self.send(self._seen())
+                due_s = time.monotonic() + SEEN_EVERY_S
+
+    def _seen(self) -> Seen:
+        snapshot = self._service.snapshot()
+        numbers = snapshot.engine
+        if snapshot.state == "ready" and numbers.num_steps != self._num_steps_asked:
+            self._num_steps_asked = numbers.num_steps
+            self._service.call(self._look, wait=False)
+        return Seen(
+            snapshot.state,
+            numbers.num_steps,
+            numbers.stepped_s,
+            numbers.longest_step_s,
+            numbers.num_running,
+            numbers.num_waiting,
+            numbers.num_r_workers,
+            numbers.num_live_r_workers,
+            None if snapshot.error is None else snapshot.error.code,
+            self._latest,
+        )
+
+    def _look(self, served: Any) -> None:
+        self._latest = self._figures(served)
+
+
+def _ended(request: Request, error: FastDecodeError) -> Delta:
+    return Delta(request.request_id, 0, error=without_frames(error))

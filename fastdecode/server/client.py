@@ -1,0 +1,148 @@
+"""Requests on their way through the engine, as the HTTP process sees them.
+Belongs to one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from fastdecode.core.delta import Delta, Pile
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.sequence import Request
+from fastdecode.server.messages import Asked, Left, Message
+
+
+class Watcher(Protocol):
+    """Is told how open requests get on."""
+
+    def first_token(self, opened: OpenRequests) -> None: ...
+    def tokens(self, num_tokens: int, since_last_s: float | None) -> None: ...
+
+
+class OpenRequests:
+    """What one HTTP request has asked of the engine: a request for each of its
+    prompts.
+
+    Deltas wait here until they are taken; those of a sequence become one
+    meanwhile, so that a slow reader has no more waiting than what it asked for.
+    """
+
+    def __init__(self, requests: Sequence[Request], watcher: Watcher) -> None:
+        self.requests = requests
+        self.accepted_s = time.monotonic()
+        self.first_s: float | None = None
+        """When the first token came."""
+        self.last_s: float | None = None
+        self.num_tokens = 0
+        """Generated so far."""
+        self.num_left = sum(request.params.n for request in requests)
+        """Sequences that aren't over."""
+        self._watcher = watcher
+        self._piles: dict[tuple[int, int], Pile] = {}
+        self._told_s: dict[tuple[int, int], float] = {}
+        self._news = asyncio.Event()
+        self.is_left = False
+        """Nobody waits for it any more."""
+
+    def put(self, place: int, delta: Delta) -> bool:
+        """A delta of the request at ``place``. Returns whether none of these
+        requests will have another."""
+        now = time.monotonic()
+        if delta.token_ids:
+            self._count((place, delta.index), len(delta.token_ids), now)
+        self.num_left -= delta.finish_reason is not None
+        if delta.error is not None:
+            self.num_left = 0
+        where = place, -1 if delta.error is not None else delta.index
+        pile = self._piles.get(where)
+        if pile is None:
+            self._piles[where] = Pile([delta])
+        else:
+            pile.add(delta)
+        self._news.set()
+        return self.num_left == 0
+
+    async def take(self, timeout_s: float | None) -> list[tuple[int, Delta]]:
+        """Wait for deltas; one a sequence, each with its request's place. None
+        come in time, or once nobody waits for any."""
+        if not self._piles and not self.is_left:
+            try:
+                await asyncio.wait_for(self._news.wait(), timeout_s)
+            except asyncio.TimeoutError:
+                return []
+        self._news.clear()
+        taken, self._piles = self._piles, {}
+        return [(place, pile.whole()) for (place, _), pile in taken.items()]
+
+    def leave(self) -> None:
+        """Nobody waits for it any more."""
+        self.is_left = True
+        self._news.set()
+
+    def _count(self, sequence: tuple[int, int], num_tokens: int, now: float) -> None:
+        self.num_tokens += num_tokens
+        self.last_s = now
+        if self.first_s is None:
+            self.first_s = now
+            self._watcher.first_token(self)
+        before = self._told_s.get(sequence)
+        self._told_s[sequence] = now
+        self._watcher.tokens(num_tokens, None if before is None else now - before)
+
+
+class EngineClient:
+    """Open requests, by their ids in the engine.
+
+    Args:
+        send: says something to the engine.
+    """
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._open: dict[str, tuple[OpenRequests, int]] = {}
+        self.waiting_since_s: float | None = None
+        """Since when something has been open without a break; None: nothing is."""
+
+    @property
+    def num_open(self) -> int:
+        """Requests of the engine's that aren't over."""
+        return len(self._open)
+
+    def submit(self, opened: OpenRequests) -> None:
+        """Have requests run."""
+        if not self._open:
+            self.waiting_since_s = time.monotonic()
+        for place, request in enumerate(opened.requests):
+            self._open[request.request_id] = opened, place
+        self._send(Asked(opened.requests))
+
+    def leave(self, opened: OpenRequests) -> None:
+        """Have what isn't over ended: nobody waits for it any more."""
+        ids = [r.request_id for r in opened.requests if self._close(r.request_id)]
+        if ids:
+            self._send(Left(ids))
+
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        """Hand out what the engine said. What is said to nobody is dropped."""
+        for delta in deltas:
+            opened, place = self._open.get(delta.request_id, (None, 0))
+            if opened is not None and opened.put(place, delta):
+                for request in opened.requests:
+                    self._close(request.request_id)
+
+    def fail_all(self, error: FastDecodeError) -> int:
+        """End all with an error. Returns how many HTTP requests that are."""
+        every = {id(opened): opened for opened, _ in self._open.values()}
+        for opened in every.values():
+            opened.put(0, Delta(opened.requests[0].request_id, 0, error=error))
+        self._open.clear()
+        self.waiting_since_s = None
+        return len(every)
+
+    def _close(self, request_id: str) -> bool:
+        was_open = self._open.pop(request_id, None) is not None
+        if not self._open:
+            self.waiting_since_s = None
+        return was_open

@@ -1,0 +1,223 @@
+"""The HTTP process: no torch, no MPI; it ends when the engine's process does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import uvicorn
+
+from fastdecode.core.errors import ConfigError, FastDecodeError, Given, ProtocolError, WorkerError
+from fastdecode.server.channel import AsyncChannel
+from fastdecode.server.client import EngineClient
+from fastdecode.server.front import Front, draining_error
+from fastdecode.server.http.app import make_app
+from fastdecode.server.http.guard import Guard
+from fastdecode.server.http.protocol import ConnectionLimits, protocol_of
+from fastdecode.server.messages import (
+    Cut,
+    Drain,
+    Drained,
+    Keys,
+    Listening,
+    Opening,
+    Ready,
+    Reopen,
+    Seen,
+    Told,
+    Unfit,
+)
+from fastdecode.server.options import ServeOptions
+from fastdecode.server.request_log import RequestLog
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.codec import TextCodec
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+_LAST_ANSWERS_S = 2.0
+"""When the engine is gone: time to say so to those who wait."""
+_QUEUED_CAPACITIES = 4
+
+
+def main(fd: int) -> None:
+    """Serve until the socket ``fd`` is closed by the other side."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the other process says what is to be done
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(_serve(socket.socket(fileno=fd)))
+    # Threads that still encode for nobody needn't be waited for.
+    os._exit(0)
+
+
+async def _serve(connected: socket.socket) -> None:
+    channel = await AsyncChannel.over(connected)
+    opening = await channel.receive()
+    if not isinstance(opening, Opening):
+        return
+    options = ServeOptions(**opening.options)
+    try:
+        listener, address = _listen(options)
+        front = _open_front(opening, options, channel)
+        guard = Guard(make_app(front), opening.keys, open_metrics=options.open_metrics)
+        server = _Server(_config(options, guard))
+        server.config.load()
+    except (FastDecodeError, OSError) as error:
+        channel.send(Unfit(str(error)))
+        await channel.close()
+        return
+    channel.send(Listening(address))
+    serving = asyncio.create_task(server.serve([listener]))
+    await _Obeying(front, guard, channel).run()
+    server.should_exit = True
+    await serving
+    if options.unix_socket is not None:
+        Path(options.unix_socket).unlink(missing_ok=True)
+    front.close()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None: see ``main``."""
+        yield
+
+
+def _config(options: ServeOptions, guard: Guard) -> uvicorn.Config:
+    """Raises OSError: TLS's files are of no use."""
+    limits = ConnectionLimits(options.header_timeout_s, options.max_connections)
+    return uvicorn.Config(
+        guard,  # type: ignore[arg-type]  # an ASGI application
+        http=protocol_of(limits),  # type: ignore[arg-type]  # makes one
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
+        backlog=_BACKLOG,
+    )
+
+
+def _open_front(opening: Opening, options: ServeOptions, channel: AsyncChannel) -> Front:
+    template_file = options.chat_template
+    codec = TextCodec.load(opening.model, opening.max_model_len)
+    template = ChatTemplate.load(
+        Path(opening.model), None if template_file is None else Path(template_file)
+    )
+    log = RequestLog(options.request_log)
+    return Front(opening, options, codec, template, EngineClient(channel.send), log)
+
+
+def _listen(options: ServeOptions) -> tuple[socket.socket, str]:
+    """A bound socket, and how clients call it. Raises ConfigError."""
+    if options.unix_socket is not None:
+        return _listen_at_file(Path(options.unix_socket)), f"unix:{options.unix_socket}"
+    try:
+        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+        family, _, _, _, where = found[0]
+        listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            Given("host", options.host),
+            f": can't listen at port {options.port} there: {error.strerror or error}",
+        ) from None
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return listener, f"{'http' if options.tls_cert is None else 'https'}://{shown}:{port}"
+
+
+def _listen_at_file(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(path.lstat().st_mode) and listener.connect_ex(str(path)):
+            path.unlink()  # nobody listens there any more
+            listener.close()
+            listener = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)  # for its owner only
+    try:
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            Given("unix_socket", str(path)), f": can't listen there: {error.strerror}"
+        ) from None
+    finally:
+        os.umask(before)
+    return listener
+
+
+class _Obeying:
+    """Does what the engine's process says, until it says nothing any more."""
+
+    def __init__(self, front: Front, guard: Guard, channel: AsyncChannel) -> None:
+        self._front = front
+        self._guard = guard
+        self._channel = channel
+        self._ending: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        front = self._front
+        try:
+            while (message := await self._channel.receive()) is not None:
+                self._obey(message)
+        except ProtocolError as error:
+            logger.error("%s", error)
+        front.outlook = replace(front.outlook, is_lost=True)
+        front.fail_all(WorkerError("the engine's process has ended", code="engine_lost"))
+        await self._until_answered(_LAST_ANSWERS_S)
+
+    def _obey(self, message: object) -> None:
+        front = self._front
+        match message:
+            case Told(deltas):
+                front.client.deliver(deltas)
+            case Seen():
+                self._see(message)
+            case Ready(kv_tokens):
+                if front.options.max_queued_tokens is None:
+                    front.admission.max_tokens = _QUEUED_CAPACITIES * kv_tokens
+                front.outlook = replace(front.outlook, is_ready=True)
+            case Keys(keys):
+                self._guard.keys = tuple(keys)
+            case Reopen():
+                with contextlib.suppress(ConfigError):
+                    front.log.open()
+            case Drain() | Cut():
+                front.outlook = replace(front.outlook, is_draining=True)
+                if isinstance(message, Cut):
+                    front.fail_all(draining_error())
+                if self._ending is None:
+                    self._ending = asyncio.create_task(self._end())
+            case _:
+                raise ProtocolError(f"the engine's process said {type(message).__name__}")
+
+    def _see(self, seen: Seen) -> None:
+        front = self._front
+        front.outlook = replace(front.outlook, seen=seen, seen_s=time.monotonic())
+        if seen.state in ("broken", "closed") and front.client.num_open:
+            front.fail_all(WorkerError("the engine has failed", code="engine_failed"))
+
+    async def _end(self) -> None:
+        await self._until_answered(None)
+        self._channel.send(Drained(self._front.num_cut))
+
+    async def _until_answered(self, timeout_s: float | None) -> None:
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._front.num_exchanges and (end_s is None or time.monotonic() < end_s):
+            await asyncio.sleep(0.02)

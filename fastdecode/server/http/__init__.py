@@ -1,0 +1,1 @@
+"""What the HTTP process answers: routes, their protection, bodies and streams."""

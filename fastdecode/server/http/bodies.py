@@ -1,0 +1,121 @@
+"""Bodies of requests: bounded in size, time and depth, and strictly JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from fastdecode.server.http.errors import Refused
+
+MAX_DEPTH = 64
+_LARGE_BYTES = 64 << 10
+"""Larger bodies are parsed beside the event loop."""
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class Disconnected(Exception):  # noqa: N818  (nobody is left to be told)
+    """The client is gone."""
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    most_bytes: int
+    timeout_s: float
+
+
+async def read_object(
+    headers: list[tuple[bytes, bytes]], receive: Receive, limits: BodyLimits
+) -> dict[str, Any]:
+    """The JSON object that a request carries.
+
+    Raises:
+        Refused: it doesn't, or not in time, or it is too large.
+        Disconnected: the client has gone.
+    """
+    _check_headers(headers, limits.most_bytes)
+    try:
+        raw = await asyncio.wait_for(_read(receive, limits.most_bytes), limits.timeout_s)
+    except asyncio.TimeoutError:
+        text = f"the body didn't come within {limits.timeout_s:g} s"
+        raise Refused(408, text, "body_timeout", closes=True) from None
+    if len(raw) > _LARGE_BYTES:
+        return await asyncio.to_thread(parse_object, raw)
+    return parse_object(raw)
+
+
+def _check_headers(headers: list[tuple[bytes, bytes]], most_bytes: int) -> None:
+    given = dict(headers)
+    kind = given.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if kind != b"application/json":
+        text = "the body must be JSON, with content-type: application/json"
+        raise Refused(415, text, "unsupported_media_type", closes=True)
+    if given.get(b"content-encoding", b"identity").lower() != b"identity":
+        text = "bodies that are encoded (gzip, …) aren't read: leave content-encoding out"
+        raise Refused(415, text, "unsupported_media_type", closes=True)
+    length = given.get(b"content-length", b"0")
+    if length.isdigit() and (len(length) > 18 or int(length) > most_bytes):
+        raise _too_large(most_bytes)
+
+
+def _too_large(most_bytes: int) -> Refused:
+    text = f"the body is larger than {most_bytes} bytes"
+    return Refused(413, text, "body_too_large", closes=True)
+
+
+async def _read(receive: Receive, most_bytes: int) -> bytes:
+    raw = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise Disconnected
+        raw += message.get("body", b"")
+        if len(raw) > most_bytes:
+            raise _too_large(most_bytes)
+        if not message.get("more_body", False):
+            return bytes(raw)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """A JSON object, of finite numbers and bounded depth. Raises Refused."""
+    try:
+        said = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise Refused(400, f"the body is not valid JSON: {why}", "invalid_json") from None
+    if not isinstance(said, dict):
+        raise Refused(400, "the body must be a JSON object", "invalid_body")
+    if _depth_exceeds(said, MAX_DEPTH):
+        text = f"the body is nested more than {MAX_DEPTH} deep"
+        raise Refused(400, text, "invalid_json")
+    return said
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number is too great")
+    return number
+
+
+def _depth_exceeds(said: object, most: int) -> bool:
+    level = [said]
+    for _ in range(most):
+        inner: list[object] = []
+        for each in level:
+            values = each.values() if isinstance(each, dict) else each
+            if isinstance(values, str):
+                continue
+            inner += [one for one in values if isinstance(one, (dict, list))]  # type: ignore[attr-defined]
+        if not inner:
+            return False
+        level = inner
+    return True

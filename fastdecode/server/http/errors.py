@@ -1,0 +1,98 @@
+"""What a client is told of a request that isn't answered, in OpenAI's form.
+
+Nothing of a prompt or an answer, no path and no key: of errors that aren't the
+client's only their kind is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastdecode.core.errors import CapacityError, FastDecodeError, RequestError
+from fastdecode.openai.answers import status
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+
+class Refused(Exception):  # noqa: N818  (an answer)
+    """A request isn't answered.
+
+    Args:
+        status: of HTTP, 400 and above.
+        message: for a person.
+        code: stable, for machines.
+        kind: OpenAI's ``type``.
+        param: the field to blame.
+        headers: that the answer has beside the usual ones.
+        closes: don't use the connection again: the rest of the request is
+            unread.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        closes: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.kind = kind
+        self.param = param
+        self.headers = dict(headers or {})
+        if closes:
+            self.headers["connection"] = "close"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """``{"error": …}``."""
+        told = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": told}
+
+
+# Codes of errors that mean something of their own to OpenAI's clients.
+_CODES: Mapping[str, tuple[int, str, str]] = {
+    "model_mismatch": (404, INVALID, "model_not_found"),
+    "prompt_too_long": (400, INVALID, "context_length_exceeded"),
+    "draining": (503, SERVER, "draining"),
+    "closed": (503, SERVER, "draining"),
+}
+_WORDS: Mapping[str, str] = {
+    "draining": "the server is shutting down: try again, or elsewhere",
+    "closed": "the server is shutting down: try again, or elsewhere",
+    "non_finite_logits": "the model's output isn't finite for this request",
+}
+
+
+def refused(error: FastDecodeError) -> Refused:
+    """An error as its client is told it."""
+    http, kind = status(error)
+    code = error.code
+    is_theirs = isinstance(error, (RequestError, CapacityError)) and http < 500
+    if isinstance(error, CapacityError):
+        # Only what could never fit is refused; what has no room now waits.
+        http, kind, is_theirs = 400, INVALID, True
+    elif not isinstance(error, RequestError):
+        http, kind = 500, SERVER
+    if error.code in _CODES:
+        http, kind, code = _CODES[error.code]
+    message = _WORDS.get(error.code) or (str(error) if is_theirs else "the engine has failed")
+    return Refused(http, message, code, kind=kind, param=getattr(error, "param", None))
+
+
+def unavailable(reason: str, retry_after_s: int = 1) -> Refused:
+    """503, with why no token could come out."""
+    return Refused(
+        503,
+        f"no answer could come now: {reason}",
+        reason,
+        kind=SERVER,
+        headers={"retry-after": str(retry_after_s)},
+    )

@@ -1,0 +1,219 @@
+"""What the HTTP process and the process of the engine say to each other: JSON
+behind its length, over a socket pair.
+
+===========  ============  =====================================================
+message      from          means
+===========  ============  =====================================================
+Opening      engine        the first: what to serve
+Listening    HTTP          the address is bound, though nothing is answered yet
+Unfit        HTTP          it can't serve: why; it ends
+Ready        engine        requests are welcome from now on
+Asked        HTTP          a request
+Left         HTTP          nobody waits for these requests any more
+Told         engine        what requests have said since the last time
+Seen         engine        how the engine is; twice a second
+Keys         engine        other keys let in from now on
+Reopen       engine        open the request log anew: it was moved away
+Drain        engine        take no more requests; say when none is open
+Cut          engine        end those that are open, with an error
+Drained      HTTP          none is open any more
+===========  ============  =====================================================
+
+Either end may close the socket: the other one ends, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeAlias
+
+from fastdecode.core.delta import Delta
+from fastdecode.core.errors import (
+    CapacityError,
+    ConfigError,
+    FastDecodeError,
+    ProtocolError,
+    RequestError,
+    WorkerError,
+)
+from fastdecode.core.sequence import Request, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True)
+class Opening:
+    model: str
+    """Directory, as given."""
+    options: Mapping[str, Any]
+    """``ServeOptions``."""
+    sampling: Mapping[str, Any]
+    """Sampling parameters for requests that don't say it themselves."""
+    max_model_len: int
+    vocab_size: int
+    expected_output_tokens: int
+    """Of a request that doesn't say its max_tokens."""
+    keys: Sequence[str]
+    """SHA-256, in hex."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    address: str
+
+
+@dataclass(frozen=True)
+class Unfit:
+    message: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    kv_tokens: int
+    """What the KV caches hold together."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    requests: Sequence[Request]
+
+
+@dataclass(frozen=True)
+class Left:
+    request_ids: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Told:
+    deltas: Sequence[Delta]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """``time.monotonic`` is the same for all processes of a host."""
+
+    state: str
+    """That of a ``Snapshot``."""
+    num_steps: int = 0
+    stepped_s: float | None = None
+    """When the last step ended."""
+    longest_step_s: float = 0.0
+    """Of those lately."""
+    num_running: int = 0
+    """Sequences."""
+    num_waiting: int = 0
+    num_r_workers: int = 0
+    num_live_r_workers: int = 0
+    error: str | None = None
+    """The code of what broke it."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """``EngineFigures``, as of the last time that a step ended."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    keys: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Reopen:
+    pass
+
+
+@dataclass(frozen=True)
+class Drain:
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Cut:
+    pass
+
+
+@dataclass(frozen=True)
+class Drained:
+    num_cut: int
+    """Requests that were ended with an error meanwhile."""
+
+
+Message: TypeAlias = (
+    "Opening | Listening | Unfit | Ready | Asked | Left | Told | Seen | Keys | Reopen | Drain "
+    "| Cut | Drained"
+)
+_KINDS: Mapping[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        Opening, Listening, Unfit, Ready, Asked, Left, Told, Seen, Keys, Reopen, Drain, Cut,
+        Drained,
+    )
+}  # fmt: skip
+_ERRORS: Mapping[str, type[FastDecodeError]] = {
+    kind.__name__: kind
+    for kind in (FastDecodeError, RequestError, CapacityError, WorkerError, ConfigError)
+}
+
+
+def to_json(message: Message) -> dict[str, Any]:
+    """A message in JSON's types."""
+    kind = type(message).__name__
+    if isinstance(message, Told):
+        return {"kind": kind, "deltas": [_delta_to_json(delta) for delta in message.deltas]}
+    if isinstance(message, Asked):
+        return {"kind": kind, "requests": [_request_to_json(r) for r in message.requests]}
+    return {"kind": kind, **asdict(message)}
+
+
+def from_json(said: Any) -> Message:
+    """Raises ProtocolError: it is no message."""
+    try:
+        kind = _KINDS[said.pop("kind")]
+        if kind is Told:
+            return Told([_delta_from_json(delta) for delta in said["deltas"]])
+        if kind is Asked:
+            return Asked([_request_from_json(request) for request in said["requests"]])
+        message: Message = kind(**said)
+        return message
+    except (KeyError, TypeError, ValueError, AttributeError, RequestError) as error:
+        raise ProtocolError(f"the other process said what is no message: {error}") from None
+
+
+def _request_to_json(request: Request) -> list[Any]:
+    params = {f.name: getattr(request.params, f.name) for f in fields(SamplingParams)}
+    return [
+        request.request_id, request.prompt_token_ids, params, request.max_tokens, request.seed,
+    ]  # fmt: skip
+
+
+def _request_from_json(said: Any) -> Request:
+    request_id, token_ids, params, max_tokens, seed = said
+    return Request(request_id, tuple(token_ids), SamplingParams(**params), max_tokens, seed)
+
+
+def _delta_to_json(delta: Delta) -> list[Any]:
+    error = delta.error and [_name_of(delta.error), delta.error.message, delta.error.code]
+    logprobs = delta.logprobs and [
+        (step.token_id, step.logprob, step.top) for step in delta.logprobs
+    ]
+    return [
+        delta.request_id, delta.index, delta.text, delta.token_ids, logprobs, delta.finish_reason,
+        error,
+    ]  # fmt: skip
+
+
+def _name_of(error: FastDecodeError) -> str:
+    """Of the closest class that the other side knows."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
+
+
+def _delta_from_json(said: Any) -> Delta:
+    request_id, index, text, token_ids, logprobs, finish_reason, error = said
+    steps = None
+    if logprobs is not None:
+        steps = tuple(
+            TokenLogprob(token, logprob, tuple((one, p) for one, p in top))
+            for token, logprob, top in logprobs
+        )
+    raised = None
+    if error is not None:
+        name, message, code = error
+        raised = _ERRORS[name](message, code=code)
+    return Delta(request_id, index, text, tuple(token_ids), steps, finish_reason, raised)

@@ -1,0 +1,172 @@
+"""What a user may choose about a server."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdecode.core.config.options import check_options, option
+from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.json_file import read_bytes
+
+KEYS_VARIABLE = "FASTDECODE_API_KEYS"
+MAX_KEYS = 10_000
+MIN_KEY_CHARS = 8
+_MAX_KEYS_BYTES = 4 << 20
+_FOREVER_S = 1e7
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Frozen, and valid from construction on.
+
+    Raises:
+        ConfigError: names the option, its value, and what it may be.
+    """
+
+    host: str = option(
+        "127.0.0.1", "address to listen at; any but loopback needs a key", metavar="HOST"
+    )
+    port: int = option(8000, "TCP port; 0: any that is free", low=0, high=65535)
+    unix_socket: str | None = option(
+        None, "listen at this Unix socket in place of a port", metavar="FILE"
+    )
+    served_model_name: tuple[str, ...] = option(
+        (),
+        'what a request\'s "model" may say; repeatable (default: the last part of the model '
+        "directory)",
+        metavar="NAME",
+    )
+    chat_template: str | None = option(
+        None, "use this template, not the model's own", metavar="FILE"
+    )
+    api_key_file: str | None = option(
+        None,
+        f"file with keys, one a line, # for comments; or give them in {KEYS_VARIABLE}. It is read "
+        "again upon SIGHUP",
+        metavar="FILE",
+    )
+    tls_cert: str | None = option(None, "serve TLS with this certificate (PEM)", metavar="FILE")
+    tls_key: str | None = option(None, "and this key (PEM)", metavar="FILE")
+    open_metrics: bool = option(False, "/metrics and /status.json need no key")
+    request_log: str | None = option(
+        None, "append a JSON line there for every request; -: to stdout", metavar="FILE"
+    )
+    max_queued_requests: int = option(
+        1024, "more requests that wait for their first token are refused (429)", high=1 << 24, low=1
+    )
+    max_queued_tokens: int | None = option(
+        None,
+        "and more tokens of those, prompts and expected answers (default: 4 times what the KV "
+        "caches hold)",
+        low=1,
+        high=1 << 40,
+    )
+    max_connections: int = option(4096, "more connections are refused", low=1, high=1 << 20)
+    max_body_mb: float = option(
+        8.0, "larger bodies are refused (413)", low=0.001, high=1024, unit="MiB", metavar="MIB"
+    )
+    header_timeout_s: float = option(
+        10.0, "time for a request's header", low=0.1, high=_FOREVER_S, unit="s", metavar="S"
+    )
+    body_timeout_s: float = option(
+        60.0, "time for a request's body", low=0.1, high=_FOREVER_S, unit="s", metavar="S"
+    )
+    write_timeout_s: float = option(
+        60.0, "cut off who takes nothing for so long", low=0.1, high=_FOREVER_S, unit="s",
+        metavar="S",
+    )  # fmt: skip
+    queue_timeout_s: float | None = option(
+        None, "end requests (503) whose first token takes longer (default: never)", low=0.001,
+        high=_FOREVER_S, unit="s", metavar="S",
+    )  # fmt: skip
+    request_timeout_s: float | None = option(
+        None, "end requests that take longer (default: never)", low=0.001, high=_FOREVER_S,
+        unit="s", metavar="S",
+    )  # fmt: skip
+    drain_timeout_s: float = option(
+        30.0, "upon SIGTERM, time for running requests to end", low=0, high=_FOREVER_S, unit="s",
+        metavar="S",
+    )  # fmt: skip
+    stall_s: float = option(
+        60.0, "not healthy when there is work, but no step within so long", low=0.1,
+        high=_FOREVER_S, unit="s", metavar="S",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        object.__setattr__(self, "served_model_name", tuple(self.served_model_name))
+        for name in self.served_model_name:
+            if not (1 <= len(name) <= 256 and name.isprintable()):
+                raise ConfigError(
+                    Given("served_model_name", name), " is not a name of 1 to 256 characters"
+                )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError(Given("tls_cert"), " and ", Given("tls_key"), " go together")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether nobody on another host can reach it."""
+        return self.unix_socket is not None or is_loopback(self.host)
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * (1 << 20))
+
+    def names(self, model: str) -> tuple[str, ...]:
+        """What a request's model may be."""
+        return self.served_model_name or (Path(os.path.abspath(model)).name,)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is this host's, and no other can reach it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def key_hashes(options: ServeOptions, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """SHA-256, in hex, of every key that lets in; none: no key is needed.
+
+    Raises:
+        ConfigError: the file can't be read, a key is too short, or there is
+            none though others can reach the address.
+    """
+    keys = re.split(r"[,\s]+", environ.get(KEYS_VARIABLE, ""))
+    if options.api_key_file is not None:
+        keys += _keys_of(Path(options.api_key_file))
+    found = {key for key in keys if key}
+    if any(len(key) < MIN_KEY_CHARS or not key.isascii() for key in found):
+        raise ConfigError(f"an API key is too short: give {MIN_KEY_CHARS} ASCII characters or more")
+    if len(found) > MAX_KEYS:
+        raise ConfigError(f"there are {len(found)} API keys: {MAX_KEYS} at most")
+    if options.api_key_file is not None and not found:
+        raise ConfigError(Given("api_key_file", options.api_key_file), " has no key in it")
+    if not found and not options.is_loopback:
+        raise ConfigError(
+            Given("host", options.host),
+            " can be reached by others, so a key is needed: give ",
+            Given("api_key_file"),
+            f", or keys in {KEYS_VARIABLE}",
+        )
+    return tuple(sorted(hashlib.sha256(key.encode()).hexdigest() for key in found))
+
+
+def _keys_of(path: Path) -> list[str]:
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(Given("api_key_file", str(path)), f": {why}")
+
+    content = read_bytes(path, most_bytes=_MAX_KEYS_BYTES, refuse=refuse)
+    try:
+        lines = content.decode().splitlines()
+    except UnicodeDecodeError:
+        raise refuse("it is no text") from None
+    return [line.strip() for line in lines if not line.lstrip().startswith("#")]

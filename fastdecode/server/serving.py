@@ -1,0 +1,116 @@
+"""Serving from the first request to the last: the part of the process that has
+the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastdecode.core.delta import DeltaQueue
+from fastdecode.engine.service import EngineService
+from fastdecode.server.bridge import Bridge
+from fastdecode.server.messages import Cut, Drain
+
+_LOOK_EVERY_S = 0.1
+_CUT_WITHIN_S = 2.0
+"""How long those whose requests are ended may take to hear of it."""
+
+EXIT_SOME_CUT = 3
+EXIT_ENGINE_LOST = 4
+EXIT_HTTP_LOST = 5
+
+
+@dataclass
+class Wishes:
+    """What signals have asked for."""
+
+    num_stops: int = 0
+    num_reloads: int = 0
+
+
+class Serving:
+    """Waits for what ends a server. Used by the thread that opened the service.
+
+    Args:
+        service: runs the requests; where it has no thread of its own, its steps
+            are made here.
+        wishes: looked at ten times a second.
+        reload: called when that was asked for.
+        tell: told what happens, a line at a time.
+    """
+
+    def __init__(
+        self,
+        service: EngineService[Any],
+        bridge: Bridge,
+        wishes: Wishes,
+        reload: Callable[[], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._service = service
+        self._bridge = bridge
+        self._wishes = wishes
+        self._reload = reload
+        self._tell = tell
+        self._nothing = DeltaQueue()
+        self._num_reloaded = 0
+
+    def run(self, drain_timeout_s: float) -> int:
+        """Until it is asked to stop, or can't go on. Returns the exit code: 0
+        all were answered, 3 some were cut off, 4 the engine broke down, 5 the
+        HTTP process did."""
+        while not self._wishes.num_stops and not self._is_broken:
+            self._turn()
+        if not self._is_broken:
+            return self._drain(drain_timeout_s)
+        if self._bridge.is_gone.is_set():
+            self._tell("the HTTP process has ended; so does the server")
+            return EXIT_HTTP_LOST
+        error = self._service.snapshot().error
+        self._tell(f"the engine broke down: {error}")
+        self._cut()
+        return EXIT_ENGINE_LOST
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._bridge.is_gone.is_set() or self._service.snapshot().error is not None
+
+    def _turn(self) -> None:
+        self._service.take(self._nothing, _LOOK_EVERY_S)
+        if self._wishes.num_reloads > self._num_reloaded:
+            self._num_reloaded = self._wishes.num_reloads
+            self._reload()
+
+    def _drain(self, timeout_s: float) -> int:
+        self._tell(f"finishing what runs, for {timeout_s:g} s at most; again to stop at once")
+        self._bridge.send(Drain(timeout_s))
+        end_s = time.monotonic() + timeout_s
+        while (
+            not self._bridge.drained.is_set()
+            and not self._is_broken
+            and self._wishes.num_stops < 2
+            and time.monotonic() < end_s
+        ):
+            self._turn()
+        if not self._bridge.drained.is_set():
+            self._cut()
+        if self._service.snapshot().error is not None:
+            return EXIT_ENGINE_LOST
+        if self._bridge.is_gone.is_set():
+            return EXIT_HTTP_LOST
+        if self._bridge.num_cut:
+            self._tell(f"{self._bridge.num_cut} requests were cut off")
+        return EXIT_SOME_CUT if self._bridge.num_cut else 0
+
+    def _cut(self) -> None:
+        """End what is open, with an error."""
+        self._bridge.send(Cut())
+        end_s = time.monotonic() + _CUT_WITHIN_S
+        while (
+            not self._bridge.drained.is_set()
+            and not self._bridge.is_gone.is_set()
+            and time.monotonic() < end_s
+        ):
+            self._service.take(self._nothing, _LOOK_EVERY_S)
