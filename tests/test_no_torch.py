@@ -18,6 +18,7 @@ PACKAGES = (
     "fastdecode.text",
     "fastdecode.openai",
     "fastdecode.jobs",
+    "fastdecode.server",
     # One way into an engine, also of a server that has none of its own.
     "fastdecode.engine.service",
 )

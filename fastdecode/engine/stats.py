@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fastdecode.core.holders import HolderId
 from fastdecode.engine.latency import LatencyHistogram
 
 
@@ -26,7 +27,7 @@ class EngineStats:
     """The busiest R-worker's compute of every step, summed."""
     r_busy_s: float = 0.0
     """Every R-worker's compute, summed."""
-    r_busy_each_s: Counter[int] = field(default_factory=Counter)
+    r_busy_each_s: dict[HolderId, float] = field(default_factory=lambda: defaultdict(float))
     """The same of each holder."""
     load_sum: int = 0
     """The load W, cached tokens of all running sequences, summed over the ends of all steps."""
@@ -55,12 +56,13 @@ class EngineStats:
     def load_mean(self) -> float:
         return self.load_sum / max(self.num_steps, 1)
 
-    def count_step(self, r_compute_s: float, each_s: Mapping[int, float]) -> None:
+    def count_step(self, r_compute_s: float, each_s: Mapping[HolderId, float]) -> None:
         """A step is over. The busiest R-worker computed so long for it, and each holder."""
         self.num_steps += 1
         self.r_compute_s += r_compute_s
         self.r_busy_s += sum(each_s.values())
-        self.r_busy_each_s.update(each_s)  # type: ignore[arg-type]  # seconds are added up, too
+        for holder, busy_s in each_s.items():
+            self.r_busy_each_s[holder] += busy_s
 
     def count_time(self, elapsed_s: float, wait_s: float, *, is_prefill: bool) -> None:
         """So much time has passed, of which the S-worker waited so long;

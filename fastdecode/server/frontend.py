@@ -17,7 +17,7 @@ from pathlib import Path
 
 import uvicorn
 
-from fastdecode.core.errors import ConfigError, FastDecodeError, Given, ProtocolError, WorkerError
+from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
 from fastdecode.server.channel import AsyncChannel
 from fastdecode.server.client import EngineClient
 from fastdecode.server.front import Front, draining_error
@@ -98,7 +98,7 @@ def _config(options: ServeOptions, guard: Guard) -> uvicorn.Config:
     """Raises OSError: TLS's files are of no use."""
     limits = ConnectionLimits(options.header_timeout_s, options.max_connections)
     return uvicorn.Config(
-        guard,  # type: ignore[arg-type]  # an ASGI application
+        guard,
         http=protocol_of(limits),  # type: ignore[arg-type]  # makes one
         ws="none",
         lifespan="off",
@@ -134,8 +134,8 @@ def _listen(options: ServeOptions) -> tuple[socket.socket, str]:
         listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(
-            Given("host", options.host),
-            f": can't listen at port {options.port} there: {error.strerror or error}",
+            f"can't listen at --host {options.host} --port {options.port}: "
+            f"{error.strerror or error}"
         ) from None
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -155,7 +155,7 @@ def _listen_at_file(path: Path) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         raise ConfigError(
-            Given("unix_socket", str(path)), f": can't listen there: {error.strerror}"
+            f"can't listen at --unix-socket {path}: {error.strerror or error}"
         ) from None
     finally:
         os.umask(before)

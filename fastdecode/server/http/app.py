@@ -46,6 +46,7 @@ _GET: dict[str, Handler] = {
     "/": info.page,
     "/page.css": info.page,
     "/page.js": info.page,
+    "/icon.svg": info.page,
 }
 _POST: dict[str, Handler] = {
     COMPLETIONS_URL: completions,

@@ -16,7 +16,7 @@ from fastdecode.server.options import is_loopback
 
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/live", "/health", "/", "/page.css", "/page.js"})
+OPEN_PATHS = frozenset({"/live", "/health", "/", "/page.css", "/page.js", "/icon.svg"})
 """Need no key. All other paths do, whether there is a route or not."""
 METRICS_PATHS = frozenset({"/metrics", "/status.json"})
 """Nor do these, if the server's options say so."""

@@ -74,7 +74,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {CONNECTION: self}
+        self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item]  # ours
         self._is_in_header = True
         self._arm()
 

@@ -69,8 +69,10 @@ def _tokenized(front: Front, body: dict[str, Any]) -> dict[str, Any]:
     }
     if body.get("return_token_strs"):
         vocabulary = front.codec.vocabulary
-        name = None if vocabulary is None else vocabulary.tokenizer.id_to_token
-        answer["token_strs"] = [str(token) if name is None else name(token) for token in tokens]
+        answer["token_strs"] = [
+            str(token) if vocabulary is None else vocabulary.tokenizer.id_to_token(token)
+            for token in tokens
+        ]
     return answer
 
 

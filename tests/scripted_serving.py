@@ -1,0 +1,156 @@
+"""A server whose engine has no model: it says a token for every running
+sequence in every step. The first token of a prompt may ask for trouble."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Container
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fastdecode.cli.options import add_options
+from fastdecode.core.delta import Delta, Listener
+from fastdecode.core.errors import CapacityError, FastDecodeError
+from fastdecode.core.sequence import Request
+from fastdecode.engine.service import EngineService
+from fastdecode.server.bridge import Bridge
+from fastdecode.server.messages import Opening, Ready
+from fastdecode.server.options import ServeOptions, key_hashes
+from fastdecode.server.process import HttpProcess
+from fastdecode.server.serving import Serving, Wishes
+
+VOCAB = 1536
+BREAKS, HANGS, NEVER_FITS = 1000, 1001, 1002
+"""Prompts that begin with these break the engine's step, keep it, or could never fit."""
+NUM_BLOCKS = 1000
+
+
+class ScriptedEngine:
+    """Like an ``Engine``, as far as a service goes."""
+
+    def __init__(self, step_s: float, width: int) -> None:
+        self._step_s = step_s
+        self._width = width
+        self._open: dict[str, tuple[Request, Listener | None]] = {}
+        self._said: dict[tuple[str, int], int] = {}
+        self.pause_s = 0.0
+        self.num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def num_running(self) -> int:
+        return min(self._width, len(self._said))
+
+    @property
+    def num_unfinished_sequences(self) -> int:
+        return len(self._said)
+
+    def submit(self, request: Request, listener: Listener | None = None) -> None:
+        if request.prompt_token_ids[0] == NEVER_FITS:
+            raise CapacityError("it could never fit")
+        self._open[request.request_id] = request, listener
+        self._said.update(((request.request_id, i), 0) for i in range(request.params.n))
+
+    def step(self) -> None:
+        self.num_steps += 1
+        time.sleep(self._step_s)
+        for request_id, index in list(self._said)[: self._width]:
+            if request_id in self._open:
+                self._say(request_id, index)
+
+    def _say(self, request_id: str, index: int) -> None:
+        request, listener = self._open[request_id]
+        if request.prompt_token_ids[0] == BREAKS:
+            raise RuntimeError("this prompt's secret: 4711")
+        if request.prompt_token_ids[0] == HANGS:
+            time.sleep(3600)
+        place = request_id, index
+        self._said[place] += 1
+        is_over = self._said[place] == request.max_tokens
+        token = self._said[place] % VOCAB
+        if listener is not None:
+            reason = "length" if is_over else None
+            listener.tell(Delta(request_id, index, f" t{token}", (token,), None, reason))  # type: ignore[arg-type]
+        if is_over:
+            del self._said[place]
+            if not any(one == request_id for one, _ in self._said):
+                del self._open[request_id]
+
+    def cancel(self, request_id: str) -> bool:
+        was_open = self._open.pop(request_id, None) is not None
+        self._said = {place: n for place, n in self._said.items() if place[0] != request_id}
+        return was_open
+
+    def cancel_waiting(self, among: Container[str] | None = None) -> list[str]:
+        return []
+
+    def abandon(self, error: FastDecodeError) -> None:
+        self._open.clear()
+        self._said.clear()
+
+
+def figures(served: Any) -> dict[str, Any]:
+    engine = served.engine
+    worker = {
+        "name": "R-worker <b>r0</b>",
+        "lost": None,
+        "kv_blocks": NUM_BLOCKS,
+        "kv_blocks_used": engine.num_unfinished_sequences,
+        "load_tokens": engine.num_unfinished_sequences,
+        "busy_s": engine.num_steps * 0.001,
+    }
+    zeros = dict.fromkeys(
+        ("num_recomputed", "num_suspended", "s_wait_s", "s_busy_s", "r_busy_s"), 0
+    )
+    return {"num_steps": engine.num_steps, "lanes": 1, "r_workers": [worker], **zeros}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    add_options(parser.add_argument_group("server"), ServeOptions)
+    parser.add_argument("--step-s", type=float, default=0.002)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--kv-tokens", type=int, default=1 << 20)
+    parser.add_argument("--never-ready", action="store_true")
+    args = parser.parse_args()
+    fields = [field.name for field in dataclasses.fields(ServeOptions)]
+    options = ServeOptions(**{name: getattr(args, name) for name in fields})
+    model = Path(__file__).parents[1] / "examples" / "model" / "checkpoint"
+    http = HttpProcess(
+        Opening(str(model), asdict(options), {}, 4096, VOCAB, 256, key_hashes(options))
+    )
+    print(f"listening at {http.address}", flush=True)
+    engine = ScriptedEngine(args.step_s, args.width)
+    served = SimpleNamespace(
+        engine=engine, num_r_workers=1, num_live_r_workers=1, has_hung_r_workers=False,
+        close=lambda: None,
+    )  # fmt: skip
+    service: EngineService[Any] = EngineService(lambda: served)
+    wishes = Wishes()
+
+    def stop(number: int, frame: object) -> None:
+        wishes.num_stops += 1
+
+    signal.signal(signal.SIGTERM, stop)
+    service.open()
+    bridge = Bridge(service, http.channel, VOCAB, figures)
+    bridge.start()
+    if not args.never_ready:
+        bridge.send(Ready(args.kv_tokens))
+    serve = Serving(service, bridge, wishes, lambda: None, lambda text: print(text, flush=True))
+    code = serve.run(options.drain_timeout_s)
+    http.close()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

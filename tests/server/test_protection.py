@@ -1,0 +1,133 @@
+"""Who may ask: keys, and the table of what needs none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
+
+from server_process import CHECKPOINT, FASTDECODE, PATHS, scripted_server
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.server.client import EngineClient
+from fastdecode.server.front import Front
+from fastdecode.server.http.app import make_app
+from fastdecode.server.messages import Opening
+from fastdecode.server.options import ServeOptions, key_hashes
+from fastdecode.server.request_log import RequestLog
+from fastdecode.text.codec import TextCodec
+
+EXPECTED = {
+    "/": "open", "/page.css": "open", "/page.js": "open", "/icon.svg": "open", "/live": "open",
+    "/health": "open", "/metrics": "key", "/status.json": "key", "/version": "key",
+    "/v1/models": "key", "/v1/models/{model:path}": "key", "/v1/completions": "key",
+    "/v1/chat/completions": "key", "/tokenize": "key", "/detokenize": "key",
+}  # fmt: skip
+KEYS = ("first-key-0001", "second-key-002")
+
+
+def test_every_route_is_in_the_table_and_protected_as_it_says() -> None:
+    opening = Opening("m", {}, {}, 64, 10, 16, ())
+    front = Front(
+        opening, ServeOptions(), TextCodec(None), None, EngineClient(print), RequestLog(None)
+    )
+    routes = {route.path: route for route in make_app(front).routes}  # type: ignore[attr-defined]
+    assert set(routes) == set(EXPECTED)
+    with scripted_server(FASTDECODE_API_KEYS=",".join(KEYS)) as server:
+        for path, route in routes.items():
+            method = "POST" if "POST" in route.methods else "GET"
+            status, headers, raw = server.ask(method, path.replace("{model:path}", "x"))
+            assert (status == 401) is (EXPECTED[path] == "key"), path
+            if status == 401:
+                assert json.loads(raw)["error"]["code"] == "invalid_api_key"
+                assert headers["www-authenticate"] == "Bearer"
+        assert server.ask("GET", "/nothing/here")[0] == 401
+        for key in KEYS:
+            assert server.ask("GET", "/v1/models", authorization=f"Bearer {key}")[0] == 200
+        for wrong in ("Bearer x", f"Basic {KEYS[0]}", KEYS[0], "Bearer", f"Bearer {KEYS[0]}x"):
+            assert server.ask("GET", "/v1/models", authorization=wrong)[0] == 401, wrong
+        # Pages of other sites don't know a key; whoever does may come from anywhere.
+        key = f"Bearer {KEYS[0]}"
+        assert server.ask("GET", "/version", authorization=key, host="a.example")[0] == 200
+        assert all(each not in server.job.output() for each in KEYS)
+        for process in server.job.processes():
+            words = " ".join(process.cmdline())
+            assert all(each not in words for each in KEYS)
+        assert "FASTDECODE_API_KEYS" not in server.process("http").environ()
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfirst-key-0001\n\nsecond-key-002\n")
+    options = ServeOptions(api_key_file=str(file))
+    assert len(key_hashes(options, {})) == 2
+    assert len(key_hashes(options, {"FASTDECODE_API_KEYS": "third-key-0003"})) == 3
+    assert key_hashes(ServeOptions(), {}) == ()
+    for bad in ("", "# none\n", "short\n"):
+        file.write_text(bad)
+        with pytest.raises(ConfigError):
+            key_hashes(options, {})
+    with pytest.raises(ConfigError, match="key"):
+        key_hashes(ServeOptions(api_key_file=str(tmp_path / "absent")), {})
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.com"):
+        with pytest.raises(ConfigError, match="a key is needed"):
+            key_hashes(ServeOptions(host=host), {})
+    assert key_hashes(ServeOptions(host="::1"), {}) == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 can be reached by others"),
+        (["--port", "99999"], "--port 99999 is not a whole number"),
+        (["--tls-cert", "x"], "--tls-key go together"),
+        (["--chat-template", "/nonexistent"], "--chat-template"),
+        (["--api-key-file", "/nonexistent"], "--api-key-file"),
+        (["--unix-socket", "/nonexistent/x"], "--unix-socket /nonexistent/x"),
+    ],
+)
+def test_options_that_are_refused(options: list[str], match: str) -> None:
+    done = subprocess.run(
+        [*FASTDECODE, "serve", str(CHECKPOINT), "--port", "0", *options],
+        capture_output=True, text=True, timeout=60, env={**os.environ, **PATHS},
+    )  # fmt: skip
+    assert done.returncode == 2 and match in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken() -> None:
+    with scripted_server() as server:
+        command = [sys.executable, *server.process("engine").cmdline()[1:], "--port"]
+        done = subprocess.run(
+            [*command, str(server.port)], capture_output=True, text=True, timeout=60,
+            env={**os.environ, **PATHS},
+        )  # fmt: skip
+        assert done.returncode != 0 and f"--port {server.port}" in done.stderr
+
+
+def test_a_unix_socket_is_its_owners_only(tmp_path: Path) -> None:
+    import http.client
+    import socket
+
+    from mpi_launch import running
+
+    path = tmp_path / "s"
+    script = str(Path(__file__).parents[1] / "scripted_serving.py")
+    with running([sys.executable, script, "--unix-socket", str(path)], **PATHS) as job:
+        job.wait_until(lambda: "listening at" in job.output())
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        connection = http.client.HTTPConnection("localhost")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(str(path))
+        connection.request("GET", "/live")
+        assert connection.getresponse().status == 200
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.wait(20).exit_code == 0 and not path.exists()
