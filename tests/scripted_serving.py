@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import signal
 import sys
 import time
@@ -23,11 +24,12 @@ from fastdecode.server.bridge import Bridge
 from fastdecode.server.messages import Opening, Ready
 from fastdecode.server.options import ServeOptions, key_hashes
 from fastdecode.server.process import HttpProcess
-from fastdecode.server.serving import Serving, Wishes
+from fastdecode.server.serving import Serving, Wishes, keep_traces_out
 
 VOCAB = 1536
-BREAKS, HANGS, NEVER_FITS = 1000, 1001, 1002
-"""Prompts that begin with these break the engine's step, keep it, or could never fit."""
+BREAKS, HANGS, NEVER_FITS, IS_WORDY = 1000, 1001, 1002, 1003
+"""Prompts that begin with these break the engine's step, keep it, could never
+fit, or are answered with long words."""
 NUM_BLOCKS = 1000
 
 
@@ -79,7 +81,8 @@ class ScriptedEngine:
         token = self._said[place] % VOCAB
         if listener is not None:
             reason = "length" if is_over else None
-            listener.tell(Delta(request_id, index, f" t{token}", (token,), None, reason))  # type: ignore[arg-type]
+            text = f" t{token}" + "y" * 4000 * (request.prompt_token_ids[0] == IS_WORDY)
+            listener.tell(Delta(request_id, index, text, (token,), None, reason))  # type: ignore[arg-type]
         if is_over:
             del self._said[place]
             if not any(one == request_id for one, _ in self._said):
@@ -122,6 +125,8 @@ def main() -> int:
     parser.add_argument("--kv-tokens", type=int, default=1 << 20)
     parser.add_argument("--never-ready", action="store_true")
     args = parser.parse_args()
+    logging.basicConfig()
+    keep_traces_out()
     fields = [field.name for field in dataclasses.fields(ServeOptions)]
     options = ServeOptions(**{name: getattr(args, name) for name in fields})
     model = Path(__file__).parents[1] / "examples" / "model" / "checkpoint"

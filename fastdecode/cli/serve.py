@@ -37,7 +37,7 @@ from fastdecode.server.bridge import Bridge
 from fastdecode.server.messages import Keys, Opening, Ready, Reopen
 from fastdecode.server.options import ServeOptions, key_hashes
 from fastdecode.server.process import HttpProcess
-from fastdecode.server.serving import Serving, Wishes
+from fastdecode.server.serving import Serving, Wishes, keep_traces_out
 from fastdecode.wire.mpi import launcher
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
 @stop_signals(signal.default_int_handler)  # while it starts
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until asked to stop. Returns the exit code."""
+    if args.log_level != "debug":
+        keep_traces_out()
     _expect_lengths(args)
     check_options(args)
     options = serve_options(args)

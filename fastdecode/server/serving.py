@@ -3,12 +3,14 @@ the engine."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fastdecode.core.delta import DeltaQueue
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.engine.service import EngineService
 from fastdecode.server.bridge import Bridge
 from fastdecode.server.messages import Cut, Drain
@@ -68,8 +70,7 @@ class Serving:
         if self._bridge.is_gone.is_set():
             self._tell("the HTTP process has ended; so does the server")
             return EXIT_HTTP_LOST
-        error = self._service.snapshot().error
-        self._tell(f"the engine broke down: {error}")
+        self._tell(f"the engine broke down: {_told(self._service.snapshot().error)}")
         self._cut()
         return EXIT_ENGINE_LOST
 
@@ -114,3 +115,27 @@ class Serving:
             and time.monotonic() < end_s
         ):
             self._service.take(self._nothing, _LOOK_EVERY_S)
+
+
+def _told(error: FastDecodeError | None) -> str:
+    """A mistake of ours by its kind alone: its words may hold what somebody asked."""
+    cause = None if error is None else error.__cause__
+    if type(error) is FastDecodeError and cause is not None:
+        return f"a step raised {type(cause).__name__}"
+    return str(error)
+
+
+class NoTraces(logging.Filter):
+    """Keeps tracebacks, whose values may be what somebody asked, out of a log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[0] is not None:
+            record.msg, record.args = f"{record.getMessage()}: {record.exc_info[0].__name__}", ()
+            record.exc_info = record.exc_text = None
+        return True
+
+
+def keep_traces_out() -> None:
+    """From now on, of what the root logger writes."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(NoTraces())
