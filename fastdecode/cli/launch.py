@@ -30,7 +30,7 @@ from fastdecode.core.install import pip_command
 from fastdecode.jobs.stopping import stop_signals
 from fastdecode.wire.mpirun_line import JobLine, parse_hosts, vendor_of
 
-COMMANDS = ("generate", "run-batch", "doctor", "calibrate")
+COMMANDS = ("generate", "run-batch", "serve", "doctor", "calibrate")
 _LOCAL = ("localhost", "127.0.0.1")
 
 
@@ -38,7 +38,7 @@ def add_launch(commands: Any) -> None:
     """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "launch",
-        help="run generate, run-batch, doctor or calibrate over MPI on a list of hosts",
+        help="run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts",
         description=(
             "Build the mpirun line, show it, and run it: fastdecode launch --hosts a:2,b:2 -- "
             "generate ..."
@@ -123,12 +123,12 @@ def _check(args: argparse.Namespace, *, files: bool) -> None:
     Args:
         files: whether it runs on this host.
     """
-    if args.command in ("generate", "run-batch"):
+    if args.command in ("generate", "run-batch", "serve"):
         try:
             check_options(args)
         except ConfigError as error:
             raise ConfigError(as_typed(error, vars(args)), code=error.code) from None
-        if files and not args.input.is_file():
+        if files and args.command != "serve" and not args.input.is_file():
             raise ConfigError(f"the input {args.input} is not a file that can be read")
         if files and not Path(args.model).is_dir():
             raise ConfigError(f"the model {args.model} is not a directory")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from fastdecode import __version__
 from fastdecode.cli.bench import add_bench
+from fastdecode.cli.bench_serve import add_bench_serve
 from fastdecode.cli.calibrate import add_calibrate
 from fastdecode.cli.doctor import add_doctor
 from fastdecode.cli.errors import as_typed
@@ -122,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     add_generate(commands)
     add_run_batch(commands)
     add_serve(commands)
+    add_bench_serve(commands)
     add_size(commands)
     add_calibrate(commands)
     add_bench(commands)

@@ -1,0 +1,152 @@
+"""``fastdecode bench-serve``: a load on any server of OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastdecode.cli.options import EXIT_SOME_FAILED, add_log_level_option, tell
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.files import write_json
+from fastdecode.measure.serving.client import Endpoint, Record
+from fastdecode.measure.serving.load import (
+    MAX_REQUESTS,
+    LoadShape,
+    Planned,
+    arriving,
+    closed,
+    traced,
+)
+from fastdecode.measure.serving.report import Slo, report, told
+from fastdecode.measure.serving.run import find_goodput, run_closed, run_open
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+def add_bench_serve(commands: Any) -> None:
+    """Add the subcommand to the parser's subcommands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench-serve",
+        help="measure a server of OpenAI's API under a load",
+        description="Send requests to any server of OpenAI's API, as they would arrive or from a "
+        f"number of clients, and measure the streams. A key is read from {KEY_VARIABLE}.",
+    )
+    parser.set_defaults(run=run_bench_serve)
+    parser.add_argument("--base-url", required=True, metavar="URL", help="http://HOST:PORT")
+    parser.add_argument("--model", metavar="NAME", help="default: the first that is served")
+    _add_load(parser.add_argument_group("load"))
+    goals = parser.add_argument_group("goodput")
+    goals.add_argument("--slo", metavar="LIMITS", help="such as ttft=400ms,tpot=40ms")
+    goals.add_argument(
+        "--attainment", type=float, default=0.9, metavar="A",
+        help="part of the requests that is to keep the SLO (default: 0.9)",
+    )  # fmt: skip
+    goals.add_argument(
+        "--find-goodput", action="store_true",
+        help="look for the greatest rate at which it does, beginning at --rate",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    add_log_level_option(parser)
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    when = group.add_mutually_exclusive_group()
+    when.add_argument("--rate", type=float, metavar="R", help="requests a second, that don't wait")
+    when.add_argument(
+        "--concurrency", type=int, metavar="N", help="clients, each with one request at a time"
+    )
+    when.add_argument("--trace", type=Path, metavar="FILE", help="a server's request log")
+    group.add_argument(
+        "--cv", type=float, default=1.0, metavar="C",
+        help="variation of the gaps, with --rate: 1 (default) is Poisson, 0 a clock",
+    )  # fmt: skip
+    group.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="with --trace: so many times as fast"
+    )
+    for flag, default, text in (
+        ("--requests", 100, "how many (default: 100)"),
+        ("--prompt-tokens", 128, "of each, on average (default: 128)"),
+        ("--output-tokens", 64, "of each, on average (default: 64)"),
+        ("--vocab-size", 1000, "prompts are random tokens from 10 to this (default: 1000)"),
+        ("--seed", 0, "of lengths, gaps and prompts (default: 0)"),
+    ):
+        group.add_argument(flag, type=int, default=default, metavar="N", help=text)
+    group.add_argument(
+        "--spread", type=float, default=0.0, metavar="S",
+        help="lengths are log-normal with this sigma; 0 (default): all alike",
+    )  # fmt: skip
+
+
+def run_bench_serve(args: argparse.Namespace) -> int:
+    """Run the load. Returns the exit code."""
+    _check(args)
+    slo = None if args.slo is None else Slo.parse(args.slo)
+    endpoint = Endpoint(args.base_url, os.environ.get(KEY_VARIABLE))
+    model = args.model or asyncio.run(endpoint.model())
+    figures = _measured(args, endpoint, model, slo)
+    if args.json is not None:
+        write_json(args.json, figures, "figures")
+    print(told(figures))
+    return EXIT_SOME_FAILED if figures["errors"] else 0
+
+
+def _measured(
+    args: argparse.Namespace, endpoint: Endpoint, model: str, slo: Slo | None
+) -> dict[str, Any]:
+    shape = _shape(args)
+    if not args.find_goodput:
+        return report(_run(args, endpoint, model, _load(args, shape)), slo)
+
+    def measure(rate: float) -> dict[str, Any]:
+        load = arriving(shape, rate, args.cv)
+        return report(asyncio.run(run_open(endpoint, model, load)), slo)
+
+    rate, figures = find_goodput(measure, args.rate, args.attainment, tell)
+    if figures is None:
+        figures = measure(args.rate)
+    return {**figures, "greatest_rate": rate}
+
+
+def _run(
+    args: argparse.Namespace, endpoint: Endpoint, model: str, load: list[Planned]
+) -> list[Record]:
+    if args.rate is None and args.trace is None:
+        return asyncio.run(run_closed(endpoint, model, load, args.concurrency or 1))
+    return asyncio.run(run_open(endpoint, model, load))
+
+
+def _load(args: argparse.Namespace, shape: LoadShape) -> list[Planned]:
+    if args.trace is not None:
+        return traced(args.trace, replace(shape, num_requests=MAX_REQUESTS), args.speed)
+    return closed(shape) if args.rate is None else arriving(shape, args.rate, args.cv)
+
+
+def _shape(args: argparse.Namespace) -> LoadShape:
+    return LoadShape(
+        args.requests,
+        args.prompt_tokens,
+        args.output_tokens,
+        args.spread,
+        args.vocab_size,
+        args.seed,
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ConfigError: an option makes no sense."""
+    limits = (
+        ("requests", 1, MAX_REQUESTS), ("prompt_tokens", 1, 1 << 24), ("output_tokens", 1, 1 << 24),
+        ("vocab_size", 11, 1 << 24), ("seed", 0, 1 << 62), ("spread", 0, 5), ("cv", 0, 100),
+        ("speed", 1e-3, 1e6), ("attainment", 0, 1), ("rate", 1e-6, 1e6), ("concurrency", 1, 65536),
+    )  # fmt: skip
+    for name, low, high in limits:
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {value} is not a number from {low:g} to {high:g}")
+    if args.find_goodput and (args.rate is None or args.slo is None):
+        raise ConfigError("--find-goodput needs --rate, to begin at, and --slo")

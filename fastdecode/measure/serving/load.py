@@ -1,0 +1,129 @@
+"""Which requests come when. Seeded: the same load again is the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastdecode.core.errors import ConfigError
+
+MAX_REQUESTS = 10_000_000
+FIRST_TOKEN = 10
+"""Lower ids are often special."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A request that is to be sent."""
+
+    due_s: float
+    """After the start; 0 where a number of clients send one after the other."""
+    prompt: tuple[int, ...]
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class LoadShape:
+    """What a load is drawn from.
+
+    Args:
+        num_requests: of them.
+        prompt_tokens, output_tokens: of each, on average.
+        spread: standard deviation of the lengths' logarithms; 0: all alike.
+        vocab_size: token ids are below it.
+        seed: of all that is drawn.
+    """
+
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+    spread: float = 0.0
+    vocab_size: int = 1000
+    seed: int = 0
+
+
+def closed(shape: LoadShape) -> list[Planned]:
+    """For clients that send one request after the other."""
+    return [_planned(0.0, *size, shape, i) for i, size in enumerate(_sizes(shape))]
+
+
+def arriving(shape: LoadShape, rate: float, cv: float = 1.0) -> list[Planned]:
+    """Requests that don't wait for answers.
+
+    Args:
+        rate: a second, on average.
+        cv: coefficient of variation of the gaps, which are gamma: 1 is Poisson,
+            0 is a clock.
+    """
+    random_ = random.Random(shape.seed * 2 + 1)
+    due_s, planned = 0.0, []
+    for i, size in enumerate(_sizes(shape)):
+        planned.append(_planned(due_s, *size, shape, i))
+        # Unit gaps over the rate: other rates have the same pattern.
+        gap = random_.gammavariate(1 / cv**2, cv**2) if cv > 0 else 1.0
+        due_s += gap / rate
+    return planned
+
+
+def traced(path: Path, shape: LoadShape, speed: float = 1.0) -> list[Planned]:
+    """A request log's requests, as far as they were answered.
+
+    Args:
+        speed: so many times as fast.
+
+    Raises:
+        ConfigError: the file has none.
+    """
+    found = []
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        entry = _entry(line, f"--trace {path}, line {number}")
+        if entry is not None:
+            found.append(entry)
+    if not found:
+        raise ConfigError(f"--trace {path} has no request with time, prompt and output tokens")
+    found.sort()
+    start_s = found[0][0]
+    return [
+        _planned((time_s - start_s) / speed, num_prompt, num_output, shape, i)
+        for i, (time_s, num_prompt, num_output) in enumerate(found[: shape.num_requests])
+    ]
+
+
+def _entry(line: str, where: str) -> tuple[float, int, int] | None:
+    try:
+        said: Mapping[str, Any] = json.loads(line)
+        if not said.get("output_tokens"):
+            return None
+        return float(said["time"]), int(said["prompt_tokens"]), int(said["output_tokens"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{where} is no line of a request log") from None
+
+
+def _sizes(shape: LoadShape) -> list[tuple[int, int]]:
+    random_ = random.Random(shape.seed * 2)
+
+    def drawn(mean: int) -> int:
+        if not shape.spread:
+            return mean
+        # Log-normal, with this mean.
+        sigma = shape.spread
+        factor = random_.lognormvariate(-(sigma**2) / 2, sigma)
+        return max(1, round(mean * factor))
+
+    return [
+        (drawn(shape.prompt_tokens), drawn(shape.output_tokens)) for _ in range(shape.num_requests)
+    ]
+
+
+def _planned(due_s: float, num_prompt: int, num_output: int, shape: LoadShape, i: int) -> Planned:
+    random_ = random.Random(f"{shape.seed} {i}")
+    prompt = random_.choices(range(FIRST_TOKEN, shape.vocab_size), k=max(1, num_prompt))
+    return Planned(due_s, tuple(prompt), num_output)

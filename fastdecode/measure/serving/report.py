@@ -1,0 +1,131 @@
+"""From what became of requests to what one wants to know."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.measure.serving.client import Record
+
+CLIENT_LAG_S = 0.010
+"""Where the client sends this much late, what it measures is itself."""
+_UNITS = {"ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What a request must keep to; None: anything will do."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """ttft=400ms,tpot=40ms. Raises ConfigError."""
+        limits: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            unit = "ms" if value.endswith("ms") else "s"
+            try:
+                limits[f"{name}_s"] = float(value.removesuffix(unit)) * _UNITS[unit]
+                if name not in ("ttft", "tpot") or not value.endswith(unit):
+                    raise ValueError
+            except ValueError:
+                raise ConfigError(
+                    f"--slo {text}: {part!r} is not like ttft=400ms or tpot=0.04s"
+                ) from None
+        return cls(**limits)
+
+    def is_kept(self, record: Record) -> bool:
+        """Whether a request was answered within the limits."""
+        if record.error is not None:
+            return False
+        tpot_s = record.tpot_s
+        return (self.ttft_s is None or record.ttft_s <= self.ttft_s) and (
+            self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
+        )
+
+
+def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
+    """Figures of a load, all times in seconds."""
+    done = [record for record in records if record.error is None]
+    duration_s = max((record.chunk_s[-1] for record in done), default=0.0)
+    gaps = [
+        later - earlier
+        for record in done
+        for earlier, later in zip(record.chunk_s, record.chunk_s[1:], strict=False)
+    ]
+    lags = [record.sent_s - record.due_s for record in records]
+    tokens = sum(record.num_tokens for record in done)
+    figures: dict[str, Any] = {
+        "requests": len(records),
+        "answered": len(done),
+        "errors": dict(Counter(r.error for r in records if r.error is not None)),
+        "duration_s": duration_s,
+        "requests_per_s": len(done) / duration_s if duration_s else 0.0,
+        "prompt_tokens": sum(record.num_prompt for record in done),
+        "output_tokens": tokens,
+        "output_tokens_per_s": tokens / duration_s if duration_s else 0.0,
+        "chunks": sum(len(record.chunk_s) for record in done),
+        "ttft_s": summary([record.ttft_s for record in done]),
+        "tpot_s": summary([r.tpot_s for r in done if r.tpot_s is not None]),
+        "itl_s": summary(gaps),
+        "e2e_s": summary([record.e2e_s for record in done]),
+        "client_lag_s": summary(lags),
+    }
+    lag = figures["client_lag_s"]
+    figures["client_was_the_limit"] = lag is not None and lag["p99"] > CLIENT_LAG_S
+    if slo is not None:
+        kept = sum(slo.is_kept(record) for record in records)
+        figures["attainment"] = kept / len(records) if records else 0.0
+        figures["goodput_per_s"] = kept / duration_s if duration_s else 0.0
+    return figures
+
+
+def summary(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean and nearest-rank percentiles; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+
+    def percentile(percent: float) -> float:
+        return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+    return {
+        "mean": sum(ordered) / len(ordered),
+        "p50": percentile(50),
+        "p90": percentile(90),
+        "p99": percentile(99),
+    }
+
+
+def told(figures: dict[str, Any]) -> str:
+    """For a person."""
+    lines = [
+        f"{figures['answered']} of {figures['requests']} requests answered in "
+        f"{figures['duration_s']:.2f} s: {figures['requests_per_s']:.2f} requests/s, "
+        f"{figures['output_tokens_per_s']:.0f} output tokens/s"
+    ]
+    lines += [f"  errors: {kind}: {num}" for kind, num in figures["errors"].items()]
+    lines.append(f"{'':8}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}  ms")
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        times = figures[f"{name}_s"]
+        if times is not None:
+            row = "".join(f"{times[key] * 1e3:10.2f}" for key in ("mean", "p50", "p90", "p99"))
+            lines.append(f"{name.upper():8}{row}")
+    if "attainment" in figures:
+        lines.append(
+            f"goodput {figures['goodput_per_s']:.2f} requests/s; "
+            f"{figures['attainment']:.1%} of requests kept the SLO"
+        )
+    if figures["client_was_the_limit"]:
+        lag_ms = figures["client_lag_s"]["p99"] * 1e3
+        lines.append(
+            f"the client itself was the limit: it sent {lag_ms:.0f} ms late (p99); use a lower "
+            "rate, or another machine"
+        )
+    return "\n".join(lines)

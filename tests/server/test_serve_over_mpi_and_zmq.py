@@ -1,0 +1,81 @@
+"""``fastdecode serve`` whose R-workers are other processes: ranks of a real MPI
+job, and addresses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi_launch import needs_mpi
+
+pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
+
+from server_process import CHECKPOINT, FASTDECODE, Server, serving
+
+SERVE = ["serve", str(CHECKPOINT), "--port", "0", "--dtype", "float32"]
+BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0}
+
+
+def long_request(server: Server, max_tokens: int) -> Any:
+    """A request that runs, and its answer when that is asked for."""
+    import http.client
+
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    body = {**BODY, "max_tokens": max_tokens, "ignore_eos": True}
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body).encode(), headers)
+    server.wait_until(lambda: server.status()["num_running"] == 1)
+    return connection
+
+
+def r_worker_processes(server: Server) -> list[Any]:
+    return [
+        process
+        for process in server.job.processes()
+        if "r-worker" in process.cmdline() and "python" in process.cmdline()[0]
+    ]
+
+
+@needs_mpi
+def test_launch_serves_loses_an_r_worker_and_drains() -> None:
+    launch = [*FASTDECODE, "launch", "--hosts", "localhost:2", "--r-threads", "1"]
+    launch += ["--kv-memory-gb", "0.01", "--", *SERVE]
+    with serving(launch) as server:
+        said = server.complete(**BODY)[1]["choices"][0]["text"]
+        connection = long_request(server, 500)
+        r_worker_processes(server)[0].kill()
+        server.wait_until(lambda: server.status()["num_live_r_workers"] == 1)
+        assert "degraded" in server.get("/health")
+        server.wait_until(lambda: any(w["lost"] for w in server.status()["figures"]["r_workers"]))
+        assert server.complete(**BODY)[1]["choices"][0]["text"] == said
+        # launch hands SIGTERM on so that mpirun doesn't kill the R-workers first.
+        server.job._process.send_signal(signal.SIGTERM)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert json.loads(answer.read())["usage"]["completion_tokens"] == 500
+        outcome = server.job.wait(60)
+        assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+
+
+def test_over_zmq_all_r_workers_are_lost_and_one_comes_back() -> None:
+    pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+    from mpi_launch import running
+
+    root = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    worker = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--threads", "1"]
+    worker += ["--kv-memory-gb", "0.01", "--bind"]
+    with running([*worker, "tcp://127.0.0.1:*"], **root) as job:
+        job.wait_until(lambda: " listens at " in job.output() and job.output().endswith("\n"))
+        address = job.output().split(" listens at ")[1].split()[0]
+        with serving([*FASTDECODE, *SERVE], "--r-worker", address) as server:
+            said = server.complete(**BODY)[1]["choices"][0]["text"]
+            connection = long_request(server, 400)
+            job.kill()
+            code = server.job.wait(60)
+            answer = json.loads(connection.getresponse().read())
+        assert said and answer["error"]["type"] == "server_error"
+        assert code.exit_code == 4 and not code.orphans
