@@ -71,3 +71,15 @@ def test_forecasts_lie_between_now_and_max_tokens(
     if len(longer) >= min_observed:
         within = sum(length <= lengths.safe(now) for length in longer)
         assert within >= quantile * len(longer)
+
+
+def test_a_first_guess_serves_until_enough_is_known() -> None:
+    lengths = LearntLengths(0.9, min_observed=2, first_guess=100)
+    assert lengths.safe(sequence(0, 5000)) == lengths.expected(sequence(0, 5000)) == 100
+    assert lengths.safe(sequence(99, 5000)) == 100 and lengths.safe(sequence(100, 5000)) == 200
+    assert lengths.safe(sequence(900, 1000)) == 1000 and lengths.safe(sequence(0, 30)) == 30
+    for length in (10, 20):
+        lengths.observe(sequence(length, 5000))
+    assert lengths.safe(sequence(0, 5000)) == 20 and lengths.safe(sequence(20, 5000)) == 100
+    endless = SamplingParams(ignore_eos=True)
+    assert lengths.safe(sequence(0, 5000, endless)) == 5000

@@ -1,0 +1,128 @@
+"""``fastdecode bench-serve``: loads, figures, and runs against a server whose
+delays are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdecode.cli.main import main
+from fastdecode.core.errors import ConfigError
+from fastdecode.measure.serving.client import Endpoint, Record
+from fastdecode.measure.serving.load import LoadShape, arriving, closed, traced
+from fastdecode.measure.serving.report import Slo, report
+from fastdecode.measure.serving.run import find_goodput, run_closed, run_open
+
+SHAPE = LoadShape(num_requests=4000, prompt_tokens=5, output_tokens=7)
+
+
+def test_loads_are_what_was_asked_and_the_same_again() -> None:
+    load = arriving(SHAPE, rate=20.0)
+    assert load == arriving(SHAPE, rate=20.0)
+    assert load[-1].due_s == pytest.approx(200, rel=0.1)
+    faster = arriving(SHAPE, rate=40.0)
+    assert [each.due_s for each in faster] == pytest.approx([each.due_s / 2 for each in load])
+    clock = arriving(SHAPE, rate=10.0, cv=0.0)
+    assert clock[10].due_s == pytest.approx(1.0)
+    wide = closed(LoadShape(4000, 100, 50, spread=0.5, seed=3))
+    lengths = [len(each.prompt) for each in wide]
+    assert sum(lengths) / 4000 == pytest.approx(100, rel=0.1) and len(set(lengths)) > 50
+    assert all(10 <= token < 1000 for token in wide[0].prompt)
+
+
+def test_a_request_log_is_a_load(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    line = {"time": 100.5, "prompt_tokens": 3, "output_tokens": 2, "status": 200}
+    lines = [{**line, "time": 102.5}, line, {"time": 101, "status": 400}]
+    log.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    load = traced(log, SHAPE, speed=2.0)
+    assert [each.due_s for each in load] == [0.0, 1.0] and load[0].output_tokens == 2
+    for bad in ("[]\n", '{"output_tokens": 3}\n', "", "x\n"):
+        log.write_text(bad)
+        with pytest.raises(ConfigError, match="--trace"):
+            traced(log, SHAPE)
+
+
+def record(ttft_s: float, tpot_s: float, num: int = 3, error: str | None = None) -> Record:
+    chunks = [1.0 + ttft_s + tpot_s * i for i in range(num)]
+    return Record(1.0, 1.0, chunks, 4, num, error)
+
+
+def test_figures_and_goodput() -> None:
+    records = [record(0.1, 0.01), record(0.3, 0.02), record(0.1, 0.05), record(0, 0, 1, "x")]
+    slo = Slo.parse("ttft=200ms,tpot=0.03s")
+    figures = report(records, slo)
+    assert (figures["answered"], figures["errors"]) == (3, {"x": 1})
+    assert figures["attainment"] == 0.25 and not figures["client_was_the_limit"]
+    assert figures["ttft_s"]["p50"] == pytest.approx(0.1)
+    assert figures["tpot_s"]["p99"] == pytest.approx(0.05)
+    assert figures["output_tokens"] == 9 and figures["itl_s"]["mean"] == pytest.approx(0.08 / 3)
+    for bad in ("ttft", "ttft=4", "tbt=4ms", "ttft=xms", ""):
+        with pytest.raises(ConfigError, match="--slo"):
+            Slo.parse(bad)
+
+
+@pytest.mark.parametrize("limit", [0.07, 3.3, 47.0])
+def test_the_greatest_good_rate_is_found(limit: float) -> None:
+    def measure(rate: float) -> dict[str, Any]:
+        return {"attainment": float(rate <= limit), "client_was_the_limit": False}
+
+    rate, figures = find_goodput(measure, 2.0, 0.9, lambda text: None)
+    assert limit * 0.97 <= rate <= limit and figures is not None
+    none, figures = find_goodput(lambda rate: {**measure(rate), "attainment": 0.0}, 2.0, 0.9, print)
+    assert (none, figures) == (0.0, None)
+
+
+async def scripted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Three tokens for every request; a model called m."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+    if head.startswith(b"GET"):
+        writer.write(b'{"data": [{"id": "m"}]}')
+    else:
+        for i in range(3):
+            writer.write(b'data: {"choices": [{"text": "x"}], "usage": null}\n\n')
+            await writer.drain()
+            await asyncio.sleep(0.001 * i)
+        writer.write(b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\n')
+        writer.write(b"data: [DONE]\n\n")
+    await writer.drain()
+    writer.close()
+
+
+def test_open_and_closed_loads_are_run() -> None:
+    async def run() -> None:
+        server = await asyncio.start_server(scripted, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        endpoint = Endpoint(f"http://127.0.0.1:{port}/v1")
+        assert await endpoint.model() == "m"
+        shape = LoadShape(20, 5, 3)
+        for records in (
+            await run_closed(endpoint, "m", closed(shape), 3),
+            await run_open(endpoint, "m", arriving(shape, 500.0)),
+        ):
+            assert len(records) == 20 and all(each.error is None for each in records)
+            assert {(each.num_tokens, len(each.chunk_s)) for each in records} == {(3, 3)}
+            assert all(each.chunk_s == sorted(each.chunk_s) for each in records)
+        server.close()
+        await server.wait_closed()
+        gone = await endpoint.run(closed(shape)[0], "m", 0.0)
+        assert gone.error is not None
+
+    asyncio.run(run())
+
+
+def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["bench-serve", "--base-url"]
+    for words, match in (
+        ([*base, "ftp://x"], "--base-url"),
+        ([*base, "http://127.0.0.1:1"], "doesn't name a model"),
+        ([*base, "http://x", "--rate", "-1"], "--rate"),
+        ([*base, "http://x", "--find-goodput"], "--find-goodput needs"),
+    ):
+        assert main(words) == 2
+        assert match in capsys.readouterr().err

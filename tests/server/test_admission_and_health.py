@@ -1,0 +1,69 @@
+"""The queue's arithmetic, and what health says of what is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fastdecode.server.admission import Admission, QueueFull
+from fastdecode.server.health import Outlook, trouble
+from fastdecode.server.messages import Seen
+
+
+def refusal(admission: Admission, requests: int, tokens: int, now: float) -> int:
+    with pytest.raises(QueueFull) as caught:
+        admission.enter(object(), requests, tokens, now)
+    return caught.value.retry_after_s
+
+
+def test_requests_and_tokens_are_bounded_but_an_empty_queue_takes_any() -> None:
+    admission = Admission(max_requests=2, max_tokens=100)
+    admission.enter("a", 1, 500, 0.0)
+    refusal(admission, 1, 1, 0.0)
+    admission.begun("a", 0.0)
+    admission.enter("b", 1, 60, 0.0)
+    admission.enter("c", 1, 40, 0.0)
+    refusal(admission, 1, 0, 0.0)
+    admission.gone("b")
+    admission.gone("b")
+    assert (admission.num_requests, admission.num_tokens) == (1, 40)
+    refusal(admission, 1, 61, 0.0)
+    admission.enter("d", 1, 60, 0.0)
+
+
+def test_when_to_come_again_follows_from_how_fast_the_queue_moves() -> None:
+    admission = Admission(max_requests=10, max_tokens=10**9)
+    for i in range(20):  # two a second
+        admission.enter(i, 1, 10, i / 2)
+        admission.begun(i, i / 2)
+    for i in range(10):
+        admission.enter(("waits", i), 1, 10, 10.0)
+    assert refusal(admission, 1, 10, 10.0) == 1
+    assert refusal(admission, 10, 10, 10.0) == 5
+    assert refusal(admission, 1000, 10, 10.0) == 60, "and never longer than a minute"
+    assert refusal(admission, 1, 10, 200.0) == 5, "nothing has moved for a minute"
+
+
+def test_health_says_the_first_thing_that_keeps_tokens_from_coming() -> None:
+    seen = Seen("ready", 10, 100.0, 0.5, 1, 0, 2, 2)
+    good = Outlook(is_ready=True, seen=seen, seen_s=100.0)
+
+    def of(
+        outlook: Outlook, waiting_since_s: float | None = None, now: float = 101.0
+    ) -> str | None:
+        return trouble(outlook, waiting_since_s, now, 60.0)
+
+    assert of(good) is None and of(good, 50.0) is None
+    assert of(Outlook()) == of(replace(good, is_ready=False)) == "starting"
+    assert of(replace(good, is_draining=True)) == "draining"
+    assert of(replace(good, is_lost=True)) == "broken"
+    assert of(replace(good, seen=replace(seen, state="broken"))) == "broken"
+    assert of(replace(good, seen=replace(seen, num_live_r_workers=1))) is None
+    assert of(replace(good, seen=replace(seen, num_live_r_workers=0))) == "no_r_worker"
+    assert of(good, now=121.0) == "stalled", "nothing was heard of it"
+    late = replace(good, seen_s=200.0)
+    assert of(late, 50.0, 200.0) == "stalled" and of(late, None, 200.0) is None
+    assert of(late, 150.0, 200.0) is None, "there has been work for a while only"
+    slow = replace(late, seen=replace(seen, longest_step_s=11.0))
+    assert of(slow, 50.0, 200.0) is None, "its steps take that long"
