@@ -88,12 +88,14 @@ class ChunkWriter:
         is_silent = not (delta.text or logprobs or delta.finish_reason or self._with_token_ids)
         if is_silent and before is not None and not self._options.continuous_usage:
             return None
-        told = self._told(number, delta, is_first=before is None)
-        told["logprobs"] = logprobs
-        told["finish_reason"] = delta.finish_reason
-        if self._with_token_ids:
-            told["token_ids"] = list(delta.token_ids)
-        return self._head + json.dumps(told) + self._end()
+        said = self._said(delta.text, is_first=before is None)
+        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
+        steps = "null" if logprobs is None else json.dumps(logprobs)
+        ids = f', "token_ids": {list(delta.token_ids)}' if self._with_token_ids else ""
+        return (
+            f'{self._head}{{"index": {number}, {said}, "logprobs": {steps}, '
+            f'"finish_reason": {reason}{ids}}}{self._end()}'
+        )
 
     def usage_chunk(self) -> str | None:
         """The last one, if the body asked for it."""
@@ -101,13 +103,14 @@ class ChunkWriter:
             return None
         return f'{self._head}], "usage": {json.dumps(self._usage())}}}'
 
-    def _told(self, number: int, delta: Delta, *, is_first: bool) -> dict[str, Any]:
+    def _said(self, text: str, *, is_first: bool) -> str:
+        """A choice's text as its chunk says it. Put together by hand: this is
+        done for every token."""
         if not self._is_chat:
-            return {"index": number, "text": delta.text}
-        said = {"role": "assistant", "content": delta.text} if is_first else {}
-        if delta.text:
-            said["content"] = delta.text
-        return {"index": number, "delta": said}
+            return f'"text": {json.dumps(text)}'
+        if is_first:
+            return f'"delta": {{"role": "assistant", "content": {json.dumps(text)}}}'
+        return f'"delta": {{"content": {json.dumps(text)}}}' if text else '"delta": {}'
 
     def _logprobs(self, choice: _Choice, delta: Delta) -> Any:
         """Of the tokens that may be told of by now."""

@@ -42,7 +42,7 @@ class OpenRequests:
         self._watcher = watcher
         self._piles: dict[tuple[int, int], Pile] = {}
         self._told_s: dict[tuple[int, int], float] = {}
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self.is_left = False
         """Nobody waits for it any more."""
 
@@ -61,25 +61,38 @@ class OpenRequests:
             self._piles[where] = Pile([delta])
         else:
             pile.add(delta)
-        self._news.set()
+        self._wake()
         return self.num_left == 0
 
     async def take(self, timeout_s: float | None) -> list[tuple[int, Delta]]:
         """Wait for deltas; one a sequence, each with its request's place. None
         come in time, or once nobody waits for any."""
         if not self._piles and not self.is_left:
-            try:
-                await asyncio.wait_for(self._news.wait(), timeout_s)
-            except asyncio.TimeoutError:
-                return []
-        self._news.clear()
+            await self._sleep(timeout_s)
         taken, self._piles = self._piles, {}
         return [(place, pile.whole()) for (place, _), pile in taken.items()]
 
     def leave(self) -> None:
         """Nobody waits for it any more."""
         self.is_left = True
-        self._news.set()
+        self._wake()
+
+    async def _sleep(self, timeout_s: float | None) -> None:
+        """Until there is news, at most so long. ``asyncio.wait_for`` makes a
+        task each time, and costs more than all the rest of a chunk."""
+        loop = asyncio.get_running_loop()
+        waiter = self._waiter = loop.create_future()
+        timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _count(self, sequence: tuple[int, int], num_tokens: int, now: float) -> None:
         self.num_tokens += num_tokens
