@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import EXIT_SOME_FAILED, add_log_level_option, tell
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import write_json
-from fastdecode.measure.serving.client import Endpoint, Record
-from fastdecode.measure.serving.load import (
-    MAX_REQUESTS,
-    LoadShape,
-    Planned,
-    arriving,
-    closed,
-    traced,
-)
-from fastdecode.measure.serving.report import Slo, report, told
-from fastdecode.measure.serving.run import find_goodput, run_closed, run_open
 
+if TYPE_CHECKING:
+    from fastdecode.measure.serving.client import Endpoint, Record
+    from fastdecode.measure.serving.load import LoadShape, Planned
+    from fastdecode.measure.serving.report import Slo
+
+MAX_REQUESTS = 10_000_000
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 
@@ -83,6 +77,11 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 def run_bench_serve(args: argparse.Namespace) -> int:
     """Run the load. Returns the exit code."""
+    import asyncio
+
+    from fastdecode.measure.serving.client import Endpoint
+    from fastdecode.measure.serving.report import Slo, told
+
     _check(args)
     slo = None if args.slo is None else Slo.parse(args.slo)
     endpoint = Endpoint(args.base_url, os.environ.get(KEY_VARIABLE))
@@ -97,6 +96,12 @@ def run_bench_serve(args: argparse.Namespace) -> int:
 def _measured(
     args: argparse.Namespace, endpoint: Endpoint, model: str, slo: Slo | None
 ) -> dict[str, Any]:
+    import asyncio
+
+    from fastdecode.measure.serving.load import arriving
+    from fastdecode.measure.serving.report import report
+    from fastdecode.measure.serving.run import find_goodput, run_open
+
     shape = _shape(args)
     if not args.find_goodput:
         return report(_run(args, endpoint, model, _load(args, shape)), slo)
@@ -114,18 +119,26 @@ def _measured(
 def _run(
     args: argparse.Namespace, endpoint: Endpoint, model: str, load: list[Planned]
 ) -> list[Record]:
+    import asyncio
+
+    from fastdecode.measure.serving.run import run_closed, run_open
+
     if args.rate is None and args.trace is None:
         return asyncio.run(run_closed(endpoint, model, load, args.concurrency or 1))
     return asyncio.run(run_open(endpoint, model, load))
 
 
 def _load(args: argparse.Namespace, shape: LoadShape) -> list[Planned]:
+    from fastdecode.measure.serving.load import arriving, closed, traced
+
     if args.trace is not None:
         return traced(args.trace, replace(shape, num_requests=MAX_REQUESTS), args.speed)
     return closed(shape) if args.rate is None else arriving(shape, args.rate, args.cv)
 
 
 def _shape(args: argparse.Namespace) -> LoadShape:
+    from fastdecode.measure.serving.load import LoadShape
+
     return LoadShape(
         args.requests,
         args.prompt_tokens,

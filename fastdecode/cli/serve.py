@@ -30,14 +30,8 @@ from fastdecode.cli.options import (
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
-from fastdecode.core.model.checkpoint import open_checkpoint
-from fastdecode.core.model.identity import identify
 from fastdecode.jobs.stopping import stop_signals
-from fastdecode.server.bridge import Bridge
-from fastdecode.server.messages import Keys, Opening, Ready, Reopen
 from fastdecode.server.options import ServeOptions, key_hashes
-from fastdecode.server.process import HttpProcess
-from fastdecode.server.serving import Serving, Wishes, keep_traces_out
 from fastdecode.wire.mpi import launcher
 
 if TYPE_CHECKING:
@@ -45,6 +39,9 @@ if TYPE_CHECKING:
 
     from fastdecode.engine.llm import LLM
     from fastdecode.engine.setup.launch import RunningEngine
+    from fastdecode.server.messages import Opening
+    from fastdecode.server.process import HttpProcess
+    from fastdecode.server.serving import Wishes
 
 COMMAND = "fastdecode serve"
 EXPECTED_OUTPUT_TOKENS = 256
@@ -77,6 +74,9 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
 @stop_signals(signal.default_int_handler)  # while it starts
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until asked to stop. Returns the exit code."""
+    from fastdecode.server.process import HttpProcess
+    from fastdecode.server.serving import keep_traces_out
+
     if args.log_level != "debug":
         keep_traces_out()
     _expect_lengths(args)
@@ -102,6 +102,10 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _serve(llm: LLM, http: HttpProcess, options: ServeOptions) -> int:
+    from fastdecode.server.bridge import Bridge
+    from fastdecode.server.messages import Keys, Ready, Reopen
+    from fastdecode.server.serving import Serving, Wishes
+
     wishes = Wishes()
     bridge = Bridge(llm.service, http.channel, llm.facts.vocab_size, _figures)
     with _heard(wishes):
@@ -141,6 +145,10 @@ def _expect_lengths(args: argparse.Namespace) -> None:
 
 def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, ...]) -> Opening:
     """Raises ModelError, ConfigError: the model directory is of no use."""
+    from fastdecode.core.model.checkpoint import open_checkpoint
+    from fastdecode.core.model.identity import identify
+    from fastdecode.server.messages import Opening
+
     config = EngineConfig.of(args.model, **engine_options(args))
     spec = open_checkpoint(args.model).spec(max_model_len=config.s_part.max_model_len)
     return Opening(

@@ -11,7 +11,6 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError
 
-MAX_REQUESTS = 10_000_000
 FIRST_TOKEN = 10
 """Lower ids are often special."""
 
