@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
+import socket
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import pytest
 
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
-from server_process import CHECKPOINT, FASTDECODE, PATHS, scripted_server
+from mpi_launch import running
+from server_process import CHECKPOINT, PATHS, scripted_server
 
+from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.client import EngineClient
 from fastdecode.server.front import Front
@@ -94,31 +97,22 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
         (["--unix-socket", "/nonexistent/x"], "--unix-socket /nonexistent/x"),
     ],
 )
-def test_options_that_are_refused(options: list[str], match: str) -> None:
-    done = subprocess.run(
-        [*FASTDECODE, "serve", str(CHECKPOINT), "--port", "0", *options],
-        capture_output=True, text=True, timeout=60, env={**os.environ, **PATHS},
-    )  # fmt: skip
-    assert done.returncode == 2 and match in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+def test_options_that_are_refused(
+    options: list[str], match: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(CHECKPOINT), "--port", "0", *options]) == 2
+    said = capfd.readouterr().err
+    assert match in said and "Traceback" not in said
 
 
-def test_a_port_that_is_taken() -> None:
-    with scripted_server() as server:
-        command = [sys.executable, *server.process("engine").cmdline()[1:], "--port"]
-        done = subprocess.run(
-            [*command, str(server.port)], capture_output=True, text=True, timeout=60,
-            env={**os.environ, **PATHS},
-        )  # fmt: skip
-        assert done.returncode != 0 and f"--port {server.port}" in done.stderr
+def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(CHECKPOINT), "--port", port]) == 2
+    assert f"--port {port}: Address already in use" in capfd.readouterr().err
 
 
 def test_a_unix_socket_is_its_owners_only(tmp_path: Path) -> None:
-    import http.client
-    import socket
-
-    from mpi_launch import running
-
     path = tmp_path / "s"
     script = str(Path(__file__).parents[1] / "scripted_serving.py")
     with running([sys.executable, script, "--unix-socket", str(path)], **PATHS) as job:

@@ -3,6 +3,7 @@ away, queues that are full: each produced in truth, with real processes."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import http.client
 import json
 import signal
@@ -15,6 +16,9 @@ import pytest
 
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
+pytest.importorskip("openai", reason="needs a client: pip install openai")
+
+import openai
 from server_process import Server, events, scripted_server
 
 LONG = 4000
@@ -180,6 +184,10 @@ def test_whoever_leaves_frees_what_he_held(
     slow_server.wait_until_idle()
 
 
+def _client(server: Server) -> Any:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0)
+
+
 def test_a_full_queue_says_when_to_come_again(slow_server: Server) -> None:
     slow_server.wait_until_idle()
     streams = [Stream(slow_server) for _ in range(2)]
@@ -196,8 +204,16 @@ def test_a_full_queue_says_when_to_come_again(slow_server: Server) -> None:
     assert (status, json.loads(raw)["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 1 <= int(headers["retry-after"]) <= 60
     assert slow_server.complete(prompt=[1] * 5000)[0] == 400, "what never fits isn't put off"
-    for stream in streams:
-        stream.leave()
+    refused = slow_server.status()["num_rejected"]
+    with concurrent.futures.ThreadPoolExecutor(1) as threads, _client(slow_server) as client:
+        asked = {"model": "checkpoint", "prompt": [1], "max_tokens": 1}
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(**asked)
+        again = threads.submit(client.with_options(max_retries=20).completions.create, **asked)
+        slow_server.wait_until(lambda: slow_server.status()["num_rejected"] >= refused + 2)
+        for stream in streams:
+            stream.leave()
+        assert again.result(60).usage.completion_tokens == 1, "it was told when to try again"
     assert [connection.getresponse().status for connection in connections] == [200, 200]
     assert slow_server.complete(prompt=[1], max_tokens=1)[0] == 200
 
