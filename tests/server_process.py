@@ -19,6 +19,7 @@ from mpi_launch import Running, running
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "examples" / "model" / "checkpoint"
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
+STARTS_WITHIN_S = 180.0
 PATHS = {"PYTHONPATH": str(ROOT)}
 TALK = (
     "{{ bos_token }}{% for message in messages %}"
@@ -80,7 +81,7 @@ class Server:
             time.sleep(0.02)
 
     def wait_until_ready(self) -> None:
-        self.job.wait_until(lambda: self.ask("GET", "/health")[0] == 200)
+        self.job.wait_until(lambda: self.ask("GET", "/health")[0] == 200, STARTS_WITHIN_S)
 
     def wait_until_idle(self) -> None:
         """Nothing runs, nothing is queued, and no KV block is reserved."""
@@ -109,7 +110,9 @@ def serving(
 ) -> Iterator[Server]:
     """A server at any free port."""
     with running([*command, *options], **PATHS, **environ) as job:
-        job.wait_until(lambda: "listening at" in job.output() and job.output().endswith("\n"))
+        job.wait_until(
+            lambda: "listening at" in job.output() and job.output().endswith("\n"), STARTS_WITHIN_S
+        )
         server = Server(job)
         if is_ready:
             server.wait_until_ready()
