@@ -76,7 +76,7 @@ def _holder(
     num_blocks = scheduler.ledger.num_blocks(holder)
     used = num_blocks - scheduler.ledger.free_blocks(holder) if lost is None else 0
     name = fleet.peer(holder)
-    why = None if lost is None else lost.code
+    why = None if lost is None else lost.message
     return HolderFigures(name, why, num_blocks, used, load, stats.r_busy_each_s[holder])
 
 

@@ -1,0 +1,45 @@
+// Runs the status page's script without a browser: a document that only keeps
+// what it is told, and answers of a server read from stdin, one a line. Prints
+// what stands where at the end, as JSON.
+"use strict";
+const fs = require("fs");
+
+const script = fs.readFileSync(process.argv[2], "utf8");
+const answers = fs.readFileSync(0, "utf8").trim().split("\n").map((line) => JSON.parse(line));
+
+function makeElement() {
+  return {
+    children: [], style: {}, className: "", hidden: false, own: "",
+    get textContent() { return this.own + this.children.map((child) => child.textContent).join("|"); },
+    set textContent(text) { this.own = String(text); this.children = []; },
+    set innerHTML(text) { throw new Error("text is set as HTML"); },
+    get firstElementChild() { return this.children[0] || null; },
+    appendChild(child) { this.children.push(child); return child; },
+    replaceChildren(...children) { this.children = children; },
+    setAttribute() {},
+    addEventListener() {},
+  };
+}
+
+const elements = {};
+global.document = {
+  hidden: false, title: "", createElement: makeElement, createElementNS: makeElement,
+  getElementById(id) {
+    if (!elements[id]) {
+      elements[id] = makeElement();
+      if (id === "s-bar") elements[id].appendChild(makeElement());
+    }
+    return elements[id];
+  },
+};
+global.sessionStorage = { getItem: () => null, setItem() {} };
+global.fetch = async () => ({ ok: true, status: 200, json: async () => answers.shift() });
+global.setTimeout = (turn) => {
+  if (answers.length) return setImmediate(turn);
+  const said = {};
+  for (const [id, element] of Object.entries(elements)) {
+    said[id] = { text: element.textContent, kind: element.className, kinds: element.children.map((c) => c.className) };
+  }
+  console.log(JSON.stringify(said));
+};
+eval(script);
