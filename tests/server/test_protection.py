@@ -124,4 +124,4 @@ def test_a_unix_socket_is_its_owners_only(tmp_path: Path) -> None:
         connection.request("GET", "/live")
         assert connection.getresponse().status == 200
         os.kill(job.pid, signal.SIGTERM)
-        assert job.wait(20).exit_code == 0 and not path.exists()
+        assert job.wait(60, grace_s=30).exit_code == 0 and not path.exists()

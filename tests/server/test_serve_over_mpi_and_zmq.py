@@ -58,7 +58,7 @@ def test_launch_serves_loses_an_r_worker_and_drains() -> None:
         answer = connection.getresponse()
         assert answer.status == 200
         assert json.loads(answer.read())["usage"]["completion_tokens"] == 500
-        outcome = server.job.wait(60)
+        outcome = server.job.wait(120, grace_s=30)
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
 
 
