@@ -12,11 +12,13 @@ import argparse
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
+    EXIT_SOME_FAILED,
     add_engine_options,
     add_exit_code_option,
     add_log_level_option,
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 COMMAND = "fastdecode serve"
 EXPECTED_OUTPUT_TOKENS = 256
 LENGTH_QUANTILE = 0.9
+ENDS_WITHIN_S = 60.0
+"""When all has been answered: how long the step in flight may take."""
 
 
 def add_serve(commands: Any) -> None:
@@ -75,7 +79,7 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until asked to stop. Returns the exit code."""
     from fastdecode.server.process import HttpProcess
-    from fastdecode.server.serving import keep_traces_out
+    from fastdecode.server.serving import Wishes, keep_traces_out
 
     if args.log_level != "debug":
         keep_traces_out()
@@ -96,38 +100,40 @@ def run_serve(args: argparse.Namespace) -> int:
         with imports_for(f"{COMMAND} (an S-worker)"):
             from fastdecode.engine.llm import LLM
         with LLM(args.model, progress=tell, **engine_options(args)) as llm:
-            code = _serve(llm, http, options)
+            wishes = Wishes()
+            stack.enter_context(_heard(wishes))
+            code = _serve(llm, http, options, wishes)
+            _end_later(code)  # should a step never end
+            wishes.is_ending = True
             args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers
     return code
 
 
-def _serve(llm: LLM, http: HttpProcess, options: ServeOptions) -> int:
+def _serve(llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes) -> int:
     from fastdecode.server.bridge import Bridge
     from fastdecode.server.messages import Keys, Ready, Reopen
-    from fastdecode.server.serving import Serving, Wishes
+    from fastdecode.server.serving import Serving
 
-    wishes = Wishes()
     bridge = Bridge(llm.service, http.channel, llm.facts.vocab_size, _figures)
-    with _heard(wishes):
-        bridge.start()
-        kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
-        bridge.send(Ready(kv_tokens))
-        tell(
-            f"{COMMAND}: ready at {http.address}; {kv_tokens} tokens of KV cache, "
-            f"{llm.facts.num_r_workers} R-worker(s)"
-        )
+    bridge.start()
+    kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
+    bridge.send(Ready(kv_tokens))
+    tell(
+        f"{COMMAND}: ready at {http.address}; {kv_tokens} tokens of KV cache, "
+        f"{llm.facts.num_r_workers} R-worker(s)"
+    )
 
-        def reload() -> None:
-            try:
-                bridge.send(Keys(key_hashes(options)))
-            except FastDecodeError as error:
-                tell(f"{COMMAND}: the keys stay as they are: {error}")
-            bridge.send(Reopen())
+    def reload() -> None:
+        try:
+            bridge.send(Keys(key_hashes(options)))
+        except FastDecodeError as error:
+            tell(f"{COMMAND}: the keys stay as they are: {error}")
+        bridge.send(Reopen())
 
-        def say(text: str) -> None:
-            tell(f"{COMMAND}: {text}")
+    def say(text: str) -> None:
+        tell(f"{COMMAND}: {text}")
 
-        return Serving(llm.service, bridge, wishes, reload, say).run(options.drain_timeout_s)
+    return Serving(llm.service, bridge, wishes, reload, say).run(options.drain_timeout_s)
 
 
 def _figures(running: RunningEngine) -> dict[str, Any]:
@@ -162,14 +168,21 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
     )
 
 
+def _end_later(code: int) -> None:
+    """End this process if it hasn't ended by itself, because a step doesn't."""
+    timer = threading.Timer(ENDS_WITHIN_S, os._exit, (code or EXIT_SOME_FAILED,))
+    timer.daemon = True
+    timer.start()
+
+
 @contextlib.contextmanager
 def _heard(wishes: Wishes) -> Iterator[None]:
     """Inside, signals ask the server to stop, or to read its keys and open its log anew."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         wishes.num_stops += 1
-        if wishes.num_stops > 3:  # something hangs
-            os._exit(3)
+        if wishes.num_stops > 2 or wishes.is_ending:  # something hangs
+            os._exit(EXIT_SOME_FAILED)
 
     def reload(number: int, frame: FrameType | None) -> None:
         wishes.num_reloads += 1

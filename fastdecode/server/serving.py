@@ -30,6 +30,8 @@ class Wishes:
 
     num_stops: int = 0
     num_reloads: int = 0
+    is_ending: bool = False
+    """Nothing is answered any more."""
 
 
 class Serving:
