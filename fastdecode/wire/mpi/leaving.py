@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.mpi.job import DEFAULT_TAG, S_RANK, joined
-from fastdecode.wire.mpi.siblings import end_stopped_siblings, stopped_siblings
+from fastdecode.wire.mpi.siblings import end_siblings, stopped_siblings
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def leave_stuck(waited_s: float) -> None:
     """End this process, and have the launcher end the others: MPI has kept one
     of its threads for far too long."""
     exit_code = WorkerError.exit_code
-    _exit_later(exit_code, LEAVING_TIMEOUT_S)  # whatever becomes of logs and files
+    _exit_later(exit_code, LEAVING_TIMEOUT_S, end_job=True)  # whatever becomes of logs and files
     stopped = stopped_siblings()
     whom = "some rank on this host hangs"
     if stopped:
@@ -78,7 +78,7 @@ def give_up_joining(reason: str) -> None:
     for act in _last_acts:
         with contextlib.suppress(Exception):
             act(exit_code)
-    end_stopped_siblings()  # nobody else would
+    end_siblings(stopped=True)  # nobody else would
     _exit(exit_code)
 
 
@@ -111,7 +111,7 @@ def _abort(exit_code: int, timeout_s: float) -> None:
     from mpi4py import MPI
 
     if MPI.Is_initialized() and not MPI.Is_finalized():
-        _exit_later(exit_code, timeout_s)
+        _exit_later(exit_code, timeout_s, end_job=True)
         _silence_threads()
         _abort_world(exit_code)
 
@@ -125,9 +125,19 @@ def _silence_threads() -> None:
             job.lock.release()
 
 
-def _exit_later(exit_code: int, timeout_s: float) -> threading.Timer:
+def _exit_later(exit_code: int, timeout_s: float, *, end_job: bool = False) -> threading.Timer:
+    """End this process in a while, unless the timer is cancelled.
+
+    Args:
+        end_job: and the other ranks on this host. The launcher was asked to;
+            Open MPI's doesn't once another rank has been killed, and then waits
+            for those that hang for ever.
+    """
+
     def give_up() -> None:
         logger.warning("MPI doesn't let this rank go; it leaves all the same")
+        if end_job:
+            end_siblings()
         _exit(exit_code)
 
     timer = threading.Timer(timeout_s, give_up)

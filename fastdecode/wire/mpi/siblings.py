@@ -58,9 +58,11 @@ def stopped_siblings() -> list[str]:
     return [str(sibling) for sibling in siblings() if sibling.is_stopped]
 
 
-def end_stopped_siblings() -> None:
+def end_siblings(*, stopped: bool = False) -> None:
+    """Kill the other ranks on this host, or those of them that have been stopped."""
     for sibling in siblings():
-        if sibling.is_stopped and sibling.rank:
+        is_meant = sibling.rank and sibling.pid != os.getpid()
+        if is_meant and (sibling.is_stopped or not stopped):
             with contextlib.suppress(OSError):
                 os.kill(sibling.pid, signal.SIGKILL)
 
