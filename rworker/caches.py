@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.messages import THE_ONLY, Hello
+from fastdecode.wire.messages import Hello
+from fastdecode.wire.traits import THE_ONLY
 from rworker.books import Books, blocks_within
 from rworker.instructions import StepPlan
 

@@ -16,6 +16,7 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
+from fastdecode.wire.chunks import FetchChunk, StoreChunk
 from fastdecode.wire.messages import Activations, FromRWorker
 
 
@@ -102,6 +103,26 @@ class Compute:
     v: Activations  # act [T_kv, Hkv, D]
 
 
+@dataclass(frozen=True, eq=False)
+class PlaceChunk:
+    """Write a chunk into a holder's blocks, and tell a peer."""
+
+    to: int
+    holder: HolderId
+    chunk: StoreChunk
+    slots: NDArray[np.int64]  # [T]
+
+
+@dataclass(frozen=True, eq=False)
+class ReadChunk:
+    """Read a chunk out of a holder's blocks, for a peer."""
+
+    to: int
+    holder: HolderId
+    request: FetchChunk
+    slots: NDArray[np.int64]  # [T]
+
+
 @dataclass(frozen=True)
 class Drop:
     """Free a holder's KV cache."""
@@ -124,5 +145,14 @@ class Stop:
 
 
 Instruction: TypeAlias = (
-    Send | TellAboutHost | Prepare | CopyBlocks | Compute | Drop | HangUp | Stop
+    Send
+    | TellAboutHost
+    | Prepare
+    | CopyBlocks
+    | Compute
+    | PlaceChunk
+    | ReadChunk
+    | Drop
+    | HangUp
+    | Stop
 )

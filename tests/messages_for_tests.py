@@ -13,6 +13,14 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire import codec
+from fastdecode.wire.chunks import (
+    ChunkForm,
+    ChunkStored,
+    ExpectTokens,
+    FetchChunk,
+    FetchedChunk,
+    StoreChunk,
+)
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -77,6 +85,8 @@ def to_r_worker() -> list[ToRWorker]:
         AttentionSpec(8, 4, 64, 0.1, sliding_window=9),
     )
     counts = [np.arange(5, dtype=np.int32) + i for i in range(4)]
+    pieces = np.arange(3), counts[0][:3], counts[1][:3]
+    data = np.arange(20_000, dtype=np.int64).astype(np.uint8)
     return [
         Hello(PROTOCOL_VERSION, "a hash", kv, layers, DType.FLOAT16),
         OpenSequence(1, 100),
@@ -91,6 +101,10 @@ def to_r_worker() -> list[ToRWorker]:
         attend(30, step=5, num_queries=0),
         attend(300, step=6, num_queries=0),
         CloseSequence(1),
+        ExpectTokens(3, 50),
+        FetchChunk(ChunkForm.BLOCKS, 0, 2, 1, 1, *pieces),
+        StoreChunk("a hash", kv, ChunkForm.TOKENS, 0, 2, 0, 4, *pieces, data),
+        StoreChunk("a hash", kv, ChunkForm.BLOCKS, 1, 1, 0, 4, *pieces, data.repeat(300)),
         Inspect(),
         Shutdown(),
     ]
@@ -112,6 +126,8 @@ def from_r_worker() -> list[FromRWorker]:
         answer(attend(2)),
         answer(attend(600, step=1), want_lse=True),
         answer(attend(9, step=2, num_queries=0)),
+        ChunkStored(4 << 20),
+        FetchedChunk(np.arange(3000, dtype=np.int64).astype(np.uint8)),
         Failed("a worker", "internal_error", "it " * 3000),
     ]
 

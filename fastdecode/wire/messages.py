@@ -37,6 +37,8 @@ message             direction  meaning, and the answer
                                comes unasked
 ==================  =========  =====================================================
 
+Those that move K and V between caches are in ``fastdecode.wire.chunks``.
+
 **Peers and roles.** An R-worker has several peers, and a peer's first message
 says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` a
 reader. A **reader** changes nothing. A **neighbour** is an R-worker that has a
@@ -99,9 +101,11 @@ from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from fastdecode.core.words import make_printable
+from fastdecode.wire.chunks import CHUNK_OPCODES, ChunkAnswer, ChunkToRWorker
 from fastdecode.wire.traits import (
     ANYBODY,
     OWNERS,
+    THE_ONLY,
     Asking,
     ForHolder,
     Role,
@@ -118,8 +122,6 @@ MAX_STEP_TOKENS = 1 << 23
 attends there. With the longest sequence no more than the 2^24 positions that
 kernels count exactly, in float32."""
 
-THE_ONLY: Final = -1
-"""In the place of a holder: the only one that the peer has."""
 MAX_HOLDERS: Final = 1 << 16
 MAX_BLOCKS: Final = (1 << 31) - 1
 """Of one cache."""
@@ -175,7 +177,7 @@ class AttendResult:
     """Seconds spent appending and attending, waiting excluded."""
 
 
-Answer: TypeAlias = Welcome | Report | Accepted | Refused | AttendResult
+Answer: TypeAlias = Welcome | Report | Accepted | Refused | AttendResult | ChunkAnswer
 """What is said because somebody asked."""
 
 
@@ -357,6 +359,7 @@ ToRWorker: TypeAlias = (
     | CloseSequence
     | BeginStep
     | Attend
+    | ChunkToRWorker
     | Inspect
     | Shutdown
 )
@@ -383,6 +386,7 @@ OPCODES: Mapping[type[Message], int] = {
     AttendResult: 68,
     Failed: 69,
     Report: 70,
+    **CHUNK_OPCODES,
 }
 """What messages are called on the wire; from 65 on, those that R-workers send.
 A retired number isn't used again."""

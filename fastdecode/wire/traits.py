@@ -25,6 +25,8 @@ class Role(Enum):
 ANYBODY: Final = frozenset(Role)
 OWNERS: Final = frozenset({Role.S_WORKER, Role.NEIGHBOUR})
 S_WORKERS: Final = frozenset({Role.S_WORKER})
+THE_ONLY: Final = -1
+"""In the place of a holder: the only one that the peer has."""
 
 AnyT = TypeVar("AnyT")
 

@@ -24,6 +24,14 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire import arrays, codec, fields
+from fastdecode.wire.chunks import (
+    ChunkForm,
+    ChunkStored,
+    ExpectTokens,
+    FetchChunk,
+    FetchedChunk,
+    StoreChunk,
+)
 from fastdecode.wire.messages import (
     OPCODES,
     Accepted,
@@ -109,6 +117,24 @@ def attend_results(draw: st.DrawFn) -> AttendResult:
     return AttendResult(draw(INTS), draw(INTS), draw(INTS), o, lse, draw(FLOATS))
 
 
+@st.composite
+def fetch_chunks(draw: st.DrawFn) -> FetchChunk:
+    count = draw(st.integers(0, 5))
+    ids = draw(arrays_of(np.int64, (count,)))
+    counts = [draw(arrays_of(np.int32, (count,))) for _ in range(2)]
+    numbers = [draw(INTS) for _ in range(4)]
+    return FetchChunk(draw(st.sampled_from(ChunkForm)), *numbers, ids, *counts, draw(INTS))
+
+
+@st.composite
+def store_chunks(draw: st.DrawFn) -> StoreChunk:
+    what = draw(fetch_chunks())
+    fields = [getattr(what, field.name) for field in dataclasses.fields(what)]
+    data = draw(arrays_of(np.uint8, (draw(st.integers(0, 200)),)))
+    kv = KVSpec(2, 3, 4, draw(st.sampled_from(DType)))
+    return StoreChunk(draw(TEXTS), kv, *fields[:-1], data, fields[-1])
+
+
 LISTS = st.lists(TEXTS, max_size=3).map(tuple)
 HOSTS = st.builds(
     HostFacts,
@@ -131,6 +157,11 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     CloseSequence: st.builds(CloseSequence, INTS),
     BeginStep: begin_steps(),
     Attend: attends(),
+    ExpectTokens: st.builds(ExpectTokens, INTS, INTS),
+    FetchChunk: fetch_chunks(),
+    StoreChunk: store_chunks(),
+    ChunkStored: st.builds(ChunkStored, INTS),
+    FetchedChunk: st.builds(FetchedChunk, arrays_of(np.uint8, (7,))),
     Inspect: st.just(Inspect()),
     Shutdown: st.just(Shutdown()),
     Report: st.builds(Report, TEXTS, INTS, HOSTS, INTS, INTS, TEXTS),

@@ -27,6 +27,7 @@ from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.step.layout import StepBatch
+from fastdecode.wire.chunks import ExpectTokens, FetchChunk, StoreChunk
 from fastdecode.wire.messages import (
     Attend,
     AttendResult,
@@ -97,7 +98,7 @@ class LocalConnection:
                 self._answers.append(self.books.reserve(message))
             case CloseSequence():
                 self.books.close(message)
-            case BeginStep() | Attend():
+            case BeginStep() | Attend() | ExpectTokens() | StoreChunk() | FetchChunk():
                 raise AssertionError(f"{type(message).__name__} is for R-workers")
             case _:
                 assert_never(message)

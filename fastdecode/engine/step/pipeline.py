@@ -36,6 +36,7 @@ from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.remote import Attention, LaneAttention
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
+from fastdecode.wire.chunks import ChunkStored, FetchedChunk
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
 from fastdecode.wire.patience import look_until_found
 from sworker.worker import Pass, SWorker
@@ -270,7 +271,7 @@ class Pipeline:
                 self._deliver(holder, answer, arrived_s)
             case Accepted() | Refused():
                 self._news.append((holder, answer))
-            case Welcome() | Report():
+            case Welcome() | Report() | ChunkStored() | FetchedChunk():
                 raise ProtocolError(
                     f"{self._attention.fleet.peer(holder)} sent {type(answer).__name__}, which "
                     "nobody asked for"

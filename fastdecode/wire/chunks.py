@@ -1,0 +1,123 @@
+"""Messages that move K and V between caches: the protocol of streams.
+
+=================  =========  =======================================================
+message            direction  meaning, and the answer
+=================  =========  =======================================================
+``ExpectTokens``   S/R → R    a sequence has so many tokens more from now on, whose K
+                              and V come as chunks; no answer
+``StoreChunk``     S/R → R    K and V of tokens that are expected → ``ChunkStored``
+``FetchChunk``     S/R → R    read K and V of cached tokens → ``FetchedChunk``
+=================  =========  =======================================================
+
+A **chunk** is one contiguous transfer of at most ``MAX_CHUNK_BYTES``: K and V of
+consecutive tokens of N sequences, over the same layers and heads. Layers, heads
+and tokens count as in the cache that stores the chunk, or that it is read from;
+``kv`` and ``model_hash`` say which cache that is, and a chunk for any other is
+refused. Its data is one of two forms::
+
+    blocks  uint8 [num_layers, num_blocks, num_heads * head_bytes]
+            whole KV blocks as they lie (``cpu_kernels.layout``), of the first
+            sequence, then the second ...; tokens begin and end with a block
+    tokens  k [num_layers, T, num_heads, row]  stored rows
+            v [num_layers, T, num_heads, row]
+            scales float32 [num_layers, T, num_heads, 2]; int8 and int4 only
+            each beginning at a multiple of 64 bytes
+
+**Expected tokens** come once in every layer and head, each layer's and head's in
+order: a chunk continues what came before it. While some are still to come, the
+sequence is **arriving**: nobody may step it, or fork it at tokens that aren't
+there in every layer and head yet; it may be closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.spec import KVSpec
+from fastdecode.wire.traits import THE_ONLY, ForHolder
+
+MAX_CHUNK_BYTES: Final = 4 << 20
+"""No loop is kept from other messages for longer than such a one takes."""
+MAX_PIECES: Final = 1 << 14
+"""Of one chunk."""
+
+
+class ChunkForm(Enum):
+    """How K and V lie in a chunk."""
+
+    BLOCKS = "blocks"
+    TOKENS = "tokens"
+
+
+@dataclass(frozen=True)
+class ChunkStored:
+    """The chunk's bytes are in the cache."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class FetchedChunk:
+    data: Annotated[NDArray[np.uint8], "B"]
+
+
+@dataclass(frozen=True)
+class ExpectTokens(ForHolder):
+    sequence_id: int
+    num_tokens: int
+    """More than it has; within its reservation."""
+    holder: int = THE_ONLY
+
+
+@dataclass(frozen=True, eq=False)
+class StoreChunk(ForHolder):
+    model_hash: str
+    kv: KVSpec
+    """Of the cache that is to store it."""
+    form: ChunkForm
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+    sequence_ids: Annotated[NDArray[np.int64], "N"]
+    first_tokens: Annotated[NDArray[np.int32], "N"]
+    num_tokens: Annotated[NDArray[np.int32], "N"]
+    """At least 1 each."""
+    data: Annotated[NDArray[np.uint8], "B"]
+    holder: int = THE_ONLY
+
+    answers = (ChunkStored,)
+
+
+@dataclass(frozen=True, eq=False)
+class FetchChunk(ForHolder):
+    form: ChunkForm
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+    sequence_ids: Annotated[NDArray[np.int64], "N"]
+    first_tokens: Annotated[NDArray[np.int32], "N"]
+    num_tokens: Annotated[NDArray[np.int32], "N"]
+    holder: int = THE_ONLY
+
+    answers = (FetchedChunk,)
+
+
+ChunkToRWorker: TypeAlias = ExpectTokens | StoreChunk | FetchChunk
+ChunkAnswer: TypeAlias = ChunkStored | FetchedChunk
+
+CHUNK_OPCODES: Final[Mapping[type[Any], int]] = {
+    ExpectTokens: 10,
+    StoreChunk: 11,
+    FetchChunk: 12,
+    ChunkStored: 71,
+    FetchedChunk: 72,
+}
+"""See ``fastdecode.wire.messages.OPCODES``."""
