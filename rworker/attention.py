@@ -18,8 +18,19 @@ from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.host.machine import free_memory_bytes
 from fastdecode.core.spec import AttentionSpec
+from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import Activations, AttendResult
-from rworker.instructions import Compute, CopyBlocks, Drop, Prepare, StepPlan
+from rworker.instructions import (
+    Compute,
+    CopyBlocks,
+    Drop,
+    PlaceChunk,
+    Prepare,
+    ReadChunk,
+    StepPlan,
+)
+from rworker.stream.chunks import ChunkShape
+from rworker.stream.memory import gather, scatter
 
 if TYPE_CHECKING:
     from cpu_kernels.team import OpenMPTeam
@@ -32,6 +43,9 @@ class Kernels(Protocol):
 
     @property
     def append(self) -> Callable[..., None]: ...
+
+    @property
+    def gather(self) -> Callable[..., None]: ...
 
     @property
     def attend(self) -> Callable[..., None]: ...
@@ -89,6 +103,7 @@ class AttentionExecutor:
         self._clock = clock
         self._kernels = kernels
         self._caches: dict[HolderId, _Cache] = {}
+        self._buffers = BufferPool()
 
     def prepare(self, prepare: Prepare) -> None:
         """Make a KV cache (its memory is committed as it is written), and
@@ -132,6 +147,23 @@ class AttentionExecutor:
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
         self._kernels.copy_blocks(self._caches[copy.holder].pool, copy.source_ids, copy.target_ids)
+
+    def place(self, place: PlaceChunk) -> None:
+        """Write a chunk into blocks."""
+        cache = self._caches[place.holder]
+        layout = cache.prepared.layout
+        gather(layout, cache.pool, place.chunk, place.slots, kernels=self._kernels, **self._threads)
+
+    def read(self, read: ReadChunk) -> NDArray[np.uint8]:
+        """A chunk's data. It holds for as long as somebody refers to it."""
+        cache = self._caches[read.holder]
+        layout = cache.prepared.layout
+        data = self._buffers.take(ChunkShape.of(layout, read.request).num_bytes)
+        scatter(
+            layout, cache.pool, read.request, read.slots, data,
+            kernels=self._kernels, **self._threads,
+        )  # fmt: skip
+        return data
 
     def drop(self, drop: Drop) -> None:
         """Free a holder's cache; one that never came to be is none."""

@@ -35,6 +35,7 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.traits import Role
 from rworker.kv_store import DEFAULT_MAX_SEQUENCES, Appended, KVStore
+from rworker.stream.arrivals import Arrivals
 
 
 @dataclass
@@ -64,6 +65,8 @@ class Books:
     ) -> None:
         self.hello = hello
         self.store = KVStore(num_blocks, hello.kv.block_size, max_sequences=max_sequences)
+        self.arrivals = Arrivals(hello.kv)
+        """Sequences of which tokens are still to come as chunks."""
         self._carrier = hello.activation_dtype.carrier
         self._steps: dict[int, OpenStep] = {}  # by lane
         self._settled: dict[
@@ -97,6 +100,19 @@ class Books:
                 f"sequence {sequence} is in an open step: close it after the step's last layer"
             )
         self.store.close(sequence)
+        self.arrivals.forget(sequence)
+
+    def num_settled(self, sequence: int) -> int:
+        """Tokens of a sequence that are there in every layer."""
+        if sequence in self.arrivals:
+            return self.arrivals.num_settled(sequence)
+        present = int(self.store.num_tokens(np.array([sequence], np.int64))[0])
+        return self._settled.get(sequence, present)
+
+    def check_at_rest(self, sequence: int) -> None:
+        """Raises ProtocolError if the sequence is in an open step."""
+        if sequence in self._settled:
+            raise ProtocolError(f"sequence {sequence} is in an open step")
 
     def begin_step(self, begin: BeginStep) -> Appended:
         """Open a lane's step and make room for its tokens. Copies that it asks
@@ -146,6 +162,7 @@ class Books:
         """For tests and debugging."""
         busy = [sequence for step in self._steps.values() for sequence in step.sequence_ids]
         assert sorted(busy) == sorted(self._settled), "open steps and busy sequences differ"
+        assert not set(busy) & set(self.arrivals), "a step has a sequence that is arriving"
         self.store.check_invariants()
         lengths = self.store.num_tokens(np.array(list(self._settled), np.int64))
         assert (lengths >= list(self._settled.values())).all() or not busy, (
@@ -178,8 +195,10 @@ class Books:
         num_shared = check_integer(
             "num_shared_tokens", message.num_shared_tokens, 1, MAX_SEQUENCE_TOKENS
         )
-        settled = self._settled.get(message.parent_id)
-        if settled is not None and num_shared > settled:
+        if message.parent_id not in self._settled and message.parent_id not in self.arrivals:
+            return
+        settled = self.num_settled(message.parent_id)
+        if num_shared > settled:
             raise ProtocolError(
                 f"sequence {message.sequence_id} would share {num_shared} tokens of sequence "
                 f"{message.parent_id}, which has {settled} in every layer until its open step ends"
@@ -205,6 +224,9 @@ class Books:
         if not self._settled.keys().isdisjoint(members):
             busy = next(x for x in sequence_ids if x in self._settled)
             raise ProtocolError(f"sequence {busy} is in another lane's open step")
+        arriving = members.intersection(self.arrivals)
+        if arriving:
+            raise ProtocolError(f"sequence {min(arriving)} is arriving: tokens of it are to come")
         return sequence_ids
 
 

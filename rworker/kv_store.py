@@ -87,6 +87,20 @@ class KVStore:
         blocks: NDArray[np.int32] = self.tables.blocks[:, :width][rows]
         return blocks
 
+    def slots(
+        self,
+        sequence_ids: NDArray[np.int64],
+        first_tokens: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+    ) -> NDArray[np.int64]:
+        """Where cached tokens of each sequence are, [T]; all of them cached.
+
+        Raises:
+            ProtocolError: one of the sequences is not open.
+        """
+        rows = self.tables.rows(sequence_ids)
+        return self.tables.slots(rows, first_tokens.astype(np.int64), num_tokens)
+
     def open(self, sequence_id: int, num_reserved_tokens: int) -> None:
         """A new, empty sequence that may grow to ``num_reserved_tokens`` (>= 1)
         tokens.

@@ -16,6 +16,7 @@ import numpy as np
 
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError
+from fastdecode.wire.chunks import ChunkToRWorker, ExpectTokens, FetchChunk, StoreChunk
 from fastdecode.wire.messages import (
     Attend,
     BeginStep,
@@ -39,13 +40,16 @@ from rworker.instructions import (
     Drop,
     HangUp,
     Instruction,
+    PlaceChunk,
     Prepare,
+    ReadChunk,
     Send,
     StepPlan,
     Stop,
     TellAboutHost,
 )
 from rworker.kv_store import DEFAULT_MAX_SEQUENCES, Appended, KVStore
+from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
 
 
 @dataclass
@@ -151,6 +155,17 @@ class RWorkerState:
                 return self._begin_step(self._cache(number, message), message)
             case OpenSequence() | ForkSequence() | ExtendSequence():
                 return (Send(number, self._cache(number, message).books.reserve(message)),)
+            case StoreChunk():
+                cache = self._cache(number, message)
+                slots = store_chunk(cache.books, message)
+                return (PlaceChunk(number, cache.holder, message, slots),)
+            case FetchChunk():
+                cache = self._cache(number, message)
+                slots = fetch_chunk(cache.books, message)
+                return (ReadChunk(number, cache.holder, message, slots),)
+            case ExpectTokens():
+                cache = self._cache(number, message)
+                return _copies(cache, expect_tokens(cache.books, message))
             case CloseSequence():
                 self._cache(number, message).books.close(message)
                 return ()
@@ -166,7 +181,13 @@ class RWorkerState:
     def _cache(
         self,
         number: int,
-        message: OpenSequence | ForkSequence | ExtendSequence | CloseSequence | BeginStep | Attend,
+        message: OpenSequence
+        | ForkSequence
+        | ExtendSequence
+        | CloseSequence
+        | BeginStep
+        | Attend
+        | ChunkToRWorker,
     ) -> Cache:
         role = self._peers[number].role
         if role is not None and role not in message.said_by:
@@ -213,15 +234,20 @@ class RWorkerState:
     def _begin_step(cache: Cache, begin: BeginStep) -> tuple[Instruction, ...]:
         appended = cache.books.begin_step(begin)
         cache.plans[begin.lane] = _plan(begin, appended, cache.books.store)
-        if appended.copy_sources.size:
-            return (CopyBlocks(cache.holder, appended.copy_sources, appended.copy_targets),)
-        return ()
+        return _copies(cache, appended)
 
     def _attend(self, number: int, attend: Attend) -> Compute:
         cache = self._cache(number, attend)
         was_last = cache.books.attend(attend)
         plan = cache.plans.pop(attend.lane) if was_last else cache.plans[attend.lane]
         return Compute(number, cache.holder, plan, attend.layer, attend.q, attend.k, attend.v)
+
+
+def _copies(cache: Cache, appended: Appended) -> tuple[Instruction, ...]:
+    """What has to be copied before anything is written."""
+    if not appended.copy_sources.size:
+        return ()
+    return (CopyBlocks(cache.holder, appended.copy_sources, appended.copy_targets),)
 
 
 def _plan(begin: BeginStep, appended: Appended, store: KVStore) -> StepPlan:

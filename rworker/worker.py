@@ -12,6 +12,8 @@ from typing import Protocol
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.host.facts import this_host
+from fastdecode.wire.arrays import Array
+from fastdecode.wire.chunks import ChunkStored, FetchedChunk
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
@@ -30,7 +32,9 @@ from rworker.instructions import (
     Drop,
     HangUp,
     Instruction,
+    PlaceChunk,
     Prepare,
+    ReadChunk,
     Send,
     Stop,
     TellAboutHost,
@@ -48,6 +52,10 @@ class Executor(Protocol):
     def copy_blocks(self, copy: CopyBlocks) -> None: ...
 
     def compute(self, compute: Compute) -> AttendResult: ...
+
+    def place(self, place: PlaceChunk) -> None: ...
+
+    def read(self, read: ReadChunk) -> Array: ...
 
     def drop(self, drop: Drop) -> None: ...
 
@@ -145,6 +153,11 @@ def obey(
                     state.name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash
                 )
                 peers[to].send(report)
+            case PlaceChunk():
+                executor.place(instruction)
+                peers[instruction.to].send(ChunkStored(len(instruction.chunk.data)))
+            case ReadChunk():
+                peers[instruction.to].send(FetchedChunk(executor.read(instruction)))
             case CopyBlocks():
                 executor.copy_blocks(instruction)
             case Prepare():

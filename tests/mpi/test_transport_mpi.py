@@ -34,6 +34,14 @@ def test_the_transport_suite(num_ranks: int, btl: str) -> None:
 
 
 @pytest.mark.parametrize("btl", ["self,sm", "self,tcp"])
+def test_the_stream_suite(btl: str) -> None:
+    command = [mpirun(), *open_mpi_options(btl), "-n", "2", sys.executable]
+    outcome = run([*command, str(RANKS / "streams.py")], timeout_s=120.0)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert "9 passed" in outcome.output, outcome.output
+
+
+@pytest.mark.parametrize("btl", ["self,sm", "self,tcp"])
 @pytest.mark.parametrize("name", ["killed", "killed_while_a_large_message_is_under_way", "stopped"])
 def test_an_r_worker_that_was(name: str, btl: str) -> None:
     outcome = run_ranks("failures.py", 4, btl, "-k", f"test_{name}", "-x")

@@ -1,0 +1,78 @@
+"""Sequences whose tokens come as chunks: what has come of each so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.spec import KVSpec
+
+
+class Arrivals:
+    """Arriving sequences, by id: how many tokens each layer and head has.
+
+    Args:
+        kv: of the cache.
+    """
+
+    def __init__(self, kv: KVSpec) -> None:
+        self._shape = kv.num_layers, kv.num_kv_heads
+        self._arrived: dict[int, NDArray[np.int32]] = {}  # tokens, [num_layers, num_kv_heads]
+        self._ends: dict[int, int] = {}  # tokens that there will be
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._ends
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ends)
+
+    def expect(self, sequence: int, num_present: int, num_more: int) -> None:
+        """``num_more`` tokens are to come behind ``num_present``, which are
+        there or to come, too."""
+        if sequence not in self._ends:
+            self._arrived[sequence] = np.full(self._shape, num_present, np.int32)
+        self._ends[sequence] = num_present + num_more
+
+    def forget(self, sequence: int) -> None:
+        """It is closed, or no arriving one."""
+        self._arrived.pop(sequence, None)
+        self._ends.pop(sequence, None)
+
+    def num_settled(self, sequence: int) -> int:
+        """Tokens of an arriving sequence that are there in every layer and head."""
+        return int(self._arrived[sequence].min())
+
+    def num_tokens(self, sequence: int) -> int:
+        """That there will be."""
+        return self._ends[sequence]
+
+    def check(
+        self, sequence: int, layers: slice, heads: slice, first_token: int, num_tokens: int
+    ) -> None:
+        """
+        Raises:
+            ProtocolError: these tokens aren't what comes next.
+        """
+        if sequence not in self._ends:
+            raise ProtocolError(f"sequence {sequence} expects no tokens")
+        due = self._arrived[sequence][layers, heads]
+        if (due != first_token).any():
+            raise ProtocolError(
+                f"tokens from {first_token} on of sequence {sequence} have come where those from "
+                f"{due.min()} on are due"
+            )
+        if first_token + num_tokens > self._ends[sequence]:
+            raise ProtocolError(
+                f"sequence {sequence} expects {self._ends[sequence]} tokens in all, not "
+                f"{first_token + num_tokens}"
+            )
+
+    def arrive(self, sequence: int, layers: slice, heads: slice, num_tokens: int) -> None:
+        """They have come. A sequence of which all have is no longer arriving."""
+        arrived = self._arrived[sequence]
+        arrived[layers, heads] += num_tokens
+        if arrived.min() == self._ends[sequence]:
+            self.forget(sequence)

@@ -1,0 +1,184 @@
+"""Where chunks come from and go to: a cache in this process, or an R-worker at
+the other end of a connection."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.errors import ProtocolError, WorkerError
+from fastdecode.wire.arrays import Array
+from fastdecode.wire.buffers import BufferPool
+from fastdecode.wire.chunks import (
+    MAX_CHUNK_BYTES,
+    ChunkAnswer,
+    ChunkStored,
+    ExpectTokens,
+    FetchChunk,
+    FetchedChunk,
+    StoreChunk,
+)
+from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
+from fastdecode.wire.transport import Connection
+from rworker.books import Books
+from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
+from rworker.stream.chunks import ChunkShape, layout_of
+from rworker.stream.cutting import CacheKind
+from rworker.stream.memory import gather, scatter
+
+LINK_BYTES: Final = 64 << 20
+"""That may be under way on one connection, unanswered."""
+ANSWER_TIMEOUT_S: Final = 60.0
+
+
+class Source(Protocol):
+    """A cache that chunks are read from."""
+
+    @property
+    def kind(self) -> CacheKind: ...
+
+    def ask(self, request: FetchChunk) -> None:
+        """Ask for a chunk. Never waits."""
+
+    def fetch(self) -> Array:
+        """The data of the chunk that was asked for first, of those that haven't
+        been fetched.
+
+        Raises:
+            WorkerError: whoever has it is gone, or refuses.
+        """
+
+
+class Sink(Protocol):
+    """A cache that chunks are sent to."""
+
+    @property
+    def kind(self) -> CacheKind: ...
+
+    def expect(self, sequence_id: int, num_tokens: int) -> None:
+        """Tokens of a sequence are going to come."""
+
+    def flush(self, chunk: StoreChunk) -> None:
+        """Send a chunk. Waits only while there is no credit left.
+
+        Raises:
+            WorkerError: whoever is to have it is gone, or refuses.
+        """
+
+    def finish(self) -> None:
+        """Wait until all that was sent is there. Raises as ``flush``."""
+
+
+class MemoryCache:
+    """A cache of this process, as source and sink.
+
+    Args:
+        books: whose blocks are in ``pool``.
+        pool: uint8 [num_layers, num_blocks, block_bytes].
+        num_threads: of the kernels.
+    """
+
+    def __init__(self, books: Books, pool: NDArray[np.uint8], num_threads: int = 1) -> None:
+        self.kind: Final = CacheKind(books.hello.model_hash, books.hello.kv)
+        self._books = books
+        self._pool = pool
+        self._layout = layout_of(books.hello.kv)
+        self._num_threads = num_threads
+        self._buffers = BufferPool()
+        self._asked: deque[FetchChunk] = deque()
+
+    def ask(self, request: FetchChunk) -> None:
+        self._asked.append(request)
+
+    def fetch(self) -> Array:
+        request = self._asked.popleft()
+        slots = fetch_chunk(self._books, request)
+        data = self._buffers.take(ChunkShape.of(self._layout, request).num_bytes)
+        scatter(self._layout, self._pool, request, slots, data, num_threads=self._num_threads)
+        return data
+
+    def expect(self, sequence_id: int, num_tokens: int) -> None:
+        appended = expect_tokens(self._books, ExpectTokens(sequence_id, num_tokens))
+        self._pool[:, appended.copy_targets] = self._pool[:, appended.copy_sources]
+
+    def flush(self, chunk: StoreChunk) -> None:
+        slots = store_chunk(self._books, chunk)
+        gather(self._layout, self._pool, chunk, slots, num_threads=self._num_threads)
+
+    def finish(self) -> None:
+        """All is there."""
+
+
+class WorkerCache:
+    """An R-worker's cache, as source and sink. It has been greeted with a cache
+    of this kind; whatever else was asked over the connection is answered.
+
+    Args:
+        connection: to the R-worker.
+        kind: of the cache.
+        link_bytes: the most that is under way unanswered.
+        timeout_s: how long an answer may take.
+    """
+
+    def __init__(
+        self,
+        connection: Connection[ToRWorker, FromRWorker],
+        kind: CacheKind,
+        *,
+        link_bytes: int = LINK_BYTES,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
+        self.kind: Final = kind
+        self._connection = connection
+        self._link_bytes = max(link_bytes, MAX_CHUNK_BYTES)
+        self._timeout_s = timeout_s
+        self._due: deque[tuple[type[ChunkAnswer], int]] = deque()  # answers, and bytes of each
+        self._under_way = 0  # bytes of chunks that aren't stored yet
+        self._fetched: deque[Array] = deque()
+
+    def ask(self, request: FetchChunk) -> None:
+        shape = ChunkShape.of(layout_of(self.kind.kv), request)
+        self._connection.send(request)
+        self._due.append((FetchedChunk, shape.num_bytes))
+
+    def fetch(self) -> Array:
+        while not self._fetched:
+            self._take_answer()
+        return self._fetched.popleft()
+
+    def expect(self, sequence_id: int, num_tokens: int) -> None:
+        self._connection.send(ExpectTokens(sequence_id, num_tokens))
+
+    def flush(self, chunk: StoreChunk) -> None:
+        num_bytes = len(chunk.data)
+        while self._under_way and self._under_way + num_bytes > self._link_bytes:
+            self._take_answer()
+        self._connection.send(chunk)
+        self._due.append((ChunkStored, num_bytes))
+        self._under_way += num_bytes
+
+    def finish(self) -> None:
+        while self._under_way:
+            self._take_answer()
+
+    def _take_answer(self) -> None:
+        answer = self._connection.receive(self._timeout_s)
+        kind, num_bytes = self._due.popleft()
+        if isinstance(answer, FetchedChunk) and kind is FetchedChunk:
+            if len(answer.data) == num_bytes:
+                self._fetched.append(answer.data)
+                return
+        elif kind is ChunkStored and answer == ChunkStored(num_bytes):
+            self._under_way -= num_bytes
+            return
+        raise self._refused(answer, f"{kind.__name__} of {num_bytes} bytes")
+
+    def _refused(self, answer: FromRWorker, wanted: str) -> Exception:
+        if isinstance(answer, Failed):
+            return WorkerError(f"{self._connection.peer}: {answer.message}", code=answer.code)
+        return ProtocolError(
+            f"{self._connection.peer} answered {type(answer).__name__} where {wanted} was due"
+        )
