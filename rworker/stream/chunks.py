@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,11 @@ from fastdecode.wire.chunks import ChunkForm, FetchChunk, StoreChunk
 
 _SCALE_BYTES = 8
 """Of a token and head: of K and of V."""
+_REMEMBERED = 64
+"""Caches have few shapes, and every chunk asks for the same."""
 
 
+@lru_cache(_REMEMBERED)
 def layout_of(kv: KVSpec) -> BlockLayout:
     """How a cache's blocks lie.
 
@@ -24,6 +28,12 @@ def layout_of(kv: KVSpec) -> BlockLayout:
         ValueError: there are none like that.
     """
     return BlockLayout(kv.num_kv_heads, kv.head_dim, kv.dtype.value, kv.block_size)
+
+
+@lru_cache(_REMEMBERED)
+def head_bytes_of(layout: BlockLayout) -> int:
+    """Of one head of a block."""
+    return layout.head_bytes
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class ChunkShape:
         """Of one more block or token."""
         heads = self.num_layers * self.num_heads
         if self.form is ChunkForm.BLOCKS:
-            return heads * self.layout.head_bytes
+            return heads * head_bytes_of(self.layout)
         return heads * (2 * self._row_bytes + self._scale_bytes)
 
     @property
@@ -99,7 +109,7 @@ class ChunkShape:
 
     @property
     def _block_bytes(self) -> int:
-        return self.num_heads * self.layout.head_bytes
+        return self.num_heads * head_bytes_of(self.layout)
 
     @property
     def _num_rows(self) -> int:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import cpu_kernels
 from cpu_kernels import BlockLayout
 from fastdecode.wire.chunks import ChunkForm, FetchChunk, StoreChunk
-from rworker.stream.chunks import ChunkShape
+from rworker.stream.chunks import ChunkShape, head_bytes_of
 
 if TYPE_CHECKING:
     from cpu_kernels.team import OpenMPTeam
@@ -114,8 +114,9 @@ def _block_ids(layout: BlockLayout, slots: NDArray[np.int64]) -> list[int]:
 
 def _head_bytes(layout: BlockLayout, chunk: StoreChunk | FetchChunk) -> slice:
     """Where a chunk's heads are in a block."""
+    head_bytes = head_bytes_of(layout)
     end = chunk.first_head + chunk.num_heads
-    return slice(chunk.first_head * layout.head_bytes, end * layout.head_bytes)
+    return slice(chunk.first_head * head_bytes, end * head_bytes)
 
 
 def _clear_padding(shape: ChunkShape, data: NDArray[np.uint8]) -> None:

@@ -219,8 +219,11 @@ def test_no_damage_goes_unnoticed(data: st.DataObject, tmp_path_factory: Any) ->
         move(pieces_between({0: 3}, STREAM_KV), memory, _Sequences(file))
     whole = path.read_bytes()
     at = data.draw(st.integers(0, len(whole) - 1))
-    if data.draw(st.booleans()):
-        damaged = whole[:at] + data.draw(st.sampled_from([b"", whole[1:]]))
+    kind = data.draw(st.sampled_from(["torn", "doubled", "changed"]))
+    if kind == "torn":
+        damaged = whole[:at]
+    elif kind == "doubled":
+        damaged = whole[: at + 1] + whole
     else:
         flipped = whole[at] ^ data.draw(st.integers(1, 255))
         damaged = whole[:at] + bytes([flipped]) + whole[at + 1 :]
