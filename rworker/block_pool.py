@@ -109,6 +109,23 @@ class BlockPool:
         self._returned[self._num_returned : self._num_returned + freed.size] = freed[::-1]
         self._num_returned += int(freed.size)
 
+    def set_tail(self, blocks: Blocks, *, is_tail: bool) -> None:
+        """What a sequence has of each of these is from now on its tail, or no
+        longer. Of blocks that nobody else refers to it isn't counted."""
+        shared = blocks[self._refcount[blocks] > 1]
+        owed = self._num_owed_copies(shared)
+        self._num_tails[shared] += 1 if is_tail else -1
+        self.num_promised += self._num_owed_copies(shared) - owed
+
+    def num_lacking(self, left: Blocks, becomes_tail: Blocks) -> int:
+        """How many blocks are too few if a sequence leaves some, is promised as
+        many, and has another as its tail; 0 or less: there are enough. At most
+        so many: what others are owed less isn't taken off."""
+        num_kept = int((self._refcount[left] > 1).sum())
+        shared = becomes_tail[self._refcount[becomes_tail] > 1]
+        num_owed = int((self._num_tails[shared] < self._refcount[shared] - 1).sum())
+        return num_kept + num_owed - self.num_available
+
     def _num_owed_copies(self, shared: Blocks) -> int:
         """Copies that sequences which have one of these blocks as their tail may still need."""
         return int(np.minimum(self._num_tails[shared], self._refcount[shared] - 1).sum())

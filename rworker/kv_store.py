@@ -193,6 +193,41 @@ class KVStore:
         self.pool.leave(blocks, has_tail=has_tail)
         self.tables.remove(sequence_id)
 
+    def truncate(self, sequence_id: int, num_tokens: int) -> None:
+        """Forget all but the first ``num_tokens`` tokens. The reservation stays.
+
+        Raises:
+            ProtocolError: the sequence is not open, or has fewer tokens.
+            CapacityError: there is no room to promise it as much as it has now:
+                others keep blocks that it leaves.
+        """
+        tables = self.tables
+        row = tables.row(sequence_id)
+        length, width = int(tables.lengths[row]), int(tables.widths[row])
+        if not 0 <= num_tokens <= length:
+            raise ProtocolError(
+                f"sequence {sequence_id} has {length} tokens cached, and can't keep {num_tokens}"
+            )
+        kept = tables.blocks_for(num_tokens)
+        left = tables.blocks[row, kept:width]
+        had_tail = length % self.block_size != 0
+        has_tail = num_tokens % self.block_size != 0
+        stays = kept == width
+        new_tail = tables.blocks[row, kept - 1 : kept] if has_tail else tables.blocks[row, :0]
+        becomes_tail = new_tail[: 0 if stays and had_tail else 1]
+        if self.pool.num_lacking(left, becomes_tail) > 0:
+            raise CapacityError(
+                f"sequence {sequence_id} can't be cut to {num_tokens} tokens: others share blocks "
+                "that it would leave, and none are free for what it has reserved"
+            )
+        self.pool.num_promised += width - kept
+        self.pool.leave(left, has_tail=had_tail and not stays)
+        self.pool.set_tail(becomes_tail, is_tail=True)
+        if stays and had_tail and not has_tail:
+            self.pool.set_tail(tables.blocks[row, kept - 1 : kept], is_tail=False)
+        tables.widths[row] = kept
+        tables.lengths[row] = num_tokens
+
     def append(self, sequence_ids: NDArray[np.int64], num_new: NDArray[np.int32]) -> Appended:
         """Make room for ``num_new`` (>= 1) more tokens in each of N distinct
         sequences.

@@ -23,6 +23,8 @@ from types import TracebackType
 from typing import Final
 from zlib import crc32
 
+import numpy as np
+
 from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.wire import codec
 from fastdecode.wire.arrays import Array
@@ -53,7 +55,6 @@ class KVFileWriter:
         self.kind: Final = kind
         self._path = path
         self._partial = path.with_name(path.name + ".part")
-        self._buffers = BufferPool()
         self._num_records = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         for present in (path, self._partial):
@@ -92,12 +93,13 @@ class KVFileWriter:
 
     def _write(self, message: ExpectTokens | StoreChunk) -> None:
         frame = codec.encode(message)
-        data = self._buffers.take(frame.num_bytes)
-        # What lay here before stays out of the file: between arrays nothing is written.
-        data[: frame.start.places[-1].start if frame.start.places else 0] = 0
-        frame.write(data.data)
-        self._write_whole(_PREFIX.pack(len(data), crc32(data)))
-        self._write_whole(data.data)
+        pieces = _in_pieces(frame)
+        checksum = 0
+        for piece in pieces:
+            checksum = crc32(piece, checksum)
+        self._write_whole(_PREFIX.pack(frame.num_bytes, checksum))
+        for piece in pieces:
+            self._write_whole(piece)
         self._num_records += 1
 
     def _end(self) -> None:
@@ -120,6 +122,21 @@ class KVFileWriter:
 
     def _refuse(self, error: OSError) -> ConfigError:
         return ConfigError(f"can't write the KV file {self._path}: {error.strerror}")
+
+
+def _in_pieces(frame: codec.Frame) -> list[memoryview]:
+    """A message's bytes: what is small in one piece, the last array where it lies."""
+    places = frame.start.places
+    if not places:
+        return [memoryview(frame.head)]
+    small = bytearray(places[-1].start)
+    small[: len(frame.head)] = frame.head
+    for array, place in zip(frame.arrays[:-1], places[:-1], strict=True):
+        assert array is not None
+        small[place] = array.tobytes()
+    last = frame.arrays[-1]
+    assert last is not None
+    return [memoryview(small), memoryview(np.ascontiguousarray(last)).cast("B")]
 
 
 def stream_in(path: Path, sink: Sink) -> int:

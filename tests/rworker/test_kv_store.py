@@ -170,6 +170,54 @@ class KVStoreMachine(RuleBasedStateMachine):
         del self.tokens[sequence], self.reserved[sequence]
         refuses_unchanged(self.store, ProtocolError, lambda: self.store.close(sequence))
 
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(list(self.tokens)), "sequence")
+        tokens = self.tokens[sequence]
+        kept = data.draw(st.integers(0, len(tokens)), "kept")
+        try:
+            self.store.truncate(sequence, kept)
+        except CapacityError:
+            refuses_unchanged(
+                self.store, CapacityError, lambda: self.store.truncate(sequence, kept)
+            )
+            return
+        self.tokens[sequence] = tokens[:kept]
+        refuses_unchanged(
+            self.store, ProtocolError, lambda: self.store.truncate(sequence, kept + 1)
+        )
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), num_forks=st.integers(0, 2))
+    def roll_back(self, data: st.DataObject, num_forks: int) -> None:
+        """What was just appended can always be taken away again, whatever was
+        forked of what came before meanwhile."""
+        self.append(data)
+        before = {s: list(tokens) for s, tokens in self.tokens.items()}
+        appended = [s for s in before if data.draw(st.booleans(), "appended")]
+        new = {
+            s: self._fresh(data.draw(st.integers(1, room), "num_new"))
+            for s in appended
+            if (room := self.reserved[s] - len(self.tokens[s]))
+        }
+        if not new:
+            return
+        self.memory.append(self.store, new)
+        for _ in range(num_forks):
+            parent = data.draw(st.sampled_from(list(new)), "parent")
+            if before[parent]:
+                shared = data.draw(st.integers(1, len(before[parent])), "shared")
+                self._try(
+                    lambda fork, parent=parent, shared=shared: self.store.fork(  # type: ignore[misc]
+                        parent, fork, shared, shared + 3
+                    ),
+                    before[parent][:shared],
+                    shared + 3,
+                )
+        for sequence in new:
+            self.store.truncate(sequence, len(before[sequence]))
+
     @invariant()
     def store_is_sound(self) -> None:
         self.store.check_invariants()
