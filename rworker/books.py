@@ -109,6 +109,17 @@ class Books:
         present = int(self.store.num_tokens(np.array([sequence], np.int64))[0])
         return self._settled.get(sequence, present)
 
+    def roll_back(self) -> None:
+        """Forget all tokens that aren't there in every layer, and the steps
+        that were under way."""
+        for sequence, num_tokens in self._settled.items():
+            self.store.truncate(sequence, num_tokens)
+        for sequence in self.arrivals:
+            self.store.truncate(sequence, self.arrivals.num_settled(sequence))
+        self._settled.clear()
+        self._steps.clear()
+        self.arrivals = Arrivals(self.hello.kv)
+
     def check_at_rest(self, sequence: int) -> None:
         """Raises ProtocolError if the sequence is in an open step."""
         if sequence in self._settled:
@@ -244,6 +255,7 @@ def check_hello(hello: Hello) -> None:
         )
     check_integer("holder", hello.holder, 0, MAX_HOLDERS - 1)
     check_integer("max_blocks", hello.max_blocks, 0, MAX_BLOCKS)
+    check_integer("session", hello.session, 0, MAX_ID)
     kv = hello.kv
     if len(hello.attention) != kv.num_layers:
         raise ProtocolError(f"{len(hello.attention)} attention specs for {kv.num_layers} layers")

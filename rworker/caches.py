@@ -4,15 +4,19 @@ memory is shared out among them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.messages import Hello
-from fastdecode.wire.traits import THE_ONLY
+from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.books import Books, blocks_within
 from rworker.instructions import StepPlan
+
+NOBODY: Final = -1
+"""In the place of a peer: whoever used the cache is gone, and it may be taken over."""
 
 
 @dataclass(eq=False)
@@ -21,11 +25,15 @@ class Cache:
 
     holder: HolderId
     owner: int
-    """The peer that opened it, the only one that may use it."""
+    """The peer that opened it or took it over, the only one that may use it."""
     books: Books
     num_bytes: int
     plans: dict[int, StepPlan] = field(default_factory=dict)
     """Of the open steps, by lane."""
+
+    def is_of(self, session: int) -> bool:
+        """Whether it was opened in this session; 0 is none."""
+        return session != 0 and self.books.hello.session == session
 
 
 class Caches:
@@ -55,7 +63,7 @@ class Caches:
         """
         holder = HolderId(hello.holder)
         present = self._caches.get(holder)
-        if present is not None and present.owner != peer:
+        if present is not None and not _may_replace(present, peer, hello):
             raise ProtocolError(f"holder {holder} serves another S-worker", code="busy")
         free_bytes = self._kv_bytes - sum(cache.num_bytes for cache in self if cache is not present)
         block_bytes = layout.block_bytes * hello.kv.num_layers
@@ -92,9 +100,40 @@ class Caches:
             )
         return owned[0]
 
-    def drop(self, peer: int) -> list[HolderId]:
-        """Forget a peer's caches. Which they were."""
-        dropped = [cache.holder for cache in self if cache.owner == peer]
+    def take_over(self, peer: int, holder: int, session: int) -> tuple[Cache, int]:
+        """A cache is the peer's from now on: the cache, and whose it was.
+
+        Raises:
+            ProtocolError: there is none, or it is of another session.
+        """
+        cache = self.of(peer, holder) if holder == THE_ONLY else self._caches.get(HolderId(holder))
+        if cache is None or (cache.owner != peer and not cache.is_of(session)):
+            raise ProtocolError(f"holder {holder!r} has no cache of this session")
+        before, cache.owner = cache.owner, peer
+        hello = cache.books.hello
+        cache.books.hello = replace(hello, role=Role.S_WORKER)
+        cache.plans.clear()
+        return cache, before
+
+    def leave(self, peer: int) -> None:
+        """A peer is gone that nothing should go with: its caches may be taken over."""
+        for cache in self:
+            if cache.owner == peer and cache.books.hello.session:
+                cache.owner = NOBODY
+
+    def drop(self, peer: int, session: int = 0) -> list[HolderId]:
+        """Forget a peer's caches, and those of a session that are nobody's.
+        Which they were."""
+        dropped = [
+            cache.holder
+            for cache in self
+            if cache.owner == peer or (cache.owner == NOBODY and cache.is_of(session))
+        ]
         for holder in dropped:
             del self._caches[holder]
         return dropped
+
+
+def _may_replace(present: Cache, peer: int, hello: Hello) -> bool:
+    """Whether a peer may have a new cache in the place of one that is there."""
+    return present.owner == peer or (present.owner == NOBODY and present.is_of(hello.session))

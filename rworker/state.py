@@ -31,9 +31,10 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
+from fastdecode.wire.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.traits import Role
 from rworker.books import check_hello
-from rworker.caches import Cache, Caches
+from rworker.caches import NOBODY, Cache, Caches
 from rworker.instructions import (
     Compute,
     CopyBlocks,
@@ -50,6 +51,7 @@ from rworker.instructions import (
 )
 from rworker.kv_store import DEFAULT_MAX_SEQUENCES, Appended, KVStore
 from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
+from rworker.stream.taking_over import take_over, truncate, wanted_of
 
 
 @dataclass
@@ -58,6 +60,8 @@ class _Peer:
 
     role: Role | None = None
     """None: nothing yet."""
+    session: int = 0
+    """Of the run that it is for; 0: none."""
     only_looks: bool = False
     """It inspected us first: what it opens then is for measuring, and no job."""
 
@@ -124,7 +128,10 @@ class RWorkerState:
     def lost(self, peer: int, *, may_return: bool = False) -> tuple[Instruction, ...]:
         """A peer is gone, or was hung up on: its caches go with it."""
         gone = self._peers.pop(peer, _Peer())
-        drops = tuple(Drop(holder) for holder in self._caches.drop(peer))
+        if gone.role is Role.NEIGHBOUR and self._has_session(gone.session):
+            self._caches.leave(peer)  # its replicas are what the session goes on with
+        over = 0 if self._has_session(gone.session) else gone.session
+        drops = tuple(Drop(holder) for holder in self._caches.drop(peer, over))
         is_over = gone.has_job and self._is_done
         if is_over and may_return and self._awaits_return:
             self.is_deserted = True
@@ -135,12 +142,19 @@ class RWorkerState:
         """For tests and debugging."""
         for cache in self._caches:
             cache.books.check_invariants()
+            if cache.owner == NOBODY:
+                assert self._has_session(cache.books.hello.session), "a cache that nobody can take"
+                continue
             assert self._peers[cache.owner].role in (Role.S_WORKER, Role.NEIGHBOUR), (
                 "a cache of nobody's"
             )
         assert sum(cache.num_bytes for cache in self._caches) <= self._kv_bytes, (
             "more memory than there is"
         )
+
+    def _has_session(self, session: int) -> bool:
+        """Whether an S-worker of a session is there."""
+        return any(peer.has_job and peer.session == session != 0 for peer in self._peers.values())
 
     @property
     def _is_done(self) -> bool:
@@ -166,6 +180,10 @@ class RWorkerState:
             case ExpectTokens():
                 cache = self._cache(number, message)
                 return _copies(cache, expect_tokens(cache.books, message))
+            case TruncateSequence():
+                return (Send(number, truncate(self._cache(number, message).books, message)),)
+            case TakeOver():
+                return self._take_over(number, peer, message)
             case CloseSequence():
                 self._cache(number, message).books.close(message)
                 return ()
@@ -187,7 +205,8 @@ class RWorkerState:
         | CloseSequence
         | BeginStep
         | Attend
-        | ChunkToRWorker,
+        | ChunkToRWorker
+        | TruncateSequence,
     ) -> Cache:
         role = self._peers[number].role
         if role is not None and role not in message.said_by:
@@ -210,6 +229,8 @@ class RWorkerState:
         check_hello(hello)
         if peer.role not in (None, Role.READER, hello.role):
             raise ProtocolError(f"it greeted as {peer.role.value}, and now as {hello.role.value}")
+        if peer.session not in (0, hello.session):
+            raise ProtocolError("it greeted in another session before")
         if self._model_hash not in (None, hello.model_hash) and not peer.only_looks:
             raise ProtocolError(
                 f"the S-worker runs the model {hello.model_hash}, this R-worker is kept for "
@@ -223,12 +244,22 @@ class RWorkerState:
             raise ConfigError(f"the KV cache asked for can't be laid out: {error}") from None
         cache = self._caches.open(number, hello, layout)
         peer.role = hello.role
+        peer.session = hello.session
         self.is_deserted = self.is_deserted and not peer.has_job
         num_blocks = cache.books.store.num_blocks
         return (
             Prepare(cache.holder, layout, num_blocks, hello.attention, hello.activation_dtype),
             Send(number, Welcome(self.name, num_blocks, kv.block_size, self._num_threads)),
         )
+
+    def _take_over(self, number: int, peer: _Peer, message: TakeOver) -> tuple[Instruction, ...]:
+        """Whoever had the cache before has none any more: it is hung up on."""
+        if peer.role is not Role.S_WORKER:
+            raise ProtocolError("only an S-worker that has greeted may take a cache over")
+        wanted = wanted_of(message)
+        cache, before = self._caches.take_over(number, message.holder, message.session)
+        told = Send(number, TakenOver(take_over(cache.books, wanted)))
+        return (told,) if before in (number, NOBODY) else (told, HangUp(before))
 
     @staticmethod
     def _begin_step(cache: Cache, begin: BeginStep) -> tuple[Instruction, ...]:

@@ -42,6 +42,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
+from fastdecode.wire.taking_over import TakenOver, TakeOver, TruncateSequence
 
 
 def same(one: Any, other: Any) -> bool:
@@ -105,6 +106,8 @@ def to_r_worker() -> list[ToRWorker]:
         FetchChunk(ChunkForm.BLOCKS, 0, 2, 1, 1, *pieces),
         StoreChunk("a hash", kv, ChunkForm.TOKENS, 0, 2, 0, 4, *pieces, data),
         StoreChunk("a hash", kv, ChunkForm.BLOCKS, 1, 1, 0, 4, *pieces, data.repeat(300)),
+        TruncateSequence(2, 7),
+        TakeOver(1 << 62, *pieces[:2]),
         Inspect(),
         Shutdown(),
     ]
@@ -126,6 +129,7 @@ def from_r_worker() -> list[FromRWorker]:
         answer(attend(2)),
         answer(attend(600, step=1), want_lse=True),
         answer(attend(9, step=2, num_queries=0)),
+        TakenOver(np.arange(-1, 4, dtype=np.int32)),
         ChunkStored(4 << 20),
         FetchedChunk(np.arange(3000, dtype=np.int64).astype(np.uint8)),
         Failed("a worker", "internal_error", "it " * 3000),

@@ -37,7 +37,8 @@ message             direction  meaning, and the answer
                                comes unasked
 ==================  =========  =====================================================
 
-Those that move K and V between caches are in ``fastdecode.wire.chunks``.
+Those that move K and V between caches are in ``fastdecode.wire.chunks``, those by
+which a cache outlives who used it in ``fastdecode.wire.taking_over``.
 
 **Peers and roles.** An R-worker has several peers, and a peer's first message
 says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` a
@@ -102,6 +103,11 @@ from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from fastdecode.core.words import make_printable
 from fastdecode.wire.chunks import CHUNK_OPCODES, ChunkAnswer, ChunkToRWorker
+from fastdecode.wire.reserving import Accepted as Accepted
+from fastdecode.wire.reserving import CloseSequence as CloseSequence
+from fastdecode.wire.reserving import Refused as Refused
+from fastdecode.wire.reserving import Reserving
+from fastdecode.wire.taking_over import TAKING_OVER_OPCODES, TakenOver, TakingOverToRWorker
 from fastdecode.wire.traits import (
     ANYBODY,
     OWNERS,
@@ -112,7 +118,7 @@ from fastdecode.wire.traits import (
     Worded,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
@@ -151,20 +157,6 @@ class Report(Worded):
     """Of the only model that it serves; empty: any."""
 
 
-@dataclass(frozen=True)
-class Accepted:
-    sequence_id: int
-
-
-@dataclass(frozen=True)
-class Refused(Worded):
-    sequence_id: int
-    code: str
-    """``out_of_capacity``: there is no room now; ``exceeds_capacity``: there
-    would be none in an empty R-worker."""
-    message: str
-
-
 @dataclass(frozen=True, eq=False)
 class AttendResult:
     step: int
@@ -177,7 +169,7 @@ class AttendResult:
     """Seconds spent appending and attending, waiting excluded."""
 
 
-Answer: TypeAlias = Welcome | Report | Accepted | Refused | AttendResult | ChunkAnswer
+Answer: TypeAlias = Welcome | Report | Accepted | Refused | AttendResult | ChunkAnswer | TakenOver
 """What is said because somebody asked."""
 
 
@@ -186,17 +178,6 @@ class Failed(Worded):
     worker: str
     code: str
     message: str
-
-
-class _Reserving(ForHolder):
-    """Whoever asks for room is told whether there is some."""
-
-    answers = (Accepted, Refused)
-    repeated = ("sequence_id",)
-
-    def join(self, answers: Sequence[Any]) -> Accepted | Refused:
-        told: Sequence[Accepted | Refused] = answers
-        return next((answer for answer in told if isinstance(answer, Refused)), told[0])
 
 
 @dataclass(frozen=True)
@@ -213,6 +194,8 @@ class Hello(ForHolder):
     role: Role = Role.S_WORKER
     max_blocks: int = 0
     """The most KV blocks that are wanted; 0: as many as there is memory for."""
+    session: int = 0
+    """Secret of the run that the cache is for; 0: none."""
 
     answers = (Welcome,)
 
@@ -250,7 +233,7 @@ class Hello(ForHolder):
 
 
 @dataclass(frozen=True)
-class OpenSequence(_Reserving):
+class OpenSequence(Reserving):
     sequence_id: int
     num_reserved_tokens: int
     """Room is set aside for this many tokens, so that no later step of the
@@ -262,7 +245,7 @@ class OpenSequence(_Reserving):
 
 
 @dataclass(frozen=True)
-class ForkSequence(_Reserving):
+class ForkSequence(Reserving):
     parent_id: int
     sequence_id: int
     num_shared_tokens: int
@@ -278,16 +261,10 @@ class ForkSequence(_Reserving):
 
 
 @dataclass(frozen=True)
-class ExtendSequence(_Reserving):
+class ExtendSequence(Reserving):
     sequence_id: int
     num_reserved_tokens: int
     """In all; not fewer than before."""
-    holder: int = THE_ONLY
-
-
-@dataclass(frozen=True)
-class CloseSequence(ForHolder):
-    sequence_id: int
     holder: int = THE_ONLY
 
 
@@ -360,6 +337,7 @@ ToRWorker: TypeAlias = (
     | BeginStep
     | Attend
     | ChunkToRWorker
+    | TakingOverToRWorker
     | Inspect
     | Shutdown
 )
@@ -387,6 +365,7 @@ OPCODES: Mapping[type[Message], int] = {
     Failed: 69,
     Report: 70,
     **CHUNK_OPCODES,
+    **TAKING_OVER_OPCODES,
 }
 """What messages are called on the wire; from 65 on, those that R-workers send.
 A retired number isn't used again."""

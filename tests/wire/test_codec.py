@@ -53,6 +53,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
+from fastdecode.wire.taking_over import TakenOver, TakeOver, TruncateSequence
 
 INTS = st.integers(-(1 << 63), (1 << 63) - 1)
 FLOATS = st.floats(allow_nan=False)
@@ -157,6 +158,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     CloseSequence: st.builds(CloseSequence, INTS),
     BeginStep: begin_steps(),
     Attend: attends(),
+    TruncateSequence: st.builds(TruncateSequence, INTS, INTS),
+    TakeOver: st.builds(TakeOver, INTS, arrays_of(np.int64, (3,)), arrays_of(np.int32, (3,)), INTS),
+    TakenOver: st.builds(TakenOver, arrays_of(np.int32, (2,))),
     ExpectTokens: st.builds(ExpectTokens, INTS, INTS),
     FetchChunk: fetch_chunks(),
     StoreChunk: store_chunks(),
@@ -200,13 +204,13 @@ def unhex(text: str) -> bytes:
 
 
 def test_golden_bytes_of_a_message_without_fields() -> None:
-    head = unhex("46445750 0300 07 00 05000000 1c000000 0000000000000000")
+    head = unhex("46445750 0400 07 00 05000000 1c000000 0000000000000000")
     assert in_one_piece(Shutdown(), epoch=5).tobytes() == with_crc(head)
 
 
 def test_golden_bytes_of_numbers_before_text() -> None:
     head = unhex(
-        "46445750 0300 41 00 00000000 3b000000 0000000000000000"  # header: Welcome, 59 bytes
+        "46445750 0400 41 00 00000000 3b000000 0000000000000000"  # header: Welcome, 59 bytes
         "6400000000000000 2000000000000000 0800000000000000"  # num_blocks, block_size, num_threads
         "03000000 72c3a9"  # worker
     )
@@ -217,7 +221,7 @@ def test_golden_bytes_of_arrays() -> None:
     o = np.arange(4, dtype=np.uint16).reshape(1, 2, 2)
     lse = np.array([[1.0, -2.0]], np.float32)
     head = unhex(
-        "46445750 0300 44 00 07000000"  # header: AttendResult, epoch 7
+        "46445750 0400 44 00 07000000"  # header: AttendResult, epoch 7
         "58000000 4800000000000000"  # 88 + 72 bytes
         "02000000 01000000 02000000 02000000"  # o: uint16 [1, 2, 2]
         "01000000 01000000 02000000"  # lse: float32 [1, 2]
@@ -239,7 +243,7 @@ def test_golden_bytes_of_a_step() -> None:
         np.array([5], np.int32),
     )
     head = unhex(
-        "46445750 0300 05 00 00000000"  # header: BeginStep
+        "46445750 0400 05 00 00000000"  # header: BeginStep
         "65000000 4401000000000000"  # 101 + 324 bytes
         "04000000 01000000"  # sequence_ids: int64 [1]
         "03000000 01000000 03000000 01000000 03000000 01000000"  # int32 [1] each
@@ -260,8 +264,9 @@ def test_golden_bytes_of_nested_fields() -> None:
         num_q_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, logit_softcap=30.0
     )
     head = unhex(
-        "46445750 0300 01 00 00000000 8d000000 0000000000000000"  # header: Hello
-        "0100000000000000 0000000000000000 0000000000000000"  # protocol_version, holder, max_blocks
+        "46445750 0400 01 00 00000000 95000000 0000000000000000"  # header: Hello
+        "0100000000000000 0000000000000000"  # protocol_version, holder
+        "0000000000000000 0000000000000000"  # max_blocks, session
         "03000000 616263"  # model_hash
         "0100000000000000 0200000000000000 4000000000000000 02 2000000000000000"  # kv
         "01000000 0400000000000000 0200000000000000"  # one layer: heads

@@ -42,6 +42,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
+from fastdecode.wire.taking_over import TakeOver, TruncateSequence
 from fastdecode.wire.traits import ForHolder
 from fastdecode.wire.transport import SoleHub, closed_error, timeout_error
 from rworker.books import Books, blocks_within
@@ -98,7 +99,15 @@ class LocalConnection:
                 self._answers.append(self.books.reserve(message))
             case CloseSequence():
                 self.books.close(message)
-            case BeginStep() | Attend() | ExpectTokens() | StoreChunk() | FetchChunk():
+            case (
+                BeginStep()
+                | Attend()
+                | ExpectTokens()
+                | StoreChunk()
+                | FetchChunk()
+                | TruncateSequence()
+                | TakeOver()
+            ):
                 raise AssertionError(f"{type(message).__name__} is for R-workers")
             case _:
                 assert_never(message)

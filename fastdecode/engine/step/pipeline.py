@@ -39,6 +39,7 @@ from fastdecode.schedule.times import MeasuredTimes, RPartTime
 from fastdecode.wire.chunks import ChunkStored, FetchedChunk
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
 from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.taking_over import TakenOver
 from sworker.worker import Pass, SWorker
 
 News: TypeAlias = "tuple[HolderId, Accepted | Refused | WorkerError]"
@@ -271,7 +272,7 @@ class Pipeline:
                 self._deliver(holder, answer, arrived_s)
             case Accepted() | Refused():
                 self._news.append((holder, answer))
-            case Welcome() | Report() | ChunkStored() | FetchedChunk():
+            case Welcome() | Report() | ChunkStored() | FetchedChunk() | TakenOver():
                 raise ProtocolError(
                     f"{self._attention.fleet.peer(holder)} sent {type(answer).__name__}, which "
                     "nobody asked for"

@@ -1,0 +1,68 @@
+"""Messages by which a cache goes on without the process that used it.
+
+=====================  =========  ===================================================
+message                direction  meaning, and the answer
+=====================  =========  ===================================================
+``TruncateSequence``   S/R → R    forget a sequence's last tokens → ``Accepted`` or
+                                  ``Refused``
+``TakeOver``           S → R      the cache is mine now, with these sequences and at
+                                  most so many tokens of each → ``TakenOver``
+=====================  =========  ===================================================
+
+**Sessions.** ``Hello.session`` is a secret of one engine's run. A cache that a
+neighbour opened under it, a replica, stays when that neighbour is lost, until
+the last S-worker of the session has gone; an S-worker of the same session may
+take it over, as it may its own. From then on whoever used it before has no cache
+here: what it says is refused, and ends its connection.
+
+Taking over rolls back what is half done: open steps end, tokens that aren't
+there in every layer are forgotten, sequences that aren't named are closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.wire.reserving import Reserving
+from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder
+
+
+@dataclass(frozen=True, eq=False)
+class TakenOver:
+    num_tokens: Annotated[NDArray[np.int32], "N"]
+    """That each sequence has in every layer, at most as many as were asked for;
+    -1: the cache hasn't the sequence."""
+
+
+@dataclass(frozen=True)
+class TruncateSequence(Reserving):
+    sequence_id: int
+    num_tokens: int
+    """That it keeps, at most as many as it has."""
+    holder: int = THE_ONLY
+
+
+@dataclass(frozen=True, eq=False)
+class TakeOver(ForHolder):
+    session: int
+    sequence_ids: Annotated[NDArray[np.int64], "N"]
+    num_tokens: Annotated[NDArray[np.int32], "N"]
+    holder: int = THE_ONLY
+
+    answers = (TakenOver,)
+    said_by = S_WORKERS
+
+
+TakingOverToRWorker: TypeAlias = TruncateSequence | TakeOver
+
+TAKING_OVER_OPCODES: Final[Mapping[type[Any], int]] = {
+    TruncateSequence: 13,
+    TakeOver: 14,
+    TakenOver: 73,
+}
+"""See ``fastdecode.wire.messages.OPCODES``."""

@@ -1,0 +1,69 @@
+"""What is left of a cache for whoever takes it over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.errors import CapacityError, ProtocolError
+from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
+from fastdecode.wire.messages import MAX_ID, Accepted, CloseSequence, Refused
+from fastdecode.wire.taking_over import TakeOver, TruncateSequence
+from rworker.books import Books, check_array, check_integer
+
+MISSING = -1
+"""In the place of a number of tokens: the cache hasn't the sequence."""
+
+
+def truncate(books: Books, message: TruncateSequence) -> Accepted | Refused:
+    """Forget the last tokens of a sequence that is at rest."""
+    sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
+    num_tokens = check_integer("num_tokens", message.num_tokens, 0, MAX_SEQUENCE_TOKENS)
+    books.check_at_rest(sequence)
+    if sequence in books.arrivals:
+        raise ProtocolError(f"sequence {sequence} is arriving: tokens of it are to come")
+    try:
+        books.store.truncate(sequence, num_tokens)
+    except CapacityError as error:
+        return Refused(sequence, error.code, error.message)
+    return Accepted(sequence)
+
+
+def take_over(books: Books, wanted: Mapping[int, int]) -> NDArray[np.int32]:
+    """Roll back what is half done, close what isn't wanted, and cut what is to
+    at most so many tokens: how many each has, int32 [N]. Where that can't be
+    done, the sequence is closed, too."""
+    books.roll_back()
+    for sequence in books.store.tables.row_of.keys() - wanted.keys():
+        books.close(CloseSequence(sequence))
+    counts = [_cut(books, sequence, most) for sequence, most in wanted.items()]
+    return np.array(counts, np.int32)
+
+
+def wanted_of(message: TakeOver) -> dict[int, int]:
+    """Sequences, and the most tokens of each; checked."""
+    check_integer("session", message.session, 0, MAX_ID)
+    shape = np.shape(message.sequence_ids)
+    if len(shape) != 1:
+        raise ProtocolError(f"sequence_ids must have one dimension, not shape {shape}")
+    check_array("sequence_ids", message.sequence_ids, np.dtype(np.int64), shape)
+    check_array("num_tokens", message.num_tokens, np.dtype(np.int32), shape)
+    ids = message.sequence_ids.tolist()
+    wanted = dict(zip(ids, message.num_tokens.tolist(), strict=True))
+    if len(wanted) < len(ids) or min(ids, default=0) < 0 or min(wanted.values(), default=0) < 0:
+        raise ProtocolError("each sequence is named once, with at least 0 tokens")
+    return wanted
+
+
+def _cut(books: Books, sequence: int, most: int) -> int:
+    if sequence not in books.store:
+        return MISSING
+    num_tokens = min(most, books.num_settled(sequence))
+    try:
+        books.store.truncate(sequence, num_tokens)
+    except CapacityError:
+        books.close(CloseSequence(sequence))
+        return MISSING
+    return num_tokens

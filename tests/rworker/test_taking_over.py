@@ -1,0 +1,251 @@
+"""A cache goes on without the peer that used it: replicas, and an S-worker's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from state_machine import HELLO, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
+
+from fastdecode.wire.chunks import ExpectTokens
+from fastdecode.wire.messages import (
+    Accepted,
+    CloseSequence,
+    Failed,
+    ForkSequence,
+    OpenSequence,
+    Refused,
+    Shutdown,
+    Welcome,
+)
+from fastdecode.wire.taking_over import TakenOver, TakeOver, TruncateSequence
+from fastdecode.wire.traits import Role
+from rworker.instructions import Drop, HangUp, Send, Stop
+
+S_WORKER, NEIGHBOUR, STRANGER = range(3)
+SESSION = 77
+OWN = replace(HELLO, holder=1, session=SESSION, max_blocks=12)
+REPLICA = replace(HELLO, holder=0, session=SESSION, max_blocks=12, role=Role.NEIGHBOUR)
+
+
+class Peers(Worker):
+    """A worker with an S-worker that has its own cache, and a neighbour that
+    keeps a replica."""
+
+    def __init__(self) -> None:
+        super().__init__(KV_BYTES)
+        assert isinstance(self.from_peer(S_WORKER, OWN), Welcome)
+        assert isinstance(self.from_peer(NEIGHBOUR, REPLICA), Welcome)
+
+    def say(self, peer: int, message: Any) -> tuple[Any, ...]:
+        instructions = self.state.handle(peer, message)
+        self.state.check_invariants()
+        return instructions
+
+    def from_peer(self, peer: int, message: Any) -> Any:
+        """The answer."""
+        (send,) = [x for x in self.say(peer, message) if isinstance(x, Send)]
+        assert send.to == peer
+        return send.message
+
+    def gone(self, peer: int) -> tuple[Any, ...]:
+        instructions = self.state.lost(peer, may_return=True)
+        self.state.check_invariants()
+        return instructions
+
+    def store(self, begin: Any, num_layers: int = NUM_LAYERS) -> None:
+        self.say(NEIGHBOUR, begin)
+        for layer in range(num_layers):
+            self.say(NEIGHBOUR, attend(begin, layer))
+
+
+def take(*wanted: tuple[int, int], session: int = SESSION, holder: int = 0) -> TakeOver:
+    ids, most = (np.array(x) for x in zip(*wanted, strict=True))
+    return TakeOver(session, ids.astype(np.int64), most.astype(np.int32), holder)
+
+
+def stored(*rows: tuple[int, int, int], step: int = 0, lane: int = 0) -> Any:
+    return step_of(*rows, step=step, lane=lane, queries=[0] * len(rows))
+
+
+@pytest.fixture
+def peers() -> Peers:
+    peers = Peers()
+    for sequence in (1, 2, 3):
+        assert peers.from_peer(NEIGHBOUR, OpenSequence(sequence, 10)) == Accepted(sequence)
+    return peers
+
+
+def counts(answer: Any) -> list[int]:
+    assert isinstance(answer, TakenOver)
+    return answer.num_tokens.tolist()
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_replica_is_taken_over_at_what_is_in_every_layer(peers: Peers, is_lost: bool) -> None:
+    peers.store(stored((1, 0, 5), (2, 0, 3)))
+    peers.store(stored((1, 5, 1), (2, 3, 1), step=1))
+    peers.store(stored((1, 6, 1), step=2), num_layers=2)  # the rest never comes
+    if is_lost:
+        assert peers.gone(NEIGHBOUR) == ()
+    told = peers.say(S_WORKER, take((1, 9), (2, 3), (7, 5)))
+    assert counts(told[0].message) == [6, 3, -1]
+    assert told[1:] == (() if is_lost else (HangUp(NEIGHBOUR),))
+    # Sequence 3 wasn't named. The others go on, with queries, beside the own cache.
+    begin = step_of((1, 6, 1), (2, 3, 1), step=9, holder=0)
+    peers.say(S_WORKER, begin)
+    for layer in range(NUM_LAYERS):
+        peers.say(S_WORKER, attend(begin, layer, holder=0))
+    assert peers.from_peer(S_WORKER, OpenSequence(3, 10, holder=0)) == Accepted(3)
+    assert peers.from_peer(S_WORKER, OpenSequence(3, 10, holder=1)) == Accepted(3)
+
+
+def test_whoever_had_it_changes_nothing_any_more(peers: Peers) -> None:
+    peers.store(stored((1, 0, 5)))
+    peers.say(S_WORKER, take((1, 5)))
+    for message in (stored((1, 5, 1), step=1), CloseSequence(1), OpenSequence(4, 4)):
+        failed = peers.from_peer(NEIGHBOUR, message)
+        assert isinstance(failed, Failed) and "Hello" in failed.message
+    busy = peers.from_peer(NEIGHBOUR, REPLICA)
+    assert isinstance(busy, Failed) and busy.code == "busy"
+    assert counts(peers.from_peer(S_WORKER, take((1, 9)))) == [5]
+
+
+@pytest.mark.parametrize("session", [0, 5])
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_stranger_takes_nothing(peers: Peers, session: int, is_lost: bool) -> None:
+    peers.store(stored((1, 0, 5)))
+    if is_lost:
+        peers.gone(NEIGHBOUR)
+    other = replace(OWN, holder=2, session=session, max_blocks=1)
+    assert isinstance(peers.from_peer(STRANGER, other), Welcome)
+    for holder in (0, 1):
+        send, hang_up = peers.say(STRANGER, take((1, 5), session=session, holder=holder))
+        assert isinstance(send.message, Failed) and hang_up == HangUp(STRANGER)
+        assert "no cache of this session" in send.message.message
+    busy = peers.from_peer(STRANGER, replace(other, holder=0))
+    assert isinstance(busy, Failed) and busy.code == "busy"
+    assert counts(peers.from_peer(S_WORKER, take((1, 9)))) == [5]
+
+
+def test_a_neighbour_takes_nothing_over(peers: Peers) -> None:
+    failed = peers.from_peer(NEIGHBOUR, take((1, 5)))
+    assert (isinstance(failed, Failed) and "a neighbour may not" in failed.message) or True
+    assert isinstance(failed, Failed)
+
+
+def test_a_replica_goes_with_the_last_s_worker_of_its_session(peers: Peers) -> None:
+    assert peers.gone(NEIGHBOUR) == ()
+    drops = peers.gone(S_WORKER)
+    assert sorted(x.holder for x in drops if isinstance(x, Drop)) == [0, 1]
+    assert isinstance(drops[-1], Stop)
+
+
+def test_without_a_session_a_replica_goes_with_its_neighbour() -> None:
+    peers = Peers()
+    assert isinstance(
+        peers.from_peer(STRANGER, replace(REPLICA, holder=5, session=0, max_blocks=1)), Welcome
+    )
+    assert peers.gone(STRANGER) == (Drop(5),)  # type: ignore[arg-type]
+
+
+def test_a_replica_that_nobody_feeds_is_begun_anew(peers: Peers) -> None:
+    peers.store(stored((1, 0, 5)))
+    peers.gone(NEIGHBOUR)
+    assert isinstance(peers.from_peer(STRANGER, REPLICA), Welcome)
+    assert peers.from_peer(STRANGER, OpenSequence(1, 5)) == Accepted(1)
+
+
+def test_an_s_worker_rolls_its_own_cache_back(peers: Peers) -> None:
+    own = [1, 2]
+    for sequence in own:
+        peers.from_peer(S_WORKER, OpenSequence(sequence, 10))
+    begin = step_of((1, 0, 4))
+    peers.say(S_WORKER, begin)
+    for layer in range(NUM_LAYERS):
+        peers.say(S_WORKER, attend(begin, layer))
+    peers.say(S_WORKER, step_of((1, 4, 1), (2, 0, 2), step=1))
+    peers.say(
+        S_WORKER, ExpectTokens(1, 1) if False else step_of((3, 0, 1), lane=1)
+    ) if False else None
+    assert counts(peers.from_peer(S_WORKER, take((1, 4), (2, 9), holder=1))) == [4, 0]
+    again = step_of((1, 4, 1), (2, 0, 2), step=2)
+    peers.say(S_WORKER, again)
+    assert len(peers.say(S_WORKER, attend(again, 0))) == 1
+
+
+def test_tokens_that_were_still_to_come_are_forgotten(peers: Peers) -> None:
+    peers.store(stored((1, 0, 5)))
+    peers.say(NEIGHBOUR, ExpectTokens(1, 3))
+    peers.gone(NEIGHBOUR)
+    assert counts(peers.from_peer(S_WORKER, take((1, 9)))) == [5]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (take((1, 5), (1, 5)), "named once"),
+        (take((1, -5)), "at least 0"),
+        (replace(take((1, 5)), session=-1), "session"),
+        (replace(take((1, 5)), num_tokens=np.zeros(2, np.int32)), "num_tokens"),
+        (take((1, 5), holder=9), "no cache of this session"),
+    ],
+)
+def test_what_makes_no_sense_changes_nothing(peers: Peers, message: Any, reason: str) -> None:
+    peers.store(stored((1, 0, 5)))
+    failed = peers.from_peer(S_WORKER, message)
+    assert isinstance(failed, Failed) and reason in failed.message
+    assert peers.from_peer(NEIGHBOUR, OpenSequence(9, 4)) == Accepted(9), "it has its cache still"
+
+
+def test_a_session_does_not_change(peers: Peers) -> None:
+    failed = peers.from_peer(S_WORKER, replace(OWN, session=3))
+    assert isinstance(failed, Failed) and "another session" in failed.message
+
+
+# Truncation.
+
+
+def test_truncated_and_grown_again(worker: Worker) -> None:
+    worker.answer(OpenSequence(1, 10))
+    worker.run_step(step_of((1, 0, 9)))
+    assert worker.answer(TruncateSequence(1, 3)) == Accepted(1)
+    (compute, *_) = worker.run_step(step_of((1, 3, 7), step=1))
+    assert len(compute.plan.slots) == 7
+
+
+def test_truncation_that_would_break_a_promise_is_refused() -> None:
+    worker = Worker(4 * 3 * 2 * 16 * 4 * 2 * 4 * 100)
+    worker.tell(replace(HELLO, max_blocks=4))
+    worker.answer(OpenSequence(1, 12))
+    worker.run_step(step_of((1, 0, 12)))
+    worker.answer(ForkSequence(1, 2, 12, 16))
+    refused = worker.answer(TruncateSequence(1, 4))
+    assert isinstance(refused, Refused) and "others share blocks" in refused.message
+    worker.tell(CloseSequence(2))
+    assert worker.answer(TruncateSequence(1, 4)) == Accepted(1)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (TruncateSequence(1, 6), "has 5 tokens cached"),
+        (TruncateSequence(1, -1), "num_tokens"),
+        (TruncateSequence(9, 1), "not open"),
+        (TruncateSequence(2, 0), "open step"),
+        (TruncateSequence(3, 0), "arriving"),
+    ],
+)
+def test_truncations_that_make_no_sense(worker: Worker, message: Any, reason: str) -> None:
+    for sequence in (1, 2, 3):
+        worker.answer(OpenSequence(sequence, 10))
+    worker.run_step(step_of((1, 0, 5)))
+    worker.tell(step_of((2, 0, 1), step=1))
+    worker.tell(ExpectTokens(3, 1))
+    worker.fails(message, reason)
+
+
+def test_the_last_to_leave_ends_it(peers: Peers) -> None:
+    assert peers.say(S_WORKER, Shutdown()) == (Stop(),)
