@@ -90,14 +90,14 @@ def test_dims_of_one_name_must_agree() -> None:
 @pytest.mark.parametrize(
     ("at", "value", "match"),
     [
-        (48, struct.pack("<I", 1 << 31), "model_hash: a string of 2147483648 bytes exceeds"),
-        (48, struct.pack("<I", 1 << 13), "model_hash: a field of 8192 bytes stands where"),
-        (52, b"\xff\xfe\xfd", "model_hash: a string is not valid UTF-8"),
-        (79, b"\x09", "kv: DType number 9 does not exist"),
-        (55, struct.pack("<q", -5), "kv: a KVSpec that makes no sense: num_layers=-5"),
-        (88, struct.pack("<I", 0xFFFFFFFF), "attention: a tuple of 4294967295 items"),
-        (124, b"\x02", "attention: a flag is 2"),
-        (92, struct.pack("<q", 1 << 40), "attention: a AttentionSpec that makes no sense"),
+        (56, struct.pack("<I", 1 << 31), "model_hash: a string of 2147483648 bytes exceeds"),
+        (56, struct.pack("<I", 1 << 13), "model_hash: a field of 8192 bytes stands where"),
+        (60, b"\xff\xfe\xfd", "model_hash: a string is not valid UTF-8"),
+        (87, b"\x09", "kv: DType number 9 does not exist"),
+        (63, struct.pack("<q", -5), "kv: a KVSpec that makes no sense: num_layers=-5"),
+        (96, struct.pack("<I", 0xFFFFFFFF), "attention: a tuple of 4294967295 items"),
+        (132, b"\x02", "attention: a flag is 2"),
+        (100, struct.pack("<q", 1 << 40), "attention: a AttentionSpec that makes no sense"),
     ],
 )
 def test_forged_fields_are_refused(at: int, value: bytes, match: str) -> None:
