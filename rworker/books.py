@@ -88,6 +88,8 @@ class Books:
             else:
                 self._check_settled(message)
                 store.fork(message.parent_id, sequence, message.num_shared_tokens, num_reserved)
+                if message.parent_id in self.arrivals:
+                    self.arrivals.fork(message.parent_id, sequence, message.num_shared_tokens)
         except CapacityError as error:
             return Refused(sequence, error.code, error.message)
         return Accepted(sequence)
@@ -108,6 +110,15 @@ class Books:
             return self.arrivals.num_settled(sequence)
         present = int(self.store.num_tokens(np.array([sequence], np.int64))[0])
         return self._settled.get(sequence, present)
+
+    def settled(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same of many, [N]."""
+        lengths = self.store.num_tokens(sequences)
+        if self._settled or len(self.arrivals):
+            for index, sequence in enumerate(sequences.tolist()):
+                if sequence in self._settled or sequence in self.arrivals:
+                    lengths[index] = self.num_settled(sequence)
+        return lengths
 
     def roll_back(self) -> None:
         """Forget all tokens that aren't there in every layer, and the steps
@@ -206,7 +217,10 @@ class Books:
         num_shared = check_integer(
             "num_shared_tokens", message.num_shared_tokens, 1, MAX_SEQUENCE_TOKENS
         )
-        if message.parent_id not in self._settled and message.parent_id not in self.arrivals:
+        may_arrive = self.hello.role is Role.NEIGHBOUR
+        if message.parent_id not in self._settled and (
+            may_arrive or message.parent_id not in self.arrivals
+        ):
             return
         settled = self.num_settled(message.parent_id)
         if num_shared > settled:

@@ -16,7 +16,6 @@ from fastdecode.wire import codec
 from fastdecode.wire.chunks import (
     ChunkForm,
     ChunkStored,
-    ExpectTokens,
     FetchChunk,
     FetchedChunk,
     StoreChunk,
@@ -43,6 +42,7 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from fastdecode.wire.taking_over import TakenOver, TakeOver, TruncateSequence
+from rworker.stream.chunks import expectation
 
 
 def same(one: Any, other: Any) -> bool:
@@ -102,7 +102,7 @@ def to_r_worker() -> list[ToRWorker]:
         attend(30, step=5, num_queries=0),
         attend(300, step=6, num_queries=0),
         CloseSequence(1),
-        ExpectTokens(3, 50),
+        expectation({3: 50}),
         FetchChunk(ChunkForm.BLOCKS, 0, 2, 1, 1, *pieces),
         StoreChunk("a hash", kv, ChunkForm.TOKENS, 0, 2, 0, 4, *pieces, data),
         StoreChunk("a hash", kv, ChunkForm.BLOCKS, 1, 1, 0, 4, *pieces, data.repeat(300)),

@@ -3,8 +3,8 @@
 =================  =========  =======================================================
 message            direction  meaning, and the answer
 =================  =========  =======================================================
-``ExpectTokens``   S/R → R    a sequence has so many tokens more from now on, whose K
-                              and V come as chunks; no answer
+``ExpectTokens``   S/R → R    sequences have so many tokens more from now on, whose
+                              K and V come as chunks; no answer
 ``StoreChunk``     S/R → R    K and V of tokens that are expected → ``ChunkStored``
 ``FetchChunk``     S/R → R    read K and V of cached tokens → ``FetchedChunk``
 =================  =========  =======================================================
@@ -26,7 +26,9 @@ refused. Its data is one of two forms::
 **Expected tokens** come once in every layer and head, each layer's and head's in
 order: a chunk continues what came before it. While some are still to come, the
 sequence is **arriving**: nobody may step it, or fork it at tokens that aren't
-there in every layer and head yet; it may be closed.
+there in every layer and head yet; it may be closed. In a neighbour's replica it
+may be forked at any of its tokens, and truncated: the fork is arriving, too, and
+has as much as its parent; what is still to come of it comes for it alone.
 """
 
 from __future__ import annotations
@@ -67,11 +69,11 @@ class FetchedChunk:
     data: Annotated[NDArray[np.uint8], "B"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExpectTokens(ForHolder):
-    sequence_id: int
-    num_tokens: int
-    """More than it has; within its reservation."""
+    sequence_ids: Annotated[NDArray[np.int64], "N"]
+    num_tokens: Annotated[NDArray[np.int32], "N"]
+    """More than each has, at least 1; within its reservation."""
     holder: int = THE_ONLY
 
 

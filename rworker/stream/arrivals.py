@@ -26,6 +26,9 @@ class Arrivals:
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._ends
 
+    def __len__(self) -> int:
+        return len(self._ends)
+
     def __iter__(self) -> Iterator[int]:
         return iter(self._ends)
 
@@ -35,6 +38,19 @@ class Arrivals:
         if sequence not in self._ends:
             self._arrived[sequence] = np.full(self._shape, num_present, np.int32)
         self._ends[sequence] = num_present + num_more
+
+    def fork(self, parent: int, child: int, num_shared: int) -> None:
+        """A sequence begins with tokens of an arriving one."""
+        arrived = np.minimum(self._arrived[parent], num_shared)
+        if arrived.min() < num_shared:
+            self._arrived[child] = arrived
+            self._ends[child] = num_shared
+
+    def truncate(self, sequence: int, num_tokens: int) -> None:
+        """An arriving sequence will have so many tokens, and no more."""
+        np.minimum(self._arrived[sequence], num_tokens, out=self._arrived[sequence])
+        self._ends[sequence] = num_tokens
+        self._settle(sequence)
 
     def forget(self, sequence: int) -> None:
         """It is closed, or no arriving one."""
@@ -72,7 +88,9 @@ class Arrivals:
 
     def arrive(self, sequence: int, layers: slice, heads: slice, num_tokens: int) -> None:
         """They have come. A sequence of which all have is no longer arriving."""
-        arrived = self._arrived[sequence]
-        arrived[layers, heads] += num_tokens
-        if arrived.min() == self._ends[sequence]:
+        self._arrived[sequence][layers, heads] += num_tokens
+        self._settle(sequence)
+
+    def _settle(self, sequence: int) -> None:
+        if self._arrived[sequence].min() == self._ends[sequence]:
             self.forget(sequence)

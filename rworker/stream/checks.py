@@ -19,7 +19,6 @@ from fastdecode.wire.chunks import (
     FetchChunk,
     StoreChunk,
 )
-from fastdecode.wire.messages import MAX_ID
 from rworker.books import Books, check_array, check_integer
 from rworker.kv_store import Appended
 from rworker.stream.chunks import ChunkShape, layout_of
@@ -28,13 +27,23 @@ from rworker.stream.chunks import ChunkShape, layout_of
 def expect_tokens(books: Books, message: ExpectTokens) -> Appended:
     """Make room for tokens that come as chunks. Copies that it asks for come
     before anything is written."""
-    sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
-    num_more = check_integer("num_tokens", message.num_tokens, 1, MAX_SEQUENCE_TOKENS)
-    books.check_at_rest(sequence)
-    ids = np.array([sequence], np.int64)
-    num_present = int(books.store.num_tokens(ids)[0])
-    appended = books.store.append(ids, np.array([num_more], np.int32))
-    books.arrivals.expect(sequence, num_present, num_more)
+    ids, counts = message.sequence_ids, message.num_tokens
+    shape = np.shape(ids)
+    if len(shape) != 1 or not 1 <= shape[0] <= MAX_PIECES:
+        raise ProtocolError(f"1 to {MAX_PIECES} sequences expect tokens at a time, not {shape}")
+    check_array("sequence_ids", ids, np.dtype(np.int64), shape)
+    check_array("num_tokens", counts, np.dtype(np.int32), shape)
+    sequences = ids.tolist()
+    if len(set(sequences)) < len(sequences):
+        raise ProtocolError("a sequence expects tokens twice")
+    if (counts < 1).any() or (counts > MAX_SEQUENCE_TOKENS).any():
+        raise ProtocolError(f"num_tokens must be within 1..{MAX_SEQUENCE_TOKENS}")
+    for sequence in sequences:
+        books.check_at_rest(sequence)
+    present = books.store.num_tokens(ids)
+    appended = books.store.append(ids, counts)
+    for sequence, before, more in zip(sequences, present.tolist(), counts.tolist(), strict=True):
+        books.arrivals.expect(sequence, before, more)
     return appended
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,7 +13,7 @@ from cpu_kernels import BlockLayout, StoredTokens
 from cpu_kernels.layout import CARRIERS
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.arrays import ALIGNMENT, aligned
-from fastdecode.wire.chunks import ChunkForm, FetchChunk, StoreChunk
+from fastdecode.wire.chunks import ChunkForm, ExpectTokens, FetchChunk, StoreChunk
 
 _SCALE_BYTES = 8
 """Of a token and head: of K and of V."""
@@ -128,3 +129,9 @@ class ChunkShape:
         """Where V ends, or scales begin."""
         half = self._num_rows * self._row_bytes
         return aligned(aligned(half) + half) if self._scale_bytes else aligned(half) + half
+
+
+def expectation(tokens: Mapping[int, int]) -> ExpectTokens:
+    """That so many tokens of each sequence are to come."""
+    ids = np.fromiter(tokens, np.int64, len(tokens))
+    return ExpectTokens(ids, np.fromiter(tokens.values(), np.int32, len(tokens)))

@@ -30,6 +30,7 @@ from fastdecode.wire import codec
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.chunks import MAX_CHUNK_BYTES, ExpectTokens, StoreChunk
+from rworker.stream.chunks import expectation
 from rworker.stream.cutting import CacheKind
 from rworker.stream.places import Sink
 
@@ -83,7 +84,7 @@ class KVFileWriter:
                 self._partial.unlink()
 
     def expect(self, sequence_id: int, num_tokens: int) -> None:
-        self._write(ExpectTokens(sequence_id, num_tokens))
+        self._write(expectation({sequence_id: num_tokens}))
 
     def flush(self, chunk: StoreChunk) -> None:
         self._write(chunk)
@@ -158,7 +159,9 @@ def stream_in(path: Path, sink: Sink) -> int:
             sink.flush(message)
             num_bytes += len(message.data)
         else:
-            sink.expect(message.sequence_id, message.num_tokens)
+            expected = message.sequence_ids.tolist(), message.num_tokens.tolist()
+            for sequence, num_tokens in zip(*expected, strict=True):
+                sink.expect(sequence, num_tokens)
     sink.finish()
     return num_bytes
 

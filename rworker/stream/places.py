@@ -16,7 +16,6 @@ from fastdecode.wire.chunks import (
     MAX_CHUNK_BYTES,
     ChunkAnswer,
     ChunkStored,
-    ExpectTokens,
     FetchChunk,
     FetchedChunk,
     StoreChunk,
@@ -25,7 +24,7 @@ from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.transport import Connection
 from rworker.books import Books
 from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
-from rworker.stream.chunks import ChunkShape, layout_of
+from rworker.stream.chunks import ChunkShape, expectation, layout_of
 from rworker.stream.cutting import CacheKind
 from rworker.stream.memory import gather, scatter
 
@@ -101,7 +100,7 @@ class MemoryCache:
         return data
 
     def expect(self, sequence_id: int, num_tokens: int) -> None:
-        appended = expect_tokens(self._books, ExpectTokens(sequence_id, num_tokens))
+        appended = expect_tokens(self._books, expectation({sequence_id: num_tokens}))
         self._pool[:, appended.copy_targets] = self._pool[:, appended.copy_sources]
 
     def flush(self, chunk: StoreChunk) -> None:
@@ -150,7 +149,7 @@ class WorkerCache:
         return self._fetched.popleft()
 
     def expect(self, sequence_id: int, num_tokens: int) -> None:
-        self._connection.send(ExpectTokens(sequence_id, num_tokens))
+        self._connection.send(expectation({sequence_id: num_tokens}))
 
     def flush(self, chunk: StoreChunk) -> None:
         num_bytes = len(chunk.data)

@@ -11,6 +11,7 @@ from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.wire.messages import MAX_ID, Accepted, CloseSequence, Refused
 from fastdecode.wire.taking_over import TakeOver, TruncateSequence
+from fastdecode.wire.traits import Role
 from rworker.books import Books, check_array, check_integer
 
 MISSING = -1
@@ -22,12 +23,15 @@ def truncate(books: Books, message: TruncateSequence) -> Accepted | Refused:
     sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
     num_tokens = check_integer("num_tokens", message.num_tokens, 0, MAX_SEQUENCE_TOKENS)
     books.check_at_rest(sequence)
-    if sequence in books.arrivals:
+    arrives = sequence in books.arrivals
+    if arrives and books.hello.role is not Role.NEIGHBOUR:
         raise ProtocolError(f"sequence {sequence} is arriving: tokens of it are to come")
     try:
         books.store.truncate(sequence, num_tokens)
     except CapacityError as error:
         return Refused(sequence, error.code, error.message)
+    if arrives:
+        books.arrivals.truncate(sequence, num_tokens)
     return Accepted(sequence)
 
 

@@ -22,7 +22,7 @@ from stream_suite import Memory, assert_same, move, pieces_between
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.chunks import ChunkForm, ExpectTokens, FetchChunk, StoreChunk
+from fastdecode.wire.chunks import ChunkForm, FetchChunk, StoreChunk
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -31,7 +31,7 @@ from fastdecode.wire.messages import (
     OpenSequence,
 )
 from rworker.instructions import HangUp, PlaceChunk, ReadChunk
-from rworker.stream.chunks import ChunkShape, layout_of
+from rworker.stream.chunks import ChunkShape, expectation, layout_of
 from rworker.stream.files import KVFileWriter, read_file, stream_in
 
 ROW_BYTES = 2 * 4 * KV.head_dim
@@ -65,7 +65,7 @@ def opened(worker: Worker, *sequences: int) -> Worker:
 
 def test_tokens_arrive_layer_by_layer_and_then_it_steps(worker: Worker) -> None:
     opened(worker, 1)
-    assert worker.tell(ExpectTokens(1, 4)) == ()
+    assert worker.tell(expectation({1: 4})) == ()
     first = chunk((1, 0, 4), num_layers=1, data=np.zeros(4 * HKV * ROW_BYTES, np.uint8))
     for layer in range(NUM_LAYERS):
         (place,) = worker.tell(replace(first, first_layer=layer))
@@ -79,7 +79,7 @@ def test_an_arriving_sequence_is_neither_stepped_nor_forked_too_far_but_may_be_c
 ) -> None:
     opened(worker, 1)
     worker.run_step(step_of((1, 0, 3)))
-    worker.tell(ExpectTokens(1, 4))
+    worker.tell(expectation({1: 4}))
     one = chunk((1, 3, 2), data=np.zeros(NUM_LAYERS * 2 * HKV * ROW_BYTES, np.uint8))
     worker.tell(one)
     worker.answer(ForkSequence(1, 2, 5, 10))
@@ -89,7 +89,7 @@ def test_an_arriving_sequence_is_neither_stepped_nor_forked_too_far_but_may_be_c
         other.tell(HELLO)
         opened(other, 1)
         other.run_step(step_of((1, 0, 3)))
-        other.tell(ExpectTokens(1, 4))
+        other.tell(expectation({1: 4}))
         other.tell(one)
         other.fails(message, "sequence 1")
     assert worker.tell(CloseSequence(1)) == ()
@@ -113,8 +113,8 @@ def test_an_arriving_sequence_is_neither_stepped_nor_forked_too_far_but_may_be_c
         (chunk((1, -4, 4)), "first_tokens"),
         (chunk((1, 0, 0)), "num_tokens"),
         (chunk((9, 0, 4)), "sequence 9 expects no tokens"),
-        (ExpectTokens(9, 4), "sequence 9 is not open"),
-        (ExpectTokens(2, 0), "num_tokens"),
+        (expectation({9: 4}), "sequence 9 is not open"),
+        (expectation({2: 0}), "num_tokens"),
         (request((1, 0, 1)), "of which 0 are in every layer"),
         (request((2, 0, 4)), "of which 3 are in every layer"),
         (request((9, 0, 4)), "sequence 9 is not open"),
@@ -123,19 +123,19 @@ def test_an_arriving_sequence_is_neither_stepped_nor_forked_too_far_but_may_be_c
 def test_what_does_not_fit_is_refused(worker: Worker, message: Any, reason: str) -> None:
     opened(worker, 1, 2)
     worker.run_step(step_of((2, 0, 3)))
-    worker.tell(ExpectTokens(1, 4))
+    worker.tell(expectation({1: 4}))
     worker.fails(message, reason)
 
 
 def test_another_model_has_a_code_of_its_own(worker: Worker) -> None:
     opened(worker, 1)
-    worker.tell(ExpectTokens(1, 4))
+    worker.tell(expectation({1: 4}))
     worker.fails(chunk((1, 0, 4), model_hash="other"), "other", code="model_mismatch")
 
 
 def test_more_than_is_reserved_is_refused(worker: Worker) -> None:
     opened(worker, 1)
-    worker.fails(ExpectTokens(1, 11), "room was reserved for 10", code="out_of_capacity")
+    worker.fails(expectation({1: 11}), "room was reserved for 10", code="out_of_capacity")
 
 
 def test_tokens_of_an_open_step_are_not_read(worker: Worker) -> None:
@@ -147,7 +147,7 @@ def test_tokens_of_an_open_step_are_not_read(worker: Worker) -> None:
     (read,) = worker.tell(request((1, 0, 3)))
     assert isinstance(read, ReadChunk)
     worker.fails(request((1, 0, 4)), "of which 3 are in every layer")
-    assert worker.tell(ExpectTokens(1, 1))[1] == HangUp(0), "it has been hung up on"
+    assert worker.tell(expectation({1: 1}))[1] == HangUp(0), "it has been hung up on"
 
 
 def test_readers_neither_store_nor_read(worker: Worker) -> None:
@@ -160,7 +160,7 @@ def test_copies_come_before_what_arrives(worker: Worker) -> None:
     opened(worker, 1)
     worker.run_step(step_of((1, 0, 3)))
     worker.answer(ForkSequence(1, 2, 3, 10))
-    (copy,) = worker.tell(ExpectTokens(2, 1))
+    (copy,) = worker.tell(expectation({2: 1}))
     assert (len(copy.source_ids), len(copy.target_ids)) == (1, 1)  # type: ignore[union-attr]
     (place,) = worker.tell(chunk((2, 3, 1), data=np.zeros(NUM_LAYERS * HKV * ROW_BYTES, np.uint8)))
     assert isinstance(place, PlaceChunk)

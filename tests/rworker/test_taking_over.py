@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from state_machine import HELLO, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
 
-from fastdecode.wire.chunks import ExpectTokens
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -23,6 +22,7 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.traits import Role
 from rworker.instructions import Drop, HangUp, Send, Stop
+from rworker.stream.chunks import expectation
 
 S_WORKER, NEIGHBOUR, STRANGER = range(3)
 SESSION = 77
@@ -168,7 +168,7 @@ def test_an_s_worker_rolls_its_own_cache_back(peers: Peers) -> None:
         peers.say(S_WORKER, attend(begin, layer))
     peers.say(S_WORKER, step_of((1, 4, 1), (2, 0, 2), step=1))
     peers.say(
-        S_WORKER, ExpectTokens(1, 1) if False else step_of((3, 0, 1), lane=1)
+        S_WORKER, expectation({1: 1}) if False else step_of((3, 0, 1), lane=1)
     ) if False else None
     assert counts(peers.from_peer(S_WORKER, take((1, 4), (2, 9), holder=1))) == [4, 0]
     again = step_of((1, 4, 1), (2, 0, 2), step=2)
@@ -178,7 +178,7 @@ def test_an_s_worker_rolls_its_own_cache_back(peers: Peers) -> None:
 
 def test_tokens_that_were_still_to_come_are_forgotten(peers: Peers) -> None:
     peers.store(stored((1, 0, 5)))
-    peers.say(NEIGHBOUR, ExpectTokens(1, 3))
+    peers.say(NEIGHBOUR, expectation({1: 3}))
     peers.gone(NEIGHBOUR)
     assert counts(peers.from_peer(S_WORKER, take((1, 9)))) == [5]
 
@@ -243,7 +243,7 @@ def test_truncations_that_make_no_sense(worker: Worker, message: Any, reason: st
         worker.answer(OpenSequence(sequence, 10))
     worker.run_step(step_of((1, 0, 5)))
     worker.tell(step_of((2, 0, 1), step=1))
-    worker.tell(ExpectTokens(3, 1))
+    worker.tell(expectation({3: 1}))
     worker.fails(message, reason)
 
 

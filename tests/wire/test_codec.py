@@ -161,7 +161,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     TruncateSequence: st.builds(TruncateSequence, INTS, INTS),
     TakeOver: st.builds(TakeOver, INTS, arrays_of(np.int64, (3,)), arrays_of(np.int32, (3,)), INTS),
     TakenOver: st.builds(TakenOver, arrays_of(np.int32, (2,))),
-    ExpectTokens: st.builds(ExpectTokens, INTS, INTS),
+    ExpectTokens: st.builds(
+        ExpectTokens, arrays_of(np.int64, (3,)), arrays_of(np.int32, (3,)), INTS
+    ),
     FetchChunk: fetch_chunks(),
     StoreChunk: store_chunks(),
     ChunkStored: st.builds(ChunkStored, INTS),

@@ -1,0 +1,246 @@
+"""What a neighbour has to be told so that its replica of a cache keeps up.
+
+State changes (opened, forked, enlarged, truncated, closed) are told in the order
+in which the cache accepted them, always. K and V follow as chunks read out of
+the cache: one a step while there is credit, all layers of it together. Without
+credit nothing is kept for later but numbers; what has gathered by the time it
+returns leaves then. So a replica may be behind, and is never anything but a
+prefix of every sequence.
+
+A cache that holds something already is mirrored in the same way: its sequences
+are opened and forked as they share blocks, and everything is behind.
+
+Nothing here does I/O: whoever serves the link sends ``next`` for as long as it
+gives something, and hands in what the neighbour answers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.holders import HolderId
+from fastdecode.wire.chunks import (
+    MAX_CHUNK_BYTES,
+    MAX_PIECES,
+    ChunkForm,
+    ChunkStored,
+    ExpectTokens,
+    FetchChunk,
+    StoreChunk,
+)
+from fastdecode.wire.messages import (
+    Accepted,
+    CloseSequence,
+    ExtendSequence,
+    ForkSequence,
+    FromRWorker,
+    Hello,
+    OpenSequence,
+)
+from fastdecode.wire.taking_over import TruncateSequence
+from fastdecode.wire.traits import THE_ONLY, Role
+from rworker.books import Books
+from rworker.stream.chunks import ChunkShape, expectation, layout_of
+from rworker.stream.places import LINK_BYTES, Source
+
+Change: TypeAlias = OpenSequence | ForkSequence | ExtendSequence | TruncateSequence | CloseSequence
+"""Of a cache's sequences, that a replica has to make, too."""
+ToNeighbour: TypeAlias = Change | ExpectTokens | StoreChunk
+
+
+class Mirror:
+    """Keeps one replica up to date.
+
+    Args:
+        holder: the cache, as the replica is to be called.
+        books: the cache's.
+        source: reads K and V out of it, at once.
+        link_bytes: the most K and V that the neighbour hasn't answered for; one
+            chunk may always be under way.
+    """
+
+    def __init__(
+        self, holder: HolderId, books: Books, source: Source, link_bytes: int = LINK_BYTES
+    ) -> None:
+        self._books = books
+        self._source = source
+        self._link_bytes = link_bytes
+        hello = books.hello
+        self.hello: Final[Hello] = replace(
+            hello, role=Role.NEIGHBOUR, holder=holder, max_blocks=books.store.num_blocks
+        )
+        """What opens the replica."""
+        one = ChunkShape(
+            layout_of(hello.kv), ChunkForm.TOKENS, hello.kv.num_layers, hello.kv.num_kv_heads, 1
+        )
+        self._most_tokens = max(1, (MAX_CHUNK_BYTES - one.padding_bytes) // one.unit_bytes)
+        self._changes: deque[Change] = deque(_as_changes(books))
+        self._ready: deque[ToNeighbour] = deque()
+        self._due: deque[Accepted | ChunkStored] = deque()
+        self._sent: dict[int, int] = {}  # tokens of each sequence whose K and V were sent
+        self._announced: dict[int, int] = {}  # tokens that the replica knows of
+        self.num_unacknowledged = 0
+        """Bytes of K and V that the neighbour hasn't answered for."""
+
+    def follow(self, change: Change) -> None:
+        """The cache has accepted a change."""
+        self._changes.append(replace(change, holder=THE_ONLY))
+
+    def next(self) -> ToNeighbour | None:
+        """What to send now; None: nothing, until something happens."""
+        while not self._ready:
+            if self._changes:
+                self._ready.extend(self._make(self._changes.popleft()))
+            elif not self._has_credit or not self._read_on():
+                return None
+        message = self._ready.popleft()
+        if isinstance(message, StoreChunk):
+            num_bytes = len(message.data)
+            self.num_unacknowledged += num_bytes
+            self._due.append(ChunkStored(num_bytes))
+        elif not isinstance(message, (ExpectTokens, CloseSequence)):
+            self._due.append(Accepted(message.sequence_id))
+        return message
+
+    def take(self, answer: FromRWorker) -> None:
+        """What the neighbour says.
+
+        Raises:
+            ProtocolError: the replica isn't what the cache is: it must not be
+                gone on with.
+        """
+        if not self._due or answer != self._due[0]:
+            raise ProtocolError(
+                f"the replica is no copy any more: {answer} came where "
+                f"{self._due[0] if self._due else 'nothing'} was due"
+            )
+        due = self._due.popleft()
+        if isinstance(due, ChunkStored):
+            self.num_unacknowledged -= due.num_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the neighbour has all that the cache has in every layer."""
+        return not (self._changes or self._ready or self._due or self.num_behind)
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens that are in every layer of the cache and haven't been sent."""
+        return int(sum(self._news()[1]))
+
+    @property
+    def _has_credit(self) -> bool:
+        return not self.num_unacknowledged or self.num_unacknowledged < self._link_bytes
+
+    def _make(self, change: Change) -> Iterator[ToNeighbour]:
+        """A change, and what has to be known before it."""
+        sequence = change.sequence_id
+        match change:
+            case OpenSequence():
+                self._sent[sequence] = self._announced[sequence] = 0
+            case ForkSequence(parent, _, num_shared):
+                lacking = num_shared - self._announced[parent]
+                if lacking > 0:
+                    self._announced[parent] = num_shared
+                    yield expectation({parent: lacking})
+                self._announced[sequence] = num_shared
+                self._sent[sequence] = min(num_shared, self._sent[parent])
+            case TruncateSequence(_, num_tokens):
+                yield from self._announce_for(sequence, num_tokens)
+                for counts in (self._sent, self._announced):
+                    counts[sequence] = min(num_tokens, counts[sequence])
+            case CloseSequence():
+                del self._sent[sequence], self._announced[sequence]
+            case ExtendSequence():
+                pass
+        yield change
+
+    def _announce_for(self, sequence: int, num_tokens: int) -> Iterator[ExpectTokens]:
+        """A sequence that is cut to some tokens has that many, at least."""
+        lacking = num_tokens - self._announced[sequence]
+        if lacking > 0:
+            self._announced[sequence] = num_tokens
+            yield expectation({sequence: lacking})
+
+    def _news(self) -> tuple[list[int], list[int]]:
+        """Sequences with tokens that haven't been sent, and how many."""
+        ids = np.fromiter(self._sent, np.int64, len(self._sent))
+        is_open = np.array([sequence in self._books.store for sequence in self._sent], bool)
+        ids = ids[is_open]
+        sent = np.fromiter(self._sent.values(), np.int64, len(self._sent))[is_open]
+        behind = self._books.settled(ids) - sent
+        some = behind > 0
+        return ids[some].tolist(), behind[some].tolist()
+
+    def _read_on(self) -> bool:
+        """Read the next chunk, if there is anything to be read; all changes are made."""
+        room = self._most_tokens
+        tokens: dict[int, int] = {}
+        for sequence, count in zip(*self._news(), strict=True):
+            if not room or len(tokens) == MAX_PIECES:
+                break
+            tokens[sequence] = min(room, count)
+            room -= tokens[sequence]
+        if not tokens:
+            return False
+        new = {
+            sequence: more
+            for sequence, count in tokens.items()
+            if (more := self._sent[sequence] + count - self._announced[sequence]) > 0
+        }
+        if new:
+            self._ready.append(expectation(new))
+            for sequence, more in new.items():
+                self._announced[sequence] += more
+        self._ready.extend(self._chunks(tokens))
+        for sequence, count in tokens.items():
+            self._sent[sequence] += count
+        return True
+
+    def _chunks(self, tokens: dict[int, int]) -> Iterator[StoreChunk]:
+        """The next tokens of sequences, in all layers: in one chunk, but where
+        one token is too large for it."""
+        kv = self._books.hello.kv
+        step = kv.num_layers
+        while step > 1 and self._num_bytes(step, tokens) > MAX_CHUNK_BYTES:
+            step = -(-step // 2)
+        ids = np.fromiter(tokens, np.int64, len(tokens))
+        counts = np.fromiter(tokens.values(), np.int32, len(tokens))
+        first = np.array([self._sent[sequence] for sequence in tokens], np.int32)
+        for layer in range(0, kv.num_layers, step):
+            layers = min(step, kv.num_layers - layer)
+            where = ChunkForm.TOKENS, layer, layers, 0, kv.num_kv_heads, ids, first, counts
+            self._source.ask(FetchChunk(*where))
+            data = self._source.fetch()
+            yield StoreChunk(self.hello.model_hash, kv, *where, data)
+
+    def _num_bytes(self, num_layers: int, tokens: dict[int, int]) -> int:
+        kv = self._books.hello.kv
+        return ChunkShape(
+            layout_of(kv), ChunkForm.TOKENS, num_layers, kv.num_kv_heads, sum(tokens.values())
+        ).num_bytes
+
+
+def _as_changes(books: Books) -> Iterator[Change]:
+    """What makes an empty cache's sequences share blocks as these do."""
+    tables, size = books.store.tables, books.store.block_size
+    first_with: dict[int, int] = {}  # block → the first sequence that has it
+    for sequence, row in tables.row_of.items():
+        reserved = int(tables.reserved[row])
+        blocks = tables.of_row(row).tolist()[: int(tables.lengths[row]) // size]
+        num_shared = 0
+        while num_shared < len(blocks) and blocks[num_shared] in first_with:
+            num_shared += 1
+        if num_shared:
+            parent = first_with[blocks[num_shared - 1]]
+            yield ForkSequence(parent, sequence, num_shared * size, reserved)
+        else:
+            yield OpenSequence(sequence, reserved)
+        for block in blocks[num_shared:]:
+            first_with[block] = sequence
