@@ -158,7 +158,7 @@ class AttentionExecutor:
         """A chunk's data. It holds for as long as somebody refers to it."""
         cache = self._caches[read.holder]
         layout = cache.prepared.layout
-        data = self._buffers.take(ChunkShape.of(layout, read.request).num_bytes)
+        data = self._buffers.take(ChunkShape.of(layout, read.request, len(read.slots)).num_bytes)
         scatter(
             layout, cache.pool, read.request, read.slots, data,
             kernels=self._kernels, **self._threads,

@@ -99,15 +99,20 @@ def _check_shape(books: Books, chunk: StoreChunk | FetchChunk) -> int:
     for name in ("first_tokens", "num_tokens"):
         check_array(name, getattr(chunk, name), np.dtype(np.int32), shape)
     first, count = chunk.first_tokens, chunk.num_tokens
-    if (first < 0).any() or (count < 1).any() or (count > MAX_SEQUENCE_TOKENS).any():
+    if first.min() < 0 or count.min() < 1 or count.max() > MAX_SEQUENCE_TOKENS:
         raise ProtocolError("first_tokens must be at least 0, and num_tokens at least 1")
-    aligned = (first % kv.block_size == 0) & (count % kv.block_size == 0)
-    if chunk.form is ChunkForm.BLOCKS and not aligned.all():
-        raise ProtocolError(f"tokens must begin and end with a block of {kv.block_size}")
+    if chunk.form is ChunkForm.BLOCKS:
+        _check_blocks(first, count, kv.block_size)
     num_bytes = ChunkShape.of(layout_of(kv), chunk).num_bytes
     if num_bytes > MAX_CHUNK_BYTES:
         raise ProtocolError(f"a chunk of {num_bytes} bytes; {MAX_CHUNK_BYTES} is the most")
     return num_bytes
+
+
+def _check_blocks(first: NDArray[np.int32], count: NDArray[np.int32], block_size: int) -> None:
+    """Pieces are whole blocks."""
+    if (first % block_size).any() or (count % block_size).any():
+        raise ProtocolError(f"tokens must begin and end with a block of {block_size}")
 
 
 def _sides(chunk: StoreChunk) -> tuple[slice, slice]:

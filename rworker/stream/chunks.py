@@ -54,8 +54,12 @@ class ChunkShape:
     """Of all pieces together; whole blocks in that form."""
 
     @classmethod
-    def of(cls, layout: BlockLayout, chunk: StoreChunk | FetchChunk) -> ChunkShape:
-        num_tokens = int(chunk.num_tokens.sum(dtype=np.int64))
+    def of(
+        cls, layout: BlockLayout, chunk: StoreChunk | FetchChunk, num_tokens: int | None = None
+    ) -> ChunkShape:
+        """``num_tokens``: where they have been counted already."""
+        if num_tokens is None:
+            num_tokens = int(chunk.num_tokens.sum(dtype=np.int64))
         return cls(layout, chunk.form, chunk.num_layers, chunk.num_heads, num_tokens)
 
     @property

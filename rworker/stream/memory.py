@@ -47,7 +47,7 @@ def scatter(
         data: uint8 [num_bytes], overwritten; bytes between its arrays are
             zeroed.
     """
-    shape = ChunkShape.of(layout, chunk)
+    shape = ChunkShape.of(layout, chunk, len(slots))
     layers = pool[chunk.first_layer : chunk.first_layer + chunk.num_layers]
     if chunk.form is ChunkForm.BLOCKS:
         for layer, out in zip(layers, shape.blocks(data), strict=True):
@@ -79,7 +79,7 @@ def gather(
         chunk: what to write; it fits the cache.
         slots: int64 [T], where its tokens go.
     """
-    shape = ChunkShape.of(layout, chunk)
+    shape = ChunkShape.of(layout, chunk, len(slots))
     layers = pool[chunk.first_layer : chunk.first_layer + chunk.num_layers]
     if chunk.form is ChunkForm.BLOCKS:
         part = _head_bytes(layout, chunk)

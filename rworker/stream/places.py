@@ -95,7 +95,7 @@ class MemoryCache:
     def fetch(self) -> Array:
         request = self._asked.popleft()
         slots = fetch_chunk(self._books, request)
-        data = self._buffers.take(ChunkShape.of(self._layout, request).num_bytes)
+        data = self._buffers.take(ChunkShape.of(self._layout, request, len(slots)).num_bytes)
         scatter(self._layout, self._pool, request, slots, data, num_threads=self._num_threads)
         return data
 
