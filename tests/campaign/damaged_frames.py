@@ -21,10 +21,13 @@ from typing import Any
 import numpy as np
 import zmq
 from messages_for_tests import from_r_worker, in_one_piece, same, to_r_worker
-from state_machine import HELLO, HKV, HQ, KV_BYTES, NUM_LAYERS, D, step_of
+from state_machine import HELLO, HKV, HQ, KV, KV_BYTES, NUM_LAYERS, D, step_of
+from stream_suite import Memory
 
 from fastdecode.core.errors import ProtocolError
+from fastdecode.core.holders import HolderId
 from fastdecode.wire import codec
+from fastdecode.wire.chunks import ChunkForm, FetchChunk
 from fastdecode.wire.messages import (
     Accepted,
     Attend,
@@ -39,14 +42,17 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
+from fastdecode.wire.taking_over import TakeOver, TruncateSequence
 from fastdecode.wire.zmq.hub import ZmqHub
 from fastdecode.wire.zmq.listener import ZmqListener
 from rworker.attention import AttentionExecutor
 from rworker.instructions import HangUp
 from rworker.state import RWorkerState
+from rworker.stream.mirror import Mirror
 from rworker.worker import obey, serve
 
 SMALL = replace(HELLO, max_blocks=16)
+SESSION = 77
 WAIT_S = 300.0
 _EDGES = (0, 1, -1, 2, 255, 1 << 31, (1 << 31) - 1, (1 << 32) - 1, (1 << 63) - 1, -(1 << 63))
 
@@ -129,13 +135,44 @@ def conversation(chance: random.Random, holder: int) -> list[ToRWorker]:
         return Attend(begin.step, begin.lane, layer, q, k, v)
 
     length = chance.randrange(2, 12)
-    said: list[ToRWorker] = [replace(SMALL, holder=holder), OpenSequence(1, 40)]
+    said: list[ToRWorker] = [replace(SMALL, holder=holder, session=SESSION), OpenSequence(1, 40)]
     steps = [step_of((1, 0, length)), step_of((1, length, 1), (2, length, 1), step=1)]
     steps += [step_of((2, length + 1, 1), step=2)]
     for place, begin in enumerate(steps):
         said += [begin, *(arrays(begin, layer) for layer in range(NUM_LAYERS))]
         said += [ForkSequence(1, 2, length, 20)] if place == 0 else [ExtendSequence(2, 30)]
+    ids, most = np.array([1, 2]), np.array([length, 3], np.int32)
+    said += [TruncateSequence(2, 3), TakeOver(SESSION, ids, most, holder)]
     return [*said, CloseSequence(1), CloseSequence(2)]
+
+
+def mirrored(chance: random.Random, holder: int) -> list[ToRWorker]:
+    """What a neighbour says of a cache that it has kept here."""
+    cache = Memory(KV, 16)
+    cache.books.hello = replace(SMALL, session=SESSION)
+    mirror = Mirror(HolderId(holder), cache.books, cache)
+    said: list[ToRWorker] = [mirror.hello]
+    parts = {sequence: chance.randrange(1, 20) for sequence in (1, 2)}
+    changes: list[Any] = [OpenSequence(sequence, 20) for sequence in parts]
+    for change in [*changes, ExtendSequence(2, 24), TruncateSequence(1, 1), CloseSequence(2)]:
+        if isinstance(change, TruncateSequence):
+            cache.books.store.truncate(change.sequence_id, change.num_tokens)
+        elif isinstance(change, CloseSequence):
+            cache.books.close(change)
+        else:
+            cache.books.reserve(change)
+        mirror.follow(change)
+        if isinstance(change, OpenSequence):
+            count = np.array([parts[change.sequence_id]], np.int32)
+            cache.books.store.append(np.array([change.sequence_id]), count)
+        while (message := mirror.next()) is not None:
+            said.append(message)
+    columns = (np.array([1]), np.array([0], np.int32), np.array([1], np.int32))
+    return [*said, FetchChunk(ChunkForm.TOKENS, 0, NUM_LAYERS, 0, HKV, *columns)]
+
+
+def any_conversation(chance: random.Random, holder: int) -> list[ToRWorker]:
+    return chance.choice((conversation, mirrored))(chance, holder)
 
 
 class Served:
@@ -148,7 +185,7 @@ class Served:
         self.state = RWorkerState("r", kv_bytes=KV_BYTES, num_threads=1, keeps_serving=True)
         self.peers = {self.HONEST: _End()}
         said = conversation(random.Random(0), 0)
-        self._said = said[2:-2]
+        self._said = said[2:-4]
         self.tell(self.HONEST, said[0])
         self.expected = self.honest_answers()
 
@@ -183,7 +220,7 @@ def to_state(number: int, chance: random.Random) -> Counter[str]:
     while sent < number:
         peer += 1
         served.peers[peer] = end = _End()
-        for message in conversation(chance, holder=chance.choice((1, 2))):
+        for message in any_conversation(chance, holder=chance.choice((1, 2))):
             found: Any = message
             if chance.random() < 0.3:
                 sent += 1
@@ -230,7 +267,7 @@ def to_port(number: int, chance: random.Random) -> Counter[str]:
                 stranger.linger = 1000
                 stranger.connect(address)
                 epoch = chance.randrange(1, 1 << 32)
-                for message in conversation(chance, holder=1)[: chance.randrange(1, 30)] * 4:
+                for message in any_conversation(chance, holder=1)[: chance.randrange(1, 30)] * 4:
                     is_damaged = chance.random() < 0.8
                     whole = in_one_piece(message, epoch=epoch).tobytes()
                     stranger.send(damaged(chance, message, epoch) if is_damaged else whole)
