@@ -41,6 +41,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.traits import THE_ONLY, ForHolder
 
@@ -95,6 +96,14 @@ class StoreChunk(ForHolder):
     holder: int = THE_ONLY
 
     answers = (ChunkStored,)
+
+    def check(self, answer: Any) -> None:
+        """See ``Asking``."""
+        super().check(answer)
+        if answer.num_bytes != len(self.data):
+            raise ProtocolError(
+                f"answered StoreChunk for {answer.num_bytes} bytes, where {len(self.data)} came"
+            )
 
 
 @dataclass(frozen=True, eq=False)

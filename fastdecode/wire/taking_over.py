@@ -21,22 +21,26 @@ there in every layer are forgotten, sequences that aren't named are closed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fastdecode.core.errors import ProtocolError
 from fastdecode.wire.reserving import Reserving
 from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder
+
+MISSING: Final = -1
+"""In the place of a number of tokens: the cache hasn't the sequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class TakenOver:
     num_tokens: Annotated[NDArray[np.int32], "N"]
     """That each sequence has in every layer, at most as many as were asked for;
-    -1: the cache hasn't the sequence."""
+    or ``MISSING``."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,21 @@ class TakeOver(ForHolder):
 
     answers = (TakenOver,)
     said_by = S_WORKERS
+
+    def check(self, answer: Any) -> None:
+        """See ``Asking``."""
+        super().check(answer)
+        found = answer.num_tokens
+        if found.shape != self.num_tokens.shape:
+            raise ProtocolError(
+                f"answered TakeOver for {len(found)} sequences, where {len(self.num_tokens)} were "
+                "named"
+            )
+        if (found < MISSING).any() or (found > self.num_tokens).any():
+            raise ProtocolError("answered TakeOver with more tokens than were asked for")
+
+    def join(self, answers: Sequence[Any]) -> TakenOver:
+        return TakenOver(np.minimum.reduce([answer.num_tokens for answer in answers]))
 
 
 TakingOverToRWorker: TypeAlias = TruncateSequence | TakeOver

@@ -10,12 +10,9 @@ from numpy.typing import NDArray
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.wire.messages import MAX_ID, Accepted, CloseSequence, Refused
-from fastdecode.wire.taking_over import TakeOver, TruncateSequence
+from fastdecode.wire.taking_over import MISSING, TakeOver, TruncateSequence
 from fastdecode.wire.traits import Role
 from rworker.books import Books, check_array, check_integer
-
-MISSING = -1
-"""In the place of a number of tokens: the cache hasn't the sequence."""
 
 
 def truncate(books: Books, message: TruncateSequence) -> Accepted | Refused:

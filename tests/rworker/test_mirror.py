@@ -22,6 +22,7 @@ from state_machine import step_of
 from stream_suite import Memory, hello_for
 
 import cpu_kernels
+from examples import examples
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.holders import HolderId
@@ -322,7 +323,7 @@ class MirrorMachine(RuleBasedStateMachine):
             assert self.mirror.num_unacknowledged < self.link_bytes + max(self.largest, 1)
 
 
-MirrorMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+MirrorMachine.TestCase.settings = settings(max_examples=examples(160), stateful_step_count=40)
 TestMirror = MirrorMachine.TestCase
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_suite import KV, RESERVED, Memory
 
+from examples import examples
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId, PartId, SequenceId
@@ -79,7 +80,7 @@ def test_every_cell_of_the_target_is_sent_once(
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT4])
-@settings(max_examples=25)
+@settings(max_examples=examples(100))
 @given(data=st.data(), lengths=LENGTHS, most_bytes=st.integers(2000, 20_000))
 def test_what_arrives_is_what_was_there(
     dtype: DType, data: st.DataObject, lengths: dict[int, int], most_bytes: int

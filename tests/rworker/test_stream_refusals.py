@@ -20,6 +20,7 @@ from state_machine import BLOCK_SIZE, HELLO, HKV, KV, NUM_LAYERS, Worker, attend
 from stream_suite import KV as STREAM_KV
 from stream_suite import Memory, assert_same, move, pieces_between
 
+from examples import examples
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.wire.chunks import ChunkForm, FetchChunk, StoreChunk
@@ -210,7 +211,7 @@ def test_a_file_gives_what_was_put_in(home: Memory, written: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(200))
 def test_no_damage_goes_unnoticed(data: st.DataObject, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.mktemp("damaged") / "kv.fdkv"
     memory = Memory(STREAM_KV)

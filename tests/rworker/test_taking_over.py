@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from state_machine import HELLO, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
+from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
 
+from fastdecode.core.errors import ProtocolError
+from fastdecode.wire.chunks import ChunkForm, ChunkStored, StoreChunk
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -249,3 +251,21 @@ def test_truncations_that_make_no_sense(worker: Worker, message: Any, reason: st
 
 def test_the_last_to_leave_ends_it(peers: Peers) -> None:
     assert peers.say(S_WORKER, Shutdown()) == (Stop(),)
+
+
+def test_what_nobody_could_answer_is_noticed() -> None:
+    """And of R-workers that share out heads, the one that has least counts."""
+    asked = take((1, 5), (2, 9))
+
+    def told(*numbers: int) -> TakenOver:
+        return TakenOver(np.array(numbers, np.int32))
+
+    asked.check(told(5, -1))
+    for wrong in (told(5), told(6, 0), told(0, -2)):
+        with pytest.raises(ProtocolError, match="answered TakeOver"):
+            asked.check(wrong)
+    assert asked.join([told(5, 7), told(4, 9), told(5, -1)]).num_tokens.tolist() == [4, -1]
+    stored = StoreChunk("", KV, ChunkForm.TOKENS, 0, 1, 0, 1, *[np.zeros(0)] * 3, np.zeros(8))
+    stored.check(ChunkStored(8))
+    with pytest.raises(ProtocolError, match="for 7 bytes, where 8 came"):
+        stored.check(ChunkStored(7))
