@@ -121,15 +121,11 @@ class Books:
         return lengths
 
     def roll_back(self) -> None:
-        """Forget all tokens that aren't there in every layer, and the steps
-        that were under way."""
+        """End the steps that are under way, and forget what they appended."""
         for sequence, num_tokens in self._settled.items():
             self.store.truncate(sequence, num_tokens)
-        for sequence in self.arrivals:
-            self.store.truncate(sequence, self.arrivals.num_settled(sequence))
         self._settled.clear()
         self._steps.clear()
-        self.arrivals = Arrivals(self.hello.kv)
 
     def check_at_rest(self, sequence: int) -> None:
         """Raises ProtocolError if the sequence is in an open step."""

@@ -67,4 +67,5 @@ def _cut(books: Books, sequence: int, most: int) -> int:
     except CapacityError:
         books.close(CloseSequence(sequence))
         return MISSING
+    books.arrivals.forget(sequence)
     return num_tokens

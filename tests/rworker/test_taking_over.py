@@ -185,6 +185,18 @@ def test_tokens_that_were_still_to_come_are_forgotten(peers: Peers) -> None:
     assert counts(peers.from_peer(S_WORKER, take((1, 9)))) == [5]
 
 
+def test_a_sequence_that_can_not_be_rolled_back_is_closed(peers: Peers) -> None:
+    """It was forked before its tokens came, and the fork keeps the blocks that it leaves."""
+    for sequence in (2, 3):
+        peers.say(NEIGHBOUR, CloseSequence(sequence))
+    assert peers.from_peer(NEIGHBOUR, OpenSequence(4, 36)) == Accepted(4)
+    peers.say(NEIGHBOUR, expectation({4: 16}))
+    assert peers.from_peer(NEIGHBOUR, ForkSequence(4, 5, 16, 16)) == Accepted(5)
+    peers.gone(NEIGHBOUR)
+    assert counts(peers.from_peer(S_WORKER, take((4, 16), (5, 16), (1, 3)))) == [-1, 0, 0]
+    assert peers.from_peer(S_WORKER, OpenSequence(4, 16, holder=0)) == Accepted(4)
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
