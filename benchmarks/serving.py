@@ -131,7 +131,9 @@ def leave(options: argparse.Namespace) -> dict[str, Any]:
                 for p in (server.process(name),)
             })  # fmt: skip
     growth = {name: seen[-1][name]["rss"] / seen[5][name]["rss"] - 1 for name in ("http", "engine")}
-    return {"growth_of_the_last_half": growth, "first": seen[0], "last": seen[-1]}
+    rss = {name: [each[name]["rss"] for each in seen] for name in growth}
+    ends = {"first": seen[0], "last": seen[-1]}
+    return {"growth_of_the_last_half": growth, "rss": rss, **ends}
 
 
 async def _send_and_leave(server: Server, num: int, seed: int) -> None:
