@@ -231,28 +231,6 @@ def test_an_r_worker_that_answers_nan_changes_no_token(
     assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
 
 
-def test_a_job_ends_though_one_rank_is_killed_and_two_are_stopped(
-    job: Callable[..., tuple[list[str], Path, str]],
-) -> None:
-    """Open MPI's launcher, asked to end those that hang, doesn't."""
-    options, output, expected = job(300)
-    options += ["--worker-silence-s", "1"]
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":"]
-    with running(
-        [*command, "-n", "4", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
-    ) as started:
-        started.wait_for_text(output)
-        workers = [p for p in started.processes() if "r-worker" in p.cmdline()]
-        ranks = [p for p in workers if "OMPI_COMM_WORLD_RANK" in p.environ()]
-        ranks[0].kill()
-        started.wait_until(lambda: "is lost" in started.output())
-        for rank in ranks[1:3]:
-            rank.suspend()
-        outcome = started.wait(timeout_s=120)
-    assert output.read_text() == expected, outcome.output
-    assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
-
-
 def test_two_that_are_stopped_one_after_the_other_are_both_given_up(
     job: Callable[..., tuple[list[str], Path, str]],
 ) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that never meet: whoever is there ends, and says who isn't."""
+"""Ranks that never meet: whoever is there ends, and says who isn't. And ranks that part."""
 
 from __future__ import annotations
 
@@ -95,6 +95,14 @@ def test_a_rank_that_is_lost_before_it_joins_is_named(trouble: signal.Signals, t
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
     named = f"the MPI job can't begin: rank 1( \\(process {victim.pid}\\))? {told}"
     assert re.search(named, outcome.output), outcome.output
+
+
+def test_a_job_ends_though_two_ranks_hang() -> None:
+    """Open MPI's launcher, asked to end them, doesn't."""
+    script = str(Path(__file__).with_name("ranks") / "hanging.py")
+    command = [mpirun(), *open_mpi_options(), "-n", "4", sys.executable, script]
+    outcome = run(command, timeout_s=60, **PATHS)
+    assert outcome.exit_code is not None and outcome.orphans == [], outcome
 
 
 def pid_of(job: Running, rank: int) -> int:

@@ -113,6 +113,9 @@ def _abort(exit_code: int, timeout_s: float) -> None:
     if MPI.Is_initialized() and not MPI.Is_finalized():
         _exit_later(exit_code, timeout_s, end_job=True)
         _silence_threads()
+        # Open MPI's launcher would end one, too. Where there are two it gets no
+        # further than this rank, and waits for them for ever.
+        end_siblings(stopped=True, at_least=2)
         _abort_world(exit_code)
 
 
@@ -129,9 +132,8 @@ def _exit_later(exit_code: int, timeout_s: float, *, end_job: bool = False) -> t
     """End this process in a while, unless the timer is cancelled.
 
     Args:
-        end_job: and the other ranks on this host. The launcher was asked to;
-            Open MPI's doesn't once another rank has been killed, and then waits
-            for those that hang for ever.
+        end_job: and the other ranks on this host, which the launcher was asked
+            to.
     """
 
     def give_up() -> None:

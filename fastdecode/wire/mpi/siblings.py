@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fastdecode.wire.mpi.launcher import RANK_VARIABLES
-
 _PROC = Path("/proc")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _STOPPED = ("T", "t")  # by a signal; by whoever traces it
 _ENDED = ("Z", "X", "x")
 
@@ -58,13 +57,18 @@ def stopped_siblings() -> list[str]:
     return [str(sibling) for sibling in siblings() if sibling.is_stopped]
 
 
-def end_siblings(*, stopped: bool = False) -> None:
-    """Kill the other ranks on this host, or those of them that have been stopped."""
-    for sibling in siblings():
-        is_meant = sibling.rank and sibling.pid != os.getpid()
-        if is_meant and (sibling.is_stopped or not stopped):
-            with contextlib.suppress(OSError):
-                os.kill(sibling.pid, signal.SIGKILL)
+def end_siblings(*, stopped: bool = False, at_least: int = 1) -> None:
+    """Kill the other ranks on this host.
+
+    Args:
+        stopped: only those that have been stopped.
+        at_least: and only if there are so many.
+    """
+    others = [x for x in siblings() if x.rank and x.pid != os.getpid()]
+    meant = [x for x in others if x.is_stopped or not stopped]
+    for sibling in meant if len(meant) >= at_least else ():
+        with contextlib.suppress(OSError):
+            os.kill(sibling.pid, signal.SIGKILL)
 
 
 class JoinWatch(threading.Thread):
@@ -147,4 +151,4 @@ def _rank(environ: Path) -> str:
     variables = dict(
         entry.partition("=")[::2] for entry in environ.read_text(errors="replace").split("\0")
     )
-    return next((variables[name] for name in RANK_VARIABLES if name in variables), "")
+    return next((variables[name] for name in _RANK_VARIABLES if name in variables), "")
