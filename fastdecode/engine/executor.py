@@ -19,7 +19,7 @@ from fastdecode.engine.reservations import event_for, message_for
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import LaneStep, Pipeline
-from fastdecode.schedule.lanes import LaneControl
+from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk
@@ -37,7 +37,7 @@ class Watch:
     """What every step did."""
     times: MeasuredTimes | None = None
     """How long the parts of every step took."""
-    lanes: LaneControl | None = None
+    lanes: LaneChoice | None = None
     """Decides on the number of lanes; None: it stays what it is."""
 
 
@@ -162,6 +162,9 @@ class Executor:
             if self._lifecycle.grants:
                 self._pipeline.receive()
                 self._take_news()
+        while self._fleet.is_owed_at_once:  # a room on the device
+            self._pipeline.receive()
+            self._take_news()
         for run in self._lifecycle.handle(events.LaneReady(lane)):
             assert isinstance(run, events.Run)
             step, holders = self._num_launched, self._pipeline.holders

@@ -15,16 +15,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import Sequence
-from fastdecode.schedule.hybrid.forecast import Course, Layout
+from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
 from fastdecode.schedule.hybrid.rule import Margins, choose
 from fastdecode.schedule.hybrid.told import Guess, Teller
 from fastdecode.schedule.hybrid.watch import Watch
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.running import Lane
 
+MAX_LANES = 3
+"""That there may ever be."""
 EVERY = 64
 """Steps of the home lane between two looks at the whole."""
 _SHARE = 200
@@ -38,7 +41,9 @@ _MEASURED_STEPS = 32
 _FORGET = 1.005
 """What the round trip's estimate, the least that was seen, rises by with each step."""
 
-View = tuple[Seq[Lane], Seq[Sequence]]
+Rule: TypeAlias = Callable[[Known, Course, Costs, Margins], Course]
+"""As ``choose``."""
+View: TypeAlias = tuple[Seq[Lane], Seq[Sequence]]
 """Lanes, and those that wait."""
 
 
@@ -58,6 +63,7 @@ class HybridOptions:
     """Steps with R-workers that measure them."""
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
+    rule: Rule = choose
 
 
 class HybridControl:
@@ -198,7 +204,7 @@ class HybridControl:
         lanes, waiting = self._view()
         known = self._teller.known(lanes, waiting)
         margins = Margins(error=error, most_tpot_s=self._options.most_tpot_s)
-        self._course = choose(known, self._course, costs, margins)
+        self._course = self._options.rule(known, self._course, costs, margins)
         self._leaving = {one.sequence_id for one in waiting[: self._course.num_away]}
         now_s = self._clock()
         self._ask_at_s = now_s + _SHARE * (now_s - started_s)
