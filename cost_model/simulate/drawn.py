@@ -128,7 +128,7 @@ def judge(case: Case, *, error: float = 0.0, random: Random | None = None) -> Ve
     both, control = run(case, predicted, error)
     assert control is not None
     assert len(both.served) == len(alone.served) == len(case.trace.requests)
-    return Verdict(alone.total_s / both.total_s, dict(control.num_steps))
+    return Verdict(alone.total_s / both.total_s, dict(control.counts.steps))
 
 
 def run(

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from fastdecode.core.errors import ProtocolError, WorkerError
-from fastdecode.core.holders import PartId
+from fastdecode.core.holders import HolderId, HolderKind, PartId
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet.fleet import Fleet
@@ -71,6 +71,13 @@ class Executor:
         self._stats = stats
         self._window = longest_window(s_worker.spec.attention)
         self._answer_at_once = all(holder.answers_at_once for holder in pipeline.holders)
+        kinds = [holder.kind for holder in pipeline.holders]
+        # The device, if R-workers are there too: it is none of them.
+        self._beside = {
+            HolderId(i)
+            for i, kind in enumerate(kinds)
+            if kind is HolderKind.DEVICE and HolderKind.R_WORKER in kinds
+        }
         self._num_launched = 0
 
     @property
@@ -176,7 +183,12 @@ class Executor:
     def _finish_step(self, step: LaneStep) -> None:
         """A lane's step is over: draw the next tokens, and tell the lifecycle."""
         ran_s = time.perf_counter()
-        self._stats.count_step(step.r_compute_s, step.remote.r_compute_s)
+        each_s = {
+            holder: seconds
+            for holder, seconds in step.remote.r_compute_s.items()
+            if holder not in self._beside
+        }
+        self._stats.count_step(max(each_s.values(), default=0.0), each_s)
         wanted = self._lifecycle.lives.wanted(step.batch.chunks)
         # Before what the step has ended is freed: the holders have held it all through the step.
         self._count_load(wanted)

@@ -111,7 +111,8 @@ class RunningEngine:
         self.num_r_workers = workers.num_r_workers
         try:
             model = self._load_model(tell)
-            tell(workers.greeting)
+            where = f"; before them, {self._device.peer}" if self._device is not None else ""
+            tell(workers.greeting + where)
             hello = _hello(self._checkpoint, self.spec, self.resolved)
             deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
             replacements = workers.replacements and workers.replacements(hello, deadlines)

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from fastdecode.core.holders import HolderId, SequenceId
@@ -66,6 +66,17 @@ class HybridOptions:
     rule: Rule = choose
 
 
+@dataclass
+class HybridCounts:
+    """What was done."""
+
+    steps: Counter[str] = field(default_factory=Counter)
+    """Of the home lane, and of others while nobody is at home, by mode:
+    gpu-only, mixed, split-1, split-2, R-only."""
+    num_closed: int = 0
+    """How often R-workers were found not to pay, and left alone for a while."""
+
+
 class HybridControl:
     """See the module.
 
@@ -91,17 +102,11 @@ class HybridControl:
         self._asked_for = (-1, -1)  # sequences that ran and waited
         self._round_trip_s = math.inf
         self._watch = Watch()
-        self.num_steps: Counter[str] = Counter()
-        """Steps of the home lane, and of others while nobody is at home, by mode."""
+        self.counts = HybridCounts()
 
     def attach(self, view: Callable[[], View]) -> None:
         """What runs and waits, whenever it is looked at."""
         self._view = view
-
-    @property
-    def num_closed(self) -> int:
-        """How often R-workers were found not to pay."""
-        return self._watch.num_closed
 
     def begin_plan(self, head: Sequence) -> None:
         """Somebody waits; ``head`` is the first. What is there for those for
@@ -159,7 +164,8 @@ class HybridControl:
         lanes, waiting = self._view()
         if lane == 0 or not lanes[0].running:
             self._num_home_steps += 1
-            self.num_steps[self._mode(lanes)] += 1
+            self.counts.steps[self._mode(lanes)] += 1
+            self.counts.num_closed = self._watch.num_closed
         if lane == 0 and num_decoding:
             costs = self._teller.costs(self._round_trip_s)
             if costs is not None:
