@@ -87,6 +87,9 @@ class HomeStep(LocalStep):
         if self._gpu is not None:
             self._queued.append(self._gpu.current_stream().record_event())
 
+    def lose(self, holder: HolderId) -> None:
+        """An R-worker, which has nothing of this step."""
+
     @property
     def ready(self) -> bool:
         """See ``LaneAttention``."""
