@@ -51,6 +51,10 @@ class MixedAttention:
     def holders(self) -> Seq[Holder]:
         return self.plan.holders
 
+    def prepare(self, num_lanes: int) -> None:
+        """See ``AttentionPlan``."""
+        self.plan.prepare(num_lanes)
+
     def begin(self, batch: StepBatch) -> LaneAttention:
         """See ``fastdecode.engine.step.remote.Attention``."""
         on_device = [span for span in batch.spans if self._is_device(span)]
