@@ -24,7 +24,7 @@ from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
 from sworker.sampler import SampledToken, SamplingState, sample
 
-_TIMED_LAYERS = 8
+TIMED_LAYERS = 8
 """Of so many layers one is timed: a mark takes a microsecond or two of the
 thread that feeds the GPU."""
 
@@ -90,7 +90,7 @@ class Pass:
         """rows: token ids and positions, int64 [2, T], on the host."""
         self._model = worker.model
         self._timer = DeviceTimer(worker.gpu)
-        self._layers_timer = DeviceTimer(worker.gpu, every=_TIMED_LAYERS)
+        self._layers_timer = DeviceTimer(worker.gpu, every=TIMED_LAYERS)
         self.layer = 0
         with self._timer:
             self._begin(rows.to(worker.device, non_blocking=True))

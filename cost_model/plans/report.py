@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cost_model.plans.constraints import Constraint
+from cost_model.plans.hybrid import Hybrid
 from cost_model.plans.inputs import inputs_of
 from cost_model.plans.search import Plan
 from cost_model.plans.size import Sizing
@@ -59,6 +60,7 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
         "over_sockets": [asdict(step) for step in sizing.over_sockets],
         "what_ifs": [asdict(row) for row in sizing.what_ifs],
         "gpu_only": None if sizing.gpu_only is None else asdict(sizing.gpu_only),
+        "hybrid": None if sizing.hybrid is None else asdict(sizing.hybrid),
         "verdict": None if sizing.verdict is None else asdict(sizing.verdict),
         "cost": None if sizing.cost is None else asdict(sizing.cost),
         "inputs": [
@@ -151,9 +153,27 @@ def _answer(sizing: Sizing) -> str:
                 f"{counted(alone.batch, 'sequence')} at once ({alone.limit} allows no more)",
             )
         )
+    if sizing.hybrid is not None:
+        rows.append(("Both sides", _hybrid(sizing.hybrid)))
     if sizing.verdict is not None:
         rows.append(("Verdict", f"{_verdict(sizing)}: {sizing.verdict.reason}"))
     return "\n".join(_rows(rows))
+
+
+def _hybrid(hybrid: Hybrid) -> str:
+    """KV on both sides, beside the other two."""
+    if not hybrid.away:
+        return (
+            f"with {counted(hybrid.sockets, 'socket')} beside a GPU that is full of KV "
+            "(--kv-placement hybrid), R-workers add nothing"
+        )
+    assert hybrid.away_tpot_s is not None
+    return (
+        f"{rate_text(hybrid.tokens_per_s)} tokens/s with {counted(hybrid.sockets, 'socket')} "
+        f"beside a GPU that is full of KV (--kv-placement hybrid): {hybrid.home:,} sequences "
+        f"there, {seconds_text(hybrid.home_tpot_s)} a token, and {hybrid.away:,} on R-workers, "
+        f"{seconds_text(hybrid.away_tpot_s)} a token ({hybrid.layout})"
+    )
 
 
 def _mend(row: Constraint) -> str:

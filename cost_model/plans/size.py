@@ -28,6 +28,7 @@ from cost_model.plans.constraints import (
     gpu_busy_constraints,
 )
 from cost_model.plans.gpu_only import GpuOnly, best_gpu_only
+from cost_model.plans.hybrid import Hybrid, best_hybrid
 from cost_model.plans.question import Goal, Prices, Setup, split_counts
 from cost_model.plans.search import Plan, choose, diagnose, find_plans, plan_of
 from cost_model.predict import MAX_LANES, StepPrediction, System
@@ -93,6 +94,9 @@ class Sizing:
     what_ifs: tuple[WhatIf, ...]
     gpu_only: GpuOnly | None
     """None: the GPU alone can't run it."""
+    hybrid: Hybrid | None
+    """The plan's sockets beside a GPU that holds what KV it can; None: there is
+    no plan, or the GPU alone can't run it."""
     verdict: Verdict | None
     cost: Cost | None
 
@@ -131,6 +135,9 @@ def size(
         over_sockets=() if plan is None else _over_sockets(system, plan),
         what_ifs=() if plan is None else tuple(_what_ifs(setup, goal, plan, hardware)),
         gpu_only=gpu_only,
+        hybrid=None
+        if plan is None or gpu_only is None
+        else best_hybrid(system, gpu_only, plan.sockets, promises.step_limit_s),
         verdict=verdict,
         cost=None
         if plan is None or prices is None

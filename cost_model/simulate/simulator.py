@@ -253,12 +253,16 @@ class Simulator:
         self._now_s += step.step_s
         self._step += 1
         for run in runs:
-            drawing = [
-                chunk.sequence
-                for chunk in run.chunks
-                if chunk.num_tokens == chunk.sequence.num_uncached
-            ]
-            self._tell(StepDone(run.lane, tuple(map(self._draw, drawing))))
+            self._done(run)
+
+    def _done(self, run: Run) -> None:
+        """A lane's step is over."""
+        drawing = [
+            chunk.sequence
+            for chunk in run.chunks
+            if chunk.num_tokens == chunk.sequence.num_uncached
+        ]
+        self._tell(StepDone(run.lane, tuple(map(self._draw, drawing))))
 
     def _draw(self, sequence: Sequence) -> Drawn:
         """The sequence's next token, at the end of its step."""

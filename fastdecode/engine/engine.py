@@ -73,7 +73,8 @@ class Engine:
         self._recovery = recovery or Recovery(fleet)
         self.broken: FastDecodeError | None = None
         """Why a step broke down, after which it takes no requests any more."""
-        self.stats = EngineStats()
+        hybrid = lifecycle.scheduler.hybrid
+        self.stats = EngineStats(hybrid=None if hybrid is None else hybrid.counts)
         self._executor = Executor(
             s_worker,
             pipeline,

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from fastdecode.core.errors import ProtocolError, WorkerError
-from fastdecode.core.holders import PartId
+from fastdecode.core.holders import HolderId, HolderKind, PartId
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet.fleet import Fleet
@@ -19,7 +19,7 @@ from fastdecode.engine.reservations import event_for, message_for
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import LaneStep, Pipeline
-from fastdecode.schedule.lanes import LaneControl
+from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk
@@ -37,7 +37,7 @@ class Watch:
     """What every step did."""
     times: MeasuredTimes | None = None
     """How long the parts of every step took."""
-    lanes: LaneControl | None = None
+    lanes: LaneChoice | None = None
     """Decides on the number of lanes; None: it stays what it is."""
 
 
@@ -71,6 +71,13 @@ class Executor:
         self._stats = stats
         self._window = longest_window(s_worker.spec.attention)
         self._answer_at_once = all(holder.answers_at_once for holder in pipeline.holders)
+        kinds = [holder.kind for holder in pipeline.holders]
+        # The device, if R-workers are there too: it is none of them.
+        self._beside = {
+            HolderId(i)
+            for i, kind in enumerate(kinds)
+            if kind is HolderKind.DEVICE and HolderKind.R_WORKER in kinds
+        }
         self._num_launched = 0
 
     @property
@@ -162,6 +169,9 @@ class Executor:
             if self._lifecycle.grants:
                 self._pipeline.receive()
                 self._take_news()
+        while self._fleet.is_owed_at_once:  # a room on the device
+            self._pipeline.receive()
+            self._take_news()
         for run in self._lifecycle.handle(events.LaneReady(lane)):
             assert isinstance(run, events.Run)
             step, holders = self._num_launched, self._pipeline.holders
@@ -173,7 +183,12 @@ class Executor:
     def _finish_step(self, step: LaneStep) -> None:
         """A lane's step is over: draw the next tokens, and tell the lifecycle."""
         ran_s = time.perf_counter()
-        self._stats.count_step(step.r_compute_s, step.remote.r_compute_s)
+        each_s = {
+            holder: seconds
+            for holder, seconds in step.remote.r_compute_s.items()
+            if holder not in self._beside
+        }
+        self._stats.count_step(max(each_s.values(), default=0.0), each_s)
         wanted = self._lifecycle.lives.wanted(step.batch.chunks)
         # Before what the step has ended is freed: the holders have held it all through the step.
         self._count_load(wanted)

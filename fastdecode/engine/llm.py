@@ -52,6 +52,8 @@ class Facts:
     """Of weights and activations."""
     kv_dtype: DType
     """Of the KV cache."""
+    kv_placement: str
+    """Where it is: r, gpu or hybrid."""
     max_model_len: int
     """Most tokens of prompt and completion together."""
     vocab_size: int
@@ -298,6 +300,7 @@ def _facts(running: RunningEngine) -> Facts:
         num_kv_blocks=sum(welcome.num_blocks for welcome in running.welcomes),
         dtype=identity.dtype,
         kv_dtype=identity.kv_dtype,
+        kv_placement=running.resolved.config.r_part.kv_placement,
         max_model_len=identity.max_model_len,
         vocab_size=running.spec.vocab_size,
         load_s=running.load_s,

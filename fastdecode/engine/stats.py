@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.latency import LatencyHistogram
+from fastdecode.schedule.hybrid.control import HybridCounts
 
 
 @dataclass
@@ -40,6 +41,8 @@ class EngineStats:
     """Sequences that were started again: their R-worker was lost, or is doubted."""
     num_rejoined: int = 0
     """R-workers that took the place of lost ones."""
+    hybrid: HybridCounts | None = None
+    """With KV on both sides: what was done where."""
     num_suspended: int = 0
     """Sequences whose blocks were taken back for others, to be recomputed later."""
 

@@ -52,8 +52,10 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "model": llm.config.model,
         "dtype": facts.dtype.value,
         "kv_dtype": facts.kv_dtype.value,
-        "kv_placement": llm.config.r_part.kv_placement,
-        "r_workers": 0 if llm.config.r_part.kv_placement == "gpu" else facts.num_r_workers,
+        "kv_placement": facts.kv_placement,
+        "r_workers": 0 if facts.kv_placement == "gpu" else facts.num_r_workers,
+        "hybrid_steps": None if stats.hybrid is None else dict(stats.hybrid.steps),
+        "hybrid_closed": None if stats.hybrid is None else stats.hybrid.num_closed,
         "r_workers_lost": now.num_r_workers - now.num_live_r_workers,
         "r_workers_rejoined": stats.num_rejoined,
         "recomputed": stats.num_recomputed,
@@ -82,6 +84,27 @@ def _shares(s: dict[str, Any]) -> str:
     )
 
 
+def _sides(s: dict[str, Any]) -> list[str]:
+    """With KV on both sides: which was used, and whether that was regretted."""
+    steps, closed = s.get("hybrid_steps"), s.get("hybrid_closed")
+    if not steps:
+        return []
+    total = sum(steps.values())
+    modes = ", ".join(
+        f"{mode} {number / total:.0%}"
+        for mode, number in sorted(steps.items(), key=lambda item: -item[1])
+    )
+    line = f"KV on both sides, by steps of the home lane: {modes}"
+    if set(steps) == {"gpu-only"}:
+        line += " (no R-worker was needed, or would have paid: all as with --kv-placement gpu)"
+    if closed:
+        line += (
+            f"; {closed} times all was slower than the device alone should be, and nobody new went "
+            "to R-workers for a while"
+        )
+    return [line]
+
+
 def render(summary: dict[str, Any]) -> str:
     """The summary in a few lines for a person."""
     s = summary
@@ -105,6 +128,7 @@ def render(summary: dict[str, Any]) -> str:
             f"load W {s['load_mean_tokens']:.0f} cached tokens on average, "
             f"{s['load_peak_tokens']} at its peak; "
             f"TTFT {_shown(s['ttft_s'])}, TPOT {_shown(s['tpot_s'])}",
+            *_sides(s),
             *trouble,
         ]
     )

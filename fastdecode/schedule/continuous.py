@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
+from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.outgrown import Outgrown
 from fastdecode.schedule.placement import BlockLedger
@@ -56,6 +57,8 @@ class ContinuousScheduler:
         opening_steps: steps of a lane in which somebody runs, from a plan to
             when what starts in it has its room; 0 where holders answer at once,
             else 1.
+        hybrid: where one holder is the device: says who goes where, and which
+            lane is for whom.
     """
 
     def __init__(
@@ -67,19 +70,23 @@ class ContinuousScheduler:
         num_lanes: int,
         max_num_sequences: int,
         opening_steps: int = 0,
+        hybrid: HybridControl | None = None,
     ) -> None:
         self.ledger = ledger
+        self.hybrid = hybrid
         self._make_lanes = make_lanes
         self._lengths = lengths
         self._max_num_sequences = max_num_sequences
         self._opening_steps = opening_steps
-        self._starts = Starts(ledger, lengths)
+        self._starts = Starts(ledger, lengths, hybrid)
         self._outgrown = Outgrown(ledger, lengths)
         self.lanes = make_lanes(num_lanes)
         self._waiting: deque[Sequence] = deque()
         # Those that have run before, in order of arrival. All of them came
         # before all that wait for their first start.
         self._interrupted: list[Sequence] = []
+        if hybrid is not None:
+            hybrid.attach(lambda: (self.lanes, self.waiting))
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -185,14 +192,23 @@ class ContinuousScheduler:
         # Like cards, so that every lane gets as many of each holder, long and short.
         runs.sort(key=lambda run: (-len(run.prefill), run.holders, -run.sequence.num_cached))
         for i, run in enumerate(runs):
-            _move(self.lanes[i % num_lanes], run)
+            lane = (
+                i % num_lanes
+                if self.hybrid is None
+                else self.hybrid.lane_of(run.holders[0], i, num_lanes)
+            )
+            _move(self.lanes[lane], run)
 
     def _start_waiting(self, lane: Lane) -> list[Start]:
         """Start as many as blocks, prefill budget and policy allow."""
         is_busy = any(run.is_open and _is_due(run, lane.step) for run in lane.running.values())
         ahead = self._opening_steps if is_busy else 0
+        if self.hybrid is not None and lane.index == 0:
+            ahead = 0  # the device answers at once
         most = self._num_startable(lane, ahead)
         lane.admission.begin_step(lane.step, len(lane.running), most)
+        if most and self.hybrid is not None:
+            self.hybrid.begin_plan(self.waiting[0])
         starts: list[Start] = []
         while len(starts) < most:
             queue = self._interrupted or self._waiting
@@ -210,6 +226,9 @@ class ContinuousScheduler:
     def _num_startable(self, lane: Lane, ahead: int) -> int:
         """Sequences for which there will be a place in the lane."""
         ending = sum(_ends(run, lane.step) for run in lane.running.values()) if ahead else 0
+        if self.hybrid is not None:  # whoever finds room first
+            most = self._max_num_sequences - self.num_running + ending
+            return max(0, min(most, self.num_waiting))
         lane_size = -(-self._max_num_sequences // len(self.lanes))
         share = -(-(self.num_running + self.num_waiting) // len(self.lanes))
         in_lane = min(lane_size, share) - len(lane.running) + ending

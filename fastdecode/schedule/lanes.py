@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 from fastdecode.schedule.times import MeasuredTimes
 
@@ -34,6 +35,22 @@ _LEAST_GAIN = 0.06
 # What the round trip's estimate, the least that was seen, rises by with each
 # step: a network may get slower.
 _FORGET = 1.005
+
+
+class LaneChoice(Protocol):
+    """Who decides on the number of lanes."""
+
+    def observe(
+        self, lane: int, num_decoding: int, loads: Mapping[int, int], round_trip_s: float
+    ) -> None:
+        """A lane's step was run; see ``LaneControl.observe``."""
+
+    def decide(self) -> int:
+        """The number of lanes that there should be. If it isn't what it was,
+        ``regrouped`` is due."""
+
+    def regrouped(self, num_lanes: int) -> None:
+        """There are so many lanes now, all of them between two steps."""
 
 
 class LaneControl:

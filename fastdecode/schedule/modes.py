@@ -5,6 +5,8 @@ from __future__ import annotations
 from fastdecode.schedule.admission.policies import Admission, FixedF, Greedy, Synchronized
 from fastdecode.schedule.admission.stabilized import Stabilized
 from fastdecode.schedule.continuous import ContinuousScheduler
+from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
+from fastdecode.schedule.hybrid.told import Teller
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor, LongestLengths
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.placement import BlockLedger
@@ -22,6 +24,7 @@ def make_scheduler(
     times: StepTimes | None = None,
     *,
     opening_steps: int = 0,
+    hybrid: HybridOptions | None = None,
 ) -> ContinuousScheduler:
     """A scheduler for holders of so many KV ``blocks`` each, of ``block_size``
     tokens.
@@ -31,6 +34,8 @@ def make_scheduler(
         times: what load limits follow from, unless ``load_limit`` is given;
             asked again now and then. Without either, the limit is the load of a
             full batch whose starts are spread evenly.
+        hybrid: one of the holders is the device, the others are R-workers; with
+            ``times``.
 
     Raises:
         ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
@@ -43,7 +48,8 @@ def make_scheduler(
         lengths = LearntLengths(batching.length_quantile, first_guess=guess)
 
     def make_lanes(num_lanes: int) -> list[Lane]:
-        one = options.with_lanes(num_lanes)
+        # With a home lane there are no shares: that one may have all.
+        one = options.with_lanes(num_lanes if hybrid is None else 1)
         budget = (
             batching.step_tokens - one.lane_size,
             batching.chunk_tokens(),
@@ -51,16 +57,25 @@ def make_scheduler(
             one.split_tokens,
         )
         return [
-            Lane(_admission(one, capacity, times), PrefillBudget(*budget)) for _ in range(num_lanes)
+            Lane(_admission(one, capacity, times), PrefillBudget(*budget), index=index)
+            for index in range(num_lanes)
         ]
 
+    ledger = BlockLedger(blocks, block_size, options.split_tokens, options.max_closed_rows)
+    control = None
+    if hybrid is not None:
+        assert times is not None, "what goes where follows from step times"
+        most = batching.max_num_sequences
+        teller = Teller(hybrid.device, ledger, lengths, times, hybrid.guess, most)
+        control = HybridControl(hybrid, ledger, teller)
     return ContinuousScheduler(
-        BlockLedger(blocks, block_size, options.split_tokens, options.max_closed_rows),
+        ledger,
         make_lanes,
         lengths,
         num_lanes=options.num_lanes,
         max_num_sequences=batching.max_num_sequences,
         opening_steps=opening_steps,
+        hybrid=control,
     )
 
 

@@ -147,7 +147,16 @@ class BlockLedger:
     @property
     def _present(self) -> list[int]:
         """Capacities of the holders that aren't lost."""
-        return [blocks for h, blocks in enumerate(self._capacity) if h not in self._lost]
+        return [self._capacity[holder] for holder in self.present]
+
+    @property
+    def present(self) -> list[HolderId]:
+        """The holders that aren't lost."""
+        return [HolderId(h) for h in range(len(self._capacity)) if h not in self._lost]
+
+    def capacity_blocks(self, holder: HolderId) -> int:
+        """What the holder has room for when it is empty."""
+        return self._capacity[holder]
 
     def capacity_tokens(self, holder: HolderId) -> int:
         """What the holder has room for when it is empty."""

@@ -60,6 +60,8 @@ class Lane:
     running: dict[int, Run] = field(default_factory=dict)
     """By sequence_id, in order of their start."""
     reserved_tokens: Counter[HolderId] = field(default_factory=Counter)
+    index: int = 0
+    """Which lane it is."""
 
     def enter(self, run: Run, residence: Residence) -> None:
         """A sequence runs in the lane from now on."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from fastdecode.core.holders import HolderId, PartId, new_residence
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
+from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.plan import Start
@@ -68,10 +69,14 @@ class Starts:
     Args:
         ledger: counts what is reserved.
         lengths: forecasts what is to be reserved, and the load.
+        hybrid: says which holders are for which lane; None: all are for all.
     """
 
-    def __init__(self, ledger: BlockLedger, lengths: LengthPredictor) -> None:
+    def __init__(
+        self, ledger: BlockLedger, lengths: LengthPredictor, hybrid: HybridControl | None = None
+    ) -> None:
         self._ledger = ledger
+        self._hybrid = hybrid
         self._lengths = lengths
         self._part_ids = map(PartId, itertools.count())
 
@@ -102,6 +107,8 @@ class Starts:
         lane.budget.book(candidate.chunks, wish.num_shared, parts=parts, ahead=wish.ahead)
         residence = new_residence(holders, wish.sizes, self._part_ids)
         self._ledger.reserve(residence)
+        if self._hybrid is not None:
+            self._hybrid.started(wish.sequence)
         projected, chunks = candidate.projected, deque(candidate.chunks)
         until = min(projected.target_length, residence.num_tokens)
         run = Run(wish.sequence, projected, chunks, lane.step + wish.ahead, until)
@@ -194,6 +201,8 @@ class Starts:
         ``shares``: the load of each part."""
         part = len(placed)
         tiers = self._ledger.candidates(placed, wish.sizes, wish.may_grow_to)
+        if self._hybrid is not None:
+            tiers = self._hybrid.among(lane.index, wish.sequence, tiers)
         if part < len(fixed):
             tiers = [[fixed[part]]] if any(fixed[part] in tier for tier in tiers) else []
         earlier = tuple(zip(placed, shares, strict=False))

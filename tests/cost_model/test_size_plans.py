@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 
 from cost_model.hardware import Hardware
 from cost_model.plans.gpu_only import gpu_only_memory_bytes, gpu_only_step_s
+from cost_model.plans.hybrid import best_hybrid
 from cost_model.plans.question import Goal, Prices, Setup
+from cost_model.plans.report import as_json, as_text
 from cost_model.plans.size import size
 from cost_model.shapes import model_named
 from cost_model.workload import Workload
@@ -155,6 +158,18 @@ def test_over_sockets_shows_every_limit_on_the_way() -> None:
         for p in range(1, 2 * plan.sockets + 1)
     }
     assert seen == every
+
+
+def test_kv_on_both_sides_is_never_less_than_the_gpu_alone() -> None:
+    sizing = size(ask(), Goal())
+    alone, system, both = sizing.gpu_only, sizing.system, sizing.hybrid
+    assert alone is not None and both is not None
+    rates = [best_hybrid(system, alone, sockets, math.inf).tokens_per_s for sockets in (1, 4, 16)]
+    assert alone.tokens_per_s <= rates[0] < rates[1] < rates[2]
+    slow = best_hybrid(system, alone, 4, alone.tpot_s * 1.001)
+    assert (slow.away_tpot_s or 0.0) <= alone.tpot_s * 1.001
+    assert "--kv-placement hybrid" in as_text(sizing)
+    assert as_json(sizing)["hybrid"]["home"] == alone.batch
 
 
 def test_the_gpu_alone_uses_its_memory_up() -> None:

@@ -21,6 +21,16 @@ _OF_R_WORKERS = (
     "prompt_attention", "split_tokens",
 )  # fmt: skip
 
+_OF_ONE_SIDE: Mapping[str, tuple[Any, ...]] = {
+    "tp": (1,),
+    "lanes": (None,),
+    "schedule": ("auto", "greedy"),
+    "load_limit": (None,),
+    "r_partition": ("sequences",),
+    "split_tokens": (None,),
+}
+"""What KV on both sides leaves no choice of."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -63,6 +73,10 @@ class EngineConfig:
         self._check_of_this_process()
         if self.r_part.kv_placement == "gpu":
             self._check_none_of_r_workers()
+        elif self.r_part.kv_placement == "hybrid":
+            self._check_both_sides()
+        if self.r_part.kv_placement in ("r", "gpu"):
+            self._check_one_side()
 
     def _check_of_this_process(self) -> None:
         """R-workers at addresses have memory and threads of their own."""
@@ -92,6 +106,29 @@ class EngineConfig:
                         Given("kv_placement", "gpu"),
                         " has none: leave one of the two out",
                     )
+
+    def _check_both_sides(self) -> None:
+        """With the KV cache on the device and on R-workers, lanes and starts
+        are what the rule for it says."""
+        given = self.options
+        for name, usual in _OF_ONE_SIDE.items():
+            if given[name] not in usual:
+                raise ConfigError(
+                    Given(name, given[name]),
+                    " is for KV on one side; with ",
+                    Given("kv_placement", "hybrid"),
+                    " lanes, starts and places are chosen by what steps take, whole sequences "
+                    "and one S-worker only: leave one of the two out",
+                )
+
+    def _check_one_side(self) -> None:
+        for name in ("device_kv_gb", "away_tpot_s"):
+            if getattr(self.r_part, name) is not None:
+                raise ConfigError(
+                    Given(name),
+                    " is for KV on both sides: choose ",
+                    Given("kv_placement", "hybrid"),
+                )
 
 
 GROUPS: Mapping[str, type] = {

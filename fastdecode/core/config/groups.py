@@ -12,7 +12,7 @@ MAX_R_WORKERS = 4096
 MAX_TP = 64
 R_PARTITIONS = ("sequences", "heads")
 TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
-KV_PLACEMENTS = ("r", "gpu")
+KV_PLACEMENTS = ("r", "gpu", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
 CUDA_GRAPHS = ("auto", "on", "off")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
@@ -77,8 +77,10 @@ class RPart:
     )
     kv_placement: str = option(
         "r",
-        "where the KV cache is: r (on R-workers) or gpu (on the S-part's device, whatever it is; "
-        "no R-workers)",
+        "where the KV cache is: r (on R-workers), gpu (on the S-part's device, whatever it is; no "
+        "R-workers), hybrid (on the device, and on R-workers what it has no room for, where that "
+        "pays); auto: hybrid on a GPU with R-workers of other processes, gpu on a GPU without, "
+        "else r",
         choices=KV_PLACEMENTS,
         metavar="WHERE",
     )
@@ -125,6 +127,24 @@ class RPart:
         high=1e6,
         unit="GB",
         metavar="GB",
+    )
+    device_kv_gb: float | None = option(
+        None,
+        "with KV on both sides, KV cache on the device, in GB of 1e9 bytes; default: what is left "
+        "there, or on a CPU as much as each R-worker's",
+        low=1e-6,
+        high=1e6,
+        unit="GB",
+        metavar="GB",
+    )
+    away_tpot_s: float | None = option(
+        None,
+        "with KV on both sides, most seconds a token of a sequence may take whose KV is on an "
+        "R-worker: else it waits for room on the device; default: whatever is done soonest",
+        low=1e-4,
+        high=3600,
+        unit="s",
+        metavar="S",
     )
     block_size: int = option(64, "tokens in a KV block; a multiple of 16", low=16, high=256)
 

@@ -21,7 +21,7 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.peers import Peers, RHub
+from fastdecode.engine.fleet.peers import Peers, RConnection, RHub
 from fastdecode.wire.messages import Answer, Hello, ToRWorker, Welcome
 
 
@@ -42,6 +42,8 @@ class Fleet:
         clock: seconds, as ``Connection.heard_s`` has them.
         absent: the holders that aren't there to begin with, and why: they are
             lost.
+        device: the cache on the S-worker's device, beside R-workers: the last
+            holder.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class Fleet:
         silence_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         absent: Mapping[int, WorkerError] | None = None,
+        device: RConnection | None = None,
     ) -> None:
-        self._peers = Peers(hub, Deadlines(timeout_s, silence_s, clock), absent or {})
+        self._peers = Peers(hub, Deadlines(timeout_s, silence_s, clock), absent or {}, device)
         self._peer_of = {HolderId(index): index for index in range(len(self._peers))}
         self._has_moved = False  # a peer may keep several holders
 
@@ -69,6 +72,11 @@ class Fleet:
     def is_owed(self) -> bool:
         """Whether anybody owes an answer."""
         return self._peers.is_owed
+
+    @property
+    def is_owed_at_once(self) -> bool:
+        """Whether an answer is owed by who answers at once: the device beside R-workers."""
+        return self._peers.is_owed_at_once
 
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
         """The losses of which nobody has been told yet, in their order. Each is told once."""

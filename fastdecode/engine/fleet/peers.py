@@ -13,11 +13,12 @@ from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.wire.messages import Answer, Failed, FromRWorker, ToRWorker
-from fastdecode.wire.transport import TIMEOUT, Hub, PeerLostError, loss
+from fastdecode.wire.transport import TIMEOUT, Connection, Hub, PeerLostError, loss
 
 logger = logging.getLogger(__name__)
 
 RHub: TypeAlias = Hub[ToRWorker, FromRWorker]
+RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,25 @@ class Peers:
         deadlines: how long a peer may take, and be silent. It may be replaced
             at any time.
         lost: those that aren't there to begin with, and why.
+        beside: one more peer, behind the hub's, that answers at once; it is
+            never lost.
     """
 
-    def __init__(self, hub: RHub, deadlines: Deadlines, lost: Mapping[int, WorkerError]) -> None:
+    def __init__(
+        self,
+        hub: RHub,
+        deadlines: Deadlines,
+        lost: Mapping[int, WorkerError],
+        beside: RConnection | None = None,
+    ) -> None:
         self._hub = hub
+        self._beside = beside
         self.deadlines = deadlines
         self.lost = dict(lost)
         """Who is lost, and why."""
         self._untold = list(self.lost)
-        self._due: list[deque[_Due]] = [deque() for _ in hub.connections]
+        num_peers = len(hub.connections) + (beside is not None)
+        self._due: list[deque[_Due]] = [deque() for _ in range(num_peers)]
         self._early: deque[tuple[int, FromRWorker]] = deque()
 
     def __len__(self) -> int:
@@ -58,12 +69,17 @@ class Peers:
 
     def name(self, index: int) -> str:
         """What a peer is called."""
-        return self._hub.connections[index].peer
+        return self._connection(index).peer
 
     @property
     def is_owed(self) -> bool:
         """Whether anybody owes an answer."""
         return bool(self._early) or any(self._due)
+
+    @property
+    def is_owed_at_once(self) -> bool:
+        """Whether an answer is owed by who answers at once."""
+        return self._beside is not None and bool(self._due[-1])
 
     def take_losses(self) -> list[int]:
         """Those that are lost, of which nobody has been told yet, in their order. Told once."""
@@ -77,7 +93,7 @@ class Peers:
             due = _Due(self.deadlines.clock(), holder, message.answers)
             self._due[index].append(due)
         try:
-            self._hub.connections[index].send(message)
+            self._connection(index).send(message)
         except WorkerError as error:
             self.lose(index, self._last_words(index) or error)
 
@@ -90,6 +106,9 @@ class Peers:
         """
         if self._early:
             return self._taken(*self._early.popleft())
+        if self.is_owed_at_once:
+            assert self._beside is not None
+            return self._taken(len(self._due) - 1, self._beside.receive())
         now = self.deadlines.begin_look()
         until_s = min(self._end(index)[0] for index, due in enumerate(self._due) if due)
         wait_s = self.deadlines.wait_s(now, until_s) if wait else 0.0
@@ -123,9 +142,15 @@ class Peers:
         self._due[index].clear()
         self._untold = [lost for lost in self._untold if lost != index]
 
+    def _connection(self, index: int) -> RConnection:
+        if index < len(self._hub.connections):
+            return self._hub.connections[index]
+        assert self._beside is not None
+        return self._beside
+
     def _end(self, index: int) -> tuple[float, str]:
         """When a peer that owes an answer has to be given up, and why."""
-        heard_s = self._hub.connections[index].heard_s
+        heard_s = self._connection(index).heard_s
         return self.deadlines.end(self._due[index][0].since_s, heard_s)
 
     def _give_up_overdue(self) -> None:

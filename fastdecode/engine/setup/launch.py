@@ -6,12 +6,14 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError
-from fastdecode.core.holders import Holder, HolderId
+from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import KVSpec
@@ -33,9 +35,12 @@ from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.resolve import ResolvedConfig, describe_device, resolve_for_this_host
 from fastdecode.engine.setup.s_worker import make_s_worker
-from fastdecode.engine.step.local import reach_device
+from fastdecode.engine.step.local import LocalConnection, reach_device
+from fastdecode.engine.step.mixed import MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.schedule.hybrid.control import HybridOptions
+from fastdecode.schedule.hybrid.told import Guess
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
@@ -93,15 +98,21 @@ class RunningEngine:
         self._ranks: Ranks | None = None
         workers = _reach_workers(self.resolved)
         self._workers = workers
+        self._device = _device_beside(self.resolved)
         self._is_closed = False
         cluster = config.cluster
         self._fleet = Fleet(
-            workers.hub, cluster.worker_timeout_s, cluster.worker_silence_s, absent=workers.absent
+            workers.hub,
+            cluster.worker_timeout_s,
+            cluster.worker_silence_s,
+            absent=workers.absent,
+            device=self._device,
         )
         self.num_r_workers = workers.num_r_workers
         try:
             model = self._load_model(tell)
-            tell(workers.greeting)
+            where = f"; before them, {self._device.peer}" if self._device is not None else ""
+            tell(workers.greeting + where)
             hello = _hello(self._checkpoint, self.spec, self.resolved)
             deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
             replacements = workers.replacements and workers.replacements(hello, deadlines)
@@ -188,7 +199,7 @@ class RunningEngine:
         """The engine, once R-workers have said what room they have: ``blocks`` of each."""
         resolved = self.resolved
         s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
-        attention = _attention(workers, self._fleet, self.spec, resolved, s_worker)
+        attention = _attention(workers, self._fleet, self.spec, resolved, s_worker, self._device)
         pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
         at_once = all(holder.answers_at_once for holder in attention.holders)
         scheduler = make_scheduler(
@@ -197,9 +208,11 @@ class RunningEngine:
             resolved.config.r_part.block_size,
             times,
             opening_steps=0 if at_once else 1,
+            hybrid=_hybrid_options(self._device is not None, resolved, attention.holders),
         )
         recovery = Recovery(self._fleet, replacements)
-        watch = Watch(trace or NoTrace(), times, _lane_control(resolved, times))
+        lanes = scheduler.hybrid or _lane_control(resolved, times)
+        watch = Watch(trace or NoTrace(), times, lanes)
         eos = self._eos_token_ids()
         return Engine(
             s_worker, pipeline, self._fleet, Lifecycle(scheduler), self.codec, eos, recovery, watch
@@ -233,6 +246,8 @@ class RunningEngine:
         self.codec.close()
         if self._ranks is not None:
             self._ranks.close()
+        if self._device is not None:
+            self._device.close()
         self._workers.close(self._fleet.lost, self.resolved.config.cluster.worker_timeout_s)
 
 
@@ -242,14 +257,42 @@ def _lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl
     return LaneControl(times, resolved.schedule.num_lanes, most=resolved.most_lanes)
 
 
+def _device_beside(resolved: ResolvedConfig) -> LocalConnection | None:
+    """The cache on the device beside R-workers', if there is one."""
+    if resolved.config.r_part.kv_placement != "hybrid":
+        return None
+    return LocalConnection(resolved.device, resolved.device_kv_bytes)
+
+
+def _hybrid_options(
+    is_hybrid: bool, resolved: ResolvedConfig, holders: Seq[Holder]
+) -> HybridOptions | None:
+    """The device is the last of the holders."""
+    if not is_hybrid:
+        return None
+    device = HolderId(len(holders) - 1)
+    most_tpot_s = resolved.config.r_part.away_tpot_s or math.inf
+    return HybridOptions(device, Guess(holders[device].token_bytes), most_tpot_s)
+
+
 def _attention(
-    workers: Reached, fleet: Fleet, spec: ModelSpec, resolved: ResolvedConfig, s_worker: SWorker
+    workers: Reached,
+    fleet: Fleet,
+    spec: ModelSpec,
+    resolved: ResolvedConfig,
+    s_worker: SWorker,
+    device: LocalConnection | None,
 ) -> Attention:
     token_bytes = _kv_spec(spec, resolved).token_bytes
     holder = Holder(workers.kind, resolved.prompts_on_r, workers.answers_at_once, token_bytes)
     if workers.attention is not None:
         return workers.attention(fleet, holder)
     holders = (holder,) * len(fleet)
+    if device is not None:
+        on_device = replace(
+            holder, kind=HolderKind.DEVICE, attends_prompts=False, answers_at_once=True
+        )
+        holders = (*holders[:-1], on_device)
     give_up = workers.give_up_heads
     plan = AttentionPlan(
         spec.attention,
@@ -261,7 +304,7 @@ def _attention(
         slot_bytes=resolved.slot_bytes(spec),
     )
     plan.prepare(resolved.most_lanes)
-    return plan
+    return plan if device is None else MixedAttention(plan, device)
 
 
 def _reach_workers(resolved: ResolvedConfig) -> Reached:

@@ -65,6 +65,10 @@ class KVDemand:
     """R-workers in this process; 0: they are elsewhere, and decide for themselves."""
     cache_bytes: int | None
     """Of each; None: what is left."""
+    is_on_both: bool = False
+    """A cache on the device beside those."""
+    device_cache_bytes: int | None = None
+    """Of that one; None: what is left there, or as much as the others on a host."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class MemoryPlan:
     """Of each KV cache in this process."""
     graph_bytes: int = 0
     """CUDA graphs, and the lanes' memory that they work on."""
+    device_kv_bytes: int = 0
+    """Of the cache on the device, where others are on R-workers."""
 
     def __str__(self) -> str:
         parts = (
@@ -86,6 +92,7 @@ class MemoryPlan:
             ("activations", self.activation_bytes),
             ("CUDA graphs", self.graph_bytes),
             ("staging", self.staging_bytes),
+            ("KV cache on the device", self.device_kv_bytes),
             ("KV cache", self.kv_bytes),
         )
         return ", ".join(f"{name} {_gb(num)}" for name, num in parts if num)
@@ -121,13 +128,26 @@ def plan_memory(
         f"{_gb(activations)}{of_graphs})"
     )
     _check(what, s_part, room, where, _s_part_mend(graphs > 0, free.device_bytes is not None))
+    device_kv = 0
+    if kv.is_on_both:
+        device_kv = _device_kv_bytes(kv, room - s_part, where, on_gpu=free.device_bytes is not None)
     if kv.on_device or free.device_bytes is None:
-        left = room - s_part
+        left = room - s_part - device_kv
     else:
         where, left = "the host", free.host_bytes - staging
     is_all_theirs = kv.on_device and free.device_bytes is not None
     kv_bytes = _kv_bytes(kv, left, where, is_all_theirs=is_all_theirs)
-    return MemoryPlan(weights, activations, staging, kv_bytes, graphs)
+    return MemoryPlan(weights, activations, staging, kv_bytes, graphs, device_kv)
+
+
+def _device_kv_bytes(kv: KVDemand, room: int, where: str, *, on_gpu: bool) -> int:
+    """Of the cache on the device beside R-workers'."""
+    asked = kv.device_cache_bytes if on_gpu else kv.device_cache_bytes or kv.cache_bytes
+    if asked is None:
+        return room if on_gpu else default_kv_bytes(kv.num_caches + 1, room)
+    what = f"a KV cache of {_gb(asked)} on the device beside weights and activations"
+    _check(what, asked, room, where, (Given("device_kv_gb"),))
+    return asked
 
 
 def _kv_bytes(kv: KVDemand, room: int, where: str, *, is_all_theirs: bool) -> int:

@@ -23,6 +23,7 @@ from fastdecode.engine.setup.memory import (
     StepSizes,
     plan_memory,
 )
+from fastdecode.schedule.hybrid.control import MAX_LANES as MAX_HYBRID_LANES
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.arrays import MAX_BODY_BYTES
@@ -61,6 +62,8 @@ class ResolvedConfig:
     """That there may ever be; there is memory for so many."""
     max_graphs: int
     """CUDA graphs at most; 0: S-steps run as they are."""
+    device_kv_bytes: int
+    """Of the cache on the device beside R-workers'; 0: there is none."""
     transport: str
     """inproc (R-workers as threads), inline (one in the S-worker's own thread),
     mpi, zmq, or local (the KV cache is on ``device``)."""
@@ -123,12 +126,14 @@ def resolve(
             model's, or the memory doesn't suffice.
     """
     identity = identify(config, spec)
+    config = _placed(config)
+    is_hybrid = config.r_part.kv_placement == "hybrid"
     is_local = config.r_part.kv_placement == "gpu"
-    if is_local and not identity.kv_dtype.is_float:
+    if (is_local or is_hybrid) and not identity.kv_dtype.is_float:
         raise ConfigError(
             Given("kv_dtype", identity.kv_dtype.value),
             " needs R-workers: with ",
-            Given("kv_placement", "gpu"),
+            Given("kv_placement", config.r_part.kv_placement),
             " choose float32, bfloat16 or float16",
         )
     device = choose_device(config.s_part.device, rank)
@@ -136,8 +141,14 @@ def resolve(
     # Where S-part and R-part share their hardware, lanes would only get into
     # each other's way, and a single R-worker needs no thread of its own.
     shares_cores = transport == "inproc" and device.type == "cpu"
-    may_overlap = not is_local and not shares_cores
-    if shares_cores and config.r_part.r_workers == 1 and config.batching.lanes in (None, 1):
+    # With KV on both sides there is one to begin with, the home lane.
+    may_overlap = not is_local and not shares_cores and not is_hybrid
+    if (
+        shares_cores
+        and not is_hybrid
+        and config.r_part.r_workers == 1
+        and config.batching.lanes in (None, 1)
+    ):
         transport = "inline"
     steps = _Steps(
         config, spec, identity.dtype, transport, free, uses_graphs=_uses_graphs(config, device)
@@ -157,6 +168,7 @@ def resolve(
         adapts_lanes=plan.lanes.adapt,
         most_lanes=plan.lanes.most,
         max_graphs=steps.max_graphs,
+        device_kv_bytes=plan.memory.device_kv_bytes,
         transport=transport,
     )
 
@@ -213,6 +225,9 @@ class _Steps:
 
     def _choices(self, may_overlap: bool) -> Iterator[_Lanes]:
         asked = self.config.batching.lanes
+        if self.config.r_part.kv_placement == "hybrid":
+            yield _Lanes(1, 1, MAX_HYBRID_LANES)
+            return
         if asked is not None or not may_overlap:
             yield _Lanes.fixed(asked or 1)
             return
@@ -245,6 +260,10 @@ class _Steps:
             cache_bytes=None
             if config.r_part.kv_memory_gb is None
             else int(config.r_part.kv_memory_gb * 1e9),
+            is_on_both=config.r_part.kv_placement == "hybrid",
+            device_cache_bytes=None
+            if config.r_part.device_kv_gb is None
+            else int(config.r_part.device_kv_gb * 1e9),
         )
         memory = plan_memory(
             self.spec, sizes, kv, self.free, gpu_memory_fraction=config.s_part.gpu_memory_fraction
@@ -272,6 +291,19 @@ class _Steps:
             self.max_graphs,
             Buckets.choose(num_lanes, num_units, self.max_graphs).num_graphs(num_lanes, num_units),
         )
+
+
+def _placed(config: EngineConfig) -> EngineConfig:
+    """With the KV cache somewhere: on both sides where there are two, each with
+    hardware of its own."""
+    if config.r_part.kv_placement != "auto":
+        return config
+    on_gpu = choose_device(config.s_part.device).type == "cuda"
+    elsewhere = _transport(config) in ("mpi", "zmq")
+    placement = "r" if not on_gpu or config.s_part.tp > 1 else "hybrid" if elsewhere else "gpu"
+    if placement == "gpu" and config.r_part.r_workers > 1:
+        placement = "hybrid"  # somebody asks for them
+    return replace(config, r_part=replace(config.r_part, kv_placement=placement))
 
 
 def _transport(config: EngineConfig) -> str:

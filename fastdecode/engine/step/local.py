@@ -48,8 +48,6 @@ from fastdecode.wire.transport import SoleHub, closed_error, timeout_error
 from rworker.books import Books, blocks_within
 from sworker.paged import PagedKV, PagedStep, Prompt
 
-DEVICE = HolderId(0)
-"""The one holder's id."""
 _MEND = (
     "raise --kv-memory-gb or --gpu-memory-fraction, or keep the KV cache on R-workers "
     "(--kv-placement r)"
@@ -211,13 +209,13 @@ class LocalStep:
     def __init__(self, connection: LocalConnection, batch: StepBatch) -> None:
         (span,) = batch.spans
         self.batch = batch
-        self._begin = span.begin
+        self._begin, self._holder = span.begin, span.holder
         self._books = connection.books
         self._cache = connection.cache
         self._paged = connection.begin_step(span.begin)
         self._o = torch.empty(0)
         self._is_timed = self._cache.pool.device.type == "cpu"
-        self.r_compute_s = {span.holder: 0.0}
+        self.computed_s = {span.holder: 0.0}
         """Zero on a GPU, where nobody waits for the end of a layer to take its time."""
         self.sent_s: Seq[float] = ()
         self.lost: Collection[HolderId] = ()
@@ -229,7 +227,15 @@ class LocalStep:
         self._books.finish_layer(self._begin.lane, self._begin.step, layer)
         self._o = self._cache.attend(layer, q, k, v, self._paged)
         if self._is_timed:
-            self.r_compute_s[DEVICE] += time.perf_counter() - started
+            self.computed_s[self._holder] += time.perf_counter() - started
+
+    @property
+    def r_compute_s(self) -> dict[HolderId, float]:
+        return self.computed_s
+
+    @property
+    def in_s_part_s(self) -> float:
+        return self.computed_s[self._holder]
 
     def dispatch(self) -> bool:
         return True

@@ -34,7 +34,7 @@ from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.remote import Attention, LaneAttention
-from fastdecode.schedule.lanes import LaneControl
+from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 from fastdecode.wire.chunks import ChunkStored, FetchedChunk
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
@@ -75,7 +75,7 @@ class LaneStep:
         """The busiest R-worker's compute for this step."""
         return max(self.remote.r_compute_s.values(), default=0.0)
 
-    def tell(self, times: MeasuredTimes, lanes: LaneControl | None, completed_s: float) -> None:
+    def tell(self, times: MeasuredTimes, lanes: LaneChoice | None, completed_s: float) -> None:
         """Tell how long the finished step's parts took, those of holders that
         were lost aside. ``completed_s``: what drawing tokens and handing them
         on has taken."""
@@ -89,7 +89,8 @@ class LaneStep:
             if span.holder not in self.remote.lost
         }
         # A GPU works on while this thread is elsewhere.
-        s_part_s = max(self.s_compute_s + completed_s, self.forward.device_s())
+        own_s = self.s_compute_s + completed_s - self.remote.in_s_part_s
+        s_part_s = max(own_s, self.forward.device_s())
         times.observe(self.batch.num_decoding, self.batch.num_prompt_tokens, s_part_s, r_parts)
         if lanes is not None:
             loads = {holder: part.load_tokens for holder, part in r_parts.items()}
@@ -114,6 +115,8 @@ class Pipeline:
         self._ready: deque[LaneStep] = deque()
         self._unsent: deque[LaneStep] = deque()  # scattered, but not on the host yet; once a layer
         self._news: list[News] = []
+        # Some lanes wait for R-workers, and one never does.
+        self._is_hybrid = len({holder.kind for holder in attention.holders}) > 1
         self.wait_s = 0.0
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
 
@@ -160,6 +163,8 @@ class Pipeline:
             self._dispatch()
             self._note_losses()
             self._collect_ready()
+            if self._is_hybrid and self._ready:
+                self._take_in_answers()
             if self._news:
                 return None
             if not self._ready:
@@ -236,21 +241,38 @@ class Pipeline:
         whichever is first, for the one while the other is here would keep a
         lane from running. An answer is returned, what is copied is sent."""
         fleet = self._attention.fleet
-        if not self._unsent:
+        if not self._unsent and not self._is_hybrid:
             return fleet.receive()
-        if not fleet.is_owed:
+        if not fleet.is_owed and self._unsent:
             self._unsent[0].remote.wait_for_copy()
             return None
         found = look_until_found(partial(self._look, len(fleet.lost)), None)
         return found[0] if found else None
 
     def _look(self, num_lost: int) -> list[Arrival] | None:
-        """An answer, if one is here; none: something was sent, or somebody
-        lost; None: nothing has happened."""
-        received = self._attention.fleet.receive(wait=False)
+        """An answer, if one is here; none: something was sent, a lane can go
+        on, or somebody was lost; None: nothing has happened."""
+        fleet = self._attention.fleet
+        received = fleet.receive(wait=False) if fleet.is_owed else None
         if received is not None:
             return [received]
-        return [] if self._dispatch() or len(self._attention.fleet.lost) > num_lost else None
+        has_come = self._dispatch() or self._can_go_on()
+        return [] if has_come or len(fleet.lost) > num_lost else None
+
+    def _can_go_on(self) -> bool:
+        """Whether a lane on the device can, which nobody says who isn't asked."""
+        return self._is_hybrid and any(
+            step.remote.ready if step.logits is None else step.remote.settled
+            for step in self.in_flight
+        )
+
+    def _take_in_answers(self) -> None:
+        """Take in what R-workers have answered by now, though a lane can go on:
+        one that is on the device always can."""
+        fleet = self._attention.fleet
+        while fleet.is_owed and (received := fleet.receive(wait=False)) is not None:
+            self._take_in(*received, time.perf_counter())
+        self._collect_ready()
 
     def _wait(self, wait: Callable[[], Arrival | None]) -> None:
         started = time.perf_counter()
@@ -258,9 +280,10 @@ class Pipeline:
         now = time.perf_counter()
         self.wait_s += now - started
         self._trace.waited(started, now)
-        if received is None:
-            return
-        holder, message = received
+        if received is not None:
+            self._take_in(*received, now)
+
+    def _take_in(self, holder: HolderId, message: Answer, now: float) -> None:
         try:
             self._route(holder, message, now)
         except ProtocolError as error:

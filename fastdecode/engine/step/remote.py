@@ -66,6 +66,10 @@ class LaneAttention(Protocol):
         """Holder → seconds that it computed."""
 
     @property
+    def in_s_part_s(self) -> float:
+        """Seconds of that in which the S-worker's own thread computed."""
+
+    @property
     def lost(self) -> Collection[HolderId]:
         """Holders that were lost before they had answered everything."""
 
@@ -176,6 +180,7 @@ class RemoteStep:
         self._may_lend = self._closed is None and self._staging.is_home
         self._unsent: deque[tuple[int, Staged]] = deque()
         self.r_compute_s = dict.fromkeys(self._spans, 0.0)
+        self.in_s_part_s = 0.0
         self.sent_s: list[float] = []
         for span in batch.spans:
             plan.fleet.send(span.holder, span.begin)

@@ -1,0 +1,111 @@
+"""KV on both sides: the GPU alone, and what R-workers add to it
+(``--kv-placement hybrid``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cost_model.closed_forms import at_most
+from cost_model.plans.gpu_only import GpuOnly
+from cost_model.predict import System
+from fastdecode.schedule.hybrid.forecast import Costs, Layout, paces
+
+_STEP = 1.25
+"""From one number of sequences on R-workers that is looked at to the next."""
+_MOST_OF_IT = 0.8
+"""Of the gain that there is: more of it costs many more sequences, each slower."""
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """The best that the GPU does with its own memory full of KV, and R-workers
+    beside it."""
+
+    layout: str
+    """Where sequences on R-workers step: mixed, split-1, split-2; gpu-only:
+    R-workers add nothing."""
+    home: int
+    """Sequences whose KV is on the GPU."""
+    away: int
+    """Sequences whose KV is on R-workers."""
+    sockets: int
+    home_tpot_s: float
+    away_tpot_s: float | None
+    tokens_per_s: float
+
+    @property
+    def batch(self) -> int:
+        return self.home + self.away
+
+
+def best_hybrid(system: System, alone: GpuOnly, sockets: int, step_limit_s: float) -> Hybrid:
+    """As few sequences on R-workers, in whatever lanes, as give nearly all that
+    any number of them would, beside as many on the GPU as it runs alone.
+
+    Args:
+        alone: what the GPU does alone.
+        sockets: R-workers beside it.
+        step_limit_s: promised of every token.
+    """
+    nothing = Hybrid(
+        "gpu-only", alone.batch, 0, sockets, alone.tpot_s, None, tokens_per_s=alone.tokens_per_s
+    )
+    plans = [
+        plan
+        for plan in _plans(system, alone, sockets)
+        if at_most(max(plan.home_tpot_s, plan.away_tpot_s or 0.0), step_limit_s)
+        and plan.tokens_per_s > alone.tokens_per_s
+    ]
+    most = max((plan.tokens_per_s for plan in plans), default=0.0) - alone.tokens_per_s
+    enough = (p for p in plans if p.tokens_per_s - alone.tokens_per_s >= _MOST_OF_IT * most)
+    return min(enough, key=lambda plan: (plan.away, -plan.tokens_per_s), default=nothing)
+
+
+def _plans(system: System, alone: GpuOnly, sockets: int) -> Iterator[Hybrid]:
+    load = system.attended_tokens
+    for away in _numbers(system, sockets):
+        for layout in Layout:
+            lanes = max(1, layout.num_away_lanes)
+            if away < lanes:
+                continue
+            costs = _costs(system, -(-away // lanes), sockets)
+            pace = paces(costs, layout, (alone.batch, alone.batch * load), (away, away * load))
+            yield Hybrid(
+                layout.value,
+                alone.batch,
+                away,
+                sockets,
+                pace.home_s,
+                pace.away_s,
+                tokens_per_s=alone.batch / pace.home_s + away / pace.away_s,
+            )
+
+
+def _numbers(system: System, sockets: int) -> Iterator[int]:
+    """Sequences that R-workers have room for, a few of all numbers."""
+    room = sockets * system.r.capacity_bytes
+    most = room / (system.workload.mean_context_tokens * system.costs.kv_bytes)
+    number = 1.0
+    while number <= most:
+        yield int(number)
+        number = max(number + 1, number * _STEP)
+
+
+def _costs(system: System, lane: int, sockets: int) -> Costs:
+    """Of steps, with so many sequences of a lane on R-workers."""
+    layers, s = system.costs.num_layers, system.s
+    byte_s = s.pace * system.costs.kv_layer_bytes / s.kv_read_bytes_per_s
+    times = system.lane(lane, sockets)
+
+    def r_part_s(num_sequences: int, load: float) -> float:
+        # Of the load that these have on average.
+        here = system.lane(num_sequences, sockets)
+        return layers * max(here.r_s, here.out_s, here.back_s)
+
+    return Costs(
+        s_part=lambda num: layers * system.s_s(num),
+        device=lambda load: layers * byte_s * load,
+        r_part=r_part_s,
+        round_trip_s=layers * (times.messages_s + times.out_s + times.back_s + times.round_trip_s),
+    )

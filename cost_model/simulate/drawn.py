@@ -1,0 +1,169 @@
+"""Cases of KV on both sides, drawn at random: what steps cost, how long
+sequences are, how much room there is. Each is run by the real scheduler, on the
+device alone and with R-workers beside."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from random import Random
+
+from cost_model.simulate.hybrid import HybridSimulator
+from cost_model.simulate.simulator import Outcome
+from cost_model.simulate.trace import Trace, TracedRequest
+from fastdecode.core.config.groups import Batching
+from fastdecode.core.holders import HolderId
+from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
+from fastdecode.schedule.hybrid.told import Guess
+from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.options import ScheduleOptions
+
+_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class DrawnTimes:
+    """Step times: ``fastdecode.schedule.times.StepTimes``."""
+
+    weights_s: float
+    """To read the weights: what an S-part takes at least."""
+    row_s: float
+    """Of a row, where the S-part is bound by arithmetic."""
+    step_s: float
+    """Of every S-part beside."""
+    token_s: tuple[float, ...]
+    """A cached token on each holder."""
+    link_s: float
+
+    def s_part_s(self, num_tokens: int) -> float:
+        """As ``StepTimes``."""
+        return self.step_s + max(self.weights_s, self.row_s * num_tokens)
+
+    def r_part_s(self, worker: int, load_tokens: int) -> float:
+        """As ``StepTimes``."""
+        return self.token_s[worker] * load_tokens
+
+    def misjudged(self, random: Random, error: float) -> DrawnTimes:
+        """As somebody might predict who is off by up to this part of each."""
+
+        def off() -> float:
+            return 1 + random.uniform(-error, error)
+
+        s_part = off()
+        return DrawnTimes(
+            self.weights_s * s_part,
+            self.row_s * s_part,
+            self.step_s * s_part,
+            tuple(seconds * off() for seconds in self.token_s),
+            self.link_s * off(),
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One of them. The last holder is the device."""
+
+    trace: Trace
+    times: DrawnTimes
+    blocks: tuple[int, ...]
+    most_running: int
+
+    @property
+    def device(self) -> HolderId:
+        return HolderId(len(self.blocks) - 1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What R-workers beside the device came to."""
+
+    ratio: float
+    """Tokens a second, over those of the device alone."""
+    modes: dict[str, int]
+    """Steps of the home lane by mode."""
+
+
+def draw(random: Random, *, most_requests: int = 40, most_tokens: int = 60) -> Case:
+    """A case: few or many requests, of equal or quite different lengths, on a
+    device with room for one of them or for most."""
+
+    def between(low: float, high: float) -> float:
+        return math.exp(random.uniform(math.log(low), math.log(high)))
+
+    spread = between(1, 8)
+    length = between(4 * spread**0.5, most_tokens / 2)
+    prompt = between(1, 4 * _BLOCK)
+    requests = []
+    for _ in range(round(between(2, most_requests))):
+        num_output = min(most_tokens, max(1, round(length * between(spread**-0.5, spread**0.5))))
+        num_prompt = max(1, round(prompt * between(0.5, 2)))
+        requests.append(TracedRequest(num_prompt, num_output, num_output))
+    needed = [-(-(r.num_prompt_tokens + r.num_output_tokens - 1) // _BLOCK) for r in requests]
+    num_workers = random.randint(1, 4)
+    at_home = max(max(needed), round(sum(needed) * between(0.03, 1.1)))
+    each = max(1, round(sum(needed) * between(0.05, 2) / num_workers))
+    weights_s = between(2e-3, 5e-2)
+    mean_load = at_home * _BLOCK * 0.7
+    token_s = weights_s * between(0.05, 4) / mean_load
+    r_s = token_s * between(0.3, 60)
+    r_token_s = [r_s * between(1, 2) for _ in range(num_workers)]
+    row_s = weights_s / between(2, 200)
+    times = DrawnTimes(
+        weights_s, row_s, weights_s * between(0.01, 0.5), (*r_token_s, token_s), between(1e-4, 0.1)
+    )
+    blocks = (*([each] * num_workers), at_home)
+    return Case(Trace(tuple(requests)), times, blocks, random.choice((4, 16, 64, 64)))
+
+
+def judge(case: Case, *, error: float = 0.0, random: Random | None = None) -> Verdict:
+    """Run a case both ways.
+
+    Args:
+        error: what is predicted may be off by this part, for good; the rule is
+            told so.
+        random: what predictions are drawn by.
+    """
+    alone = run(replace(case, blocks=(*([0] * (len(case.blocks) - 1)), case.blocks[-1])), None)[0]
+    predicted = case.times.misjudged(random, error) if random is not None else case.times
+    both, control = run(case, predicted, error)
+    assert control is not None
+    assert len(both.served) == len(alone.served) == len(case.trace.requests)
+    return Verdict(alone.total_s / both.total_s, dict(control.counts.steps))
+
+
+def run(
+    case: Case, predicted: DrawnTimes | None, error: float = 0.0
+) -> tuple[Outcome, HybridControl | None]:
+    """Run a case; ``predicted``: what the rule is told of times; None: on the
+    device alone."""
+    clock = [lambda: 0.0]
+    options = None
+    if predicted is not None:
+        options = HybridOptions(
+            case.device,
+            Guess(0, round_trip_s=predicted.link_s),
+            error=error,
+            measured_steps=1 << 60 if error else 0,
+            clock=lambda: clock[0](),
+        )
+    batching = Batching(
+        max_num_sequences=case.most_running,
+        schedule="greedy",
+        lanes=1,
+        max_step_tokens=case.most_running + 512,
+    )
+    scheduler = make_scheduler(
+        ScheduleOptions(batching), case.blocks, _BLOCK, predicted or case.times, hybrid=options
+    )
+    simulator = HybridSimulator(
+        case.trace,
+        scheduler,
+        case.times,
+        case.device,
+        worker_blocks=case.blocks,
+        block_size=_BLOCK,
+        link_s=case.times.link_s,
+        predicted_link_s=(predicted or case.times).link_s,
+    )
+    clock[0] = lambda: simulator.now_s
+    return simulator.run(), scheduler.hybrid

@@ -1,0 +1,245 @@
+"""KV on both sides, as it runs: when the rule is asked, what follows from what
+it says, and whether it was right.
+
+Where one holder is the device and the others are R-workers, the scheduler has a
+``HybridControl``. It says which holders a sequence that starts may go to, and
+how many lanes there are. The first is the **home lane**, of sequences whose KV
+is on the device; the others are **away lanes**. A single lane has both.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from fastdecode.core.holders import HolderId, SequenceId
+from fastdecode.core.sequence import Sequence
+from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
+from fastdecode.schedule.hybrid.rule import Margins, choose
+from fastdecode.schedule.hybrid.told import Guess, Teller
+from fastdecode.schedule.hybrid.watch import Watch
+from fastdecode.schedule.placement import BlockLedger
+from fastdecode.schedule.running import Lane
+
+MAX_LANES = 3
+"""That there may ever be."""
+EVERY = 64
+"""Steps of the home lane between two looks at the whole."""
+_SHARE = 200
+"""Asking the rule takes one part in so many of the time, at most."""
+_GUESSED_ERROR = 0.2
+"""Of costs, while R-workers haven't been measured."""
+_MEASURED_ERROR = 0.05
+"""Of forecasts, at the least: they know no prompts, and nobody's chance."""
+_MEASURED_STEPS = 32
+"""Steps with R-workers that measure them."""
+_FORGET = 1.005
+"""What the round trip's estimate, the least that was seen, rises by with each step."""
+
+Rule: TypeAlias = Callable[[Known, Course, Costs, Margins], Course]
+"""As ``choose``."""
+View: TypeAlias = tuple[Seq[Lane], Seq[Sequence]]
+"""Lanes, and those that wait."""
+
+
+@dataclass(frozen=True)
+class HybridOptions:
+    """What a control is made by."""
+
+    device: HolderId
+    """All other holders are R-workers."""
+    guess: Guess | None = None
+    """Of R-workers, until times are known of them; None: they are known."""
+    most_tpot_s: float = math.inf
+    """A token of a sequence that is away may take so long."""
+    error: float = _GUESSED_ERROR
+    """How far costs may be off, until R-workers have been measured."""
+    measured_steps: int = _MEASURED_STEPS
+    """Steps with R-workers that measure them."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds."""
+    rule: Rule = choose
+
+
+@dataclass
+class HybridCounts:
+    """What was done."""
+
+    steps: Counter[str] = field(default_factory=Counter)
+    """Of the home lane, and of others while nobody is at home, by mode:
+    gpu-only, mixed, split-1, split-2, R-only."""
+    num_closed: int = 0
+    """How often R-workers were found not to pay, and left alone for a while."""
+
+
+class HybridControl:
+    """See the module.
+
+    Args:
+        options: see there.
+        ledger: counts what is reserved.
+        teller: what the rule is told.
+    """
+
+    def __init__(self, options: HybridOptions, ledger: BlockLedger, teller: Teller) -> None:
+        self._options = options
+        self._device = options.device
+        self._ledger = ledger
+        self._teller = teller
+        self._clock = options.clock
+        self._view: Callable[[], View] = lambda: ((), ())
+        self._course = Course(Layout.SPLIT_1)
+        self._leaving: set[SequenceId] = set()  # who may go to R-workers by now
+        self._num_lanes = 1
+        self._num_home_steps = self._num_away_steps = 0
+        self._asked_at = self._parted_at = -EVERY  # steps of the home lane
+        self._ask_at_s = -math.inf
+        self._asked_for = (-1, -1)  # sequences that ran and waited
+        self._round_trip_s = math.inf
+        self._watch = Watch()
+        self.counts = HybridCounts()
+
+    def attach(self, view: Callable[[], View]) -> None:
+        """What runs and waits, whenever it is looked at."""
+        self._view = view
+
+    def begin_plan(self, head: Sequence) -> None:
+        """Somebody waits; ``head`` is the first. What is there for those for
+        whom the device has no room?"""
+        has_room = self._could_hold(self._device, head) and self._teller.has_room(head)
+        if head.sequence_id in self._leaving or (has_room and self._course.home_is_open):
+            return
+        lanes, waiting = self._view()
+        numbers = sum(len(lane.running) for lane in lanes), len(waiting)
+        if numbers != self._asked_for:  # nobody has come, started or ended since
+            self._asked_for = numbers
+            self._ask()
+
+    def among(
+        self, lane: int, sequence: Sequence, tiers: Seq[Seq[HolderId]]
+    ) -> list[list[HolderId]]:
+        """Of the holders that have room for a sequence, those where it may
+        start in this lane. On the device whenever that has room."""
+        is_home, is_alone = lane == 0, self._num_lanes == 1
+        fits_home = self._could_hold(self._device, sequence)
+        has_room = any(self._device in tier for tier in tiers)
+        if fits_home and has_room and self._home_is_open(sequence):
+            return [[self._device]] if is_home else []
+        away = [found for tier in tiers if (found := [h for h in tier if h != self._device])]
+        if not away or (is_home and not is_alone) or self._has_share(lane):
+            return []
+        is_mixed = self._course.layout is Layout.MIXED
+        has_leave = sequence.sequence_id in self._leaving or not self._course.home_is_open
+        may_go = has_leave and is_mixed is is_alone and not self._watch.is_closed
+        if not fits_home or may_go:
+            return away
+        return []
+
+    def started(self, sequence: Sequence) -> None:
+        """A sequence starts."""
+        self._leaving.discard(sequence.sequence_id)
+
+    def lane_of(self, holder: HolderId, number: int, num_lanes: int) -> int:
+        """Where a sequence on this holder goes on when there are so many lanes:
+        the ``number``-th of all."""
+        if holder == self._device or num_lanes == 1:
+            return 0
+        return 1 + number % (num_lanes - 1)
+
+    def observe(
+        self, lane: int, num_decoding: int, loads: Mapping[int, int], round_trip_s: float
+    ) -> None:
+        """A lane's step was run; as ``LaneControl`` is told."""
+        is_with_r_workers = any(holder != self._device for holder in loads)
+        if is_with_r_workers and num_decoding:
+            self._num_away_steps += 1
+            self._round_trip_s = min(self._round_trip_s * _FORGET, round_trip_s)
+        if lane:
+            self._watch.away_step(num_decoding)
+        lanes, waiting = self._view()
+        if lane == 0 or not lanes[0].running:
+            self._num_home_steps += 1
+            self.counts.steps[self._mode(lanes)] += 1
+            self.counts.num_closed = self._watch.num_closed
+        if lane == 0 and num_decoding:
+            costs = self._teller.costs(self._round_trip_s)
+            if costs is not None:
+                self._watch.home_step(
+                    num_decoding,
+                    costs.home_s(num_decoding, loads.get(self._device, 0)),
+                    self._clock(),
+                    is_alone=not any(map(self._has_away, lanes)),
+                    is_full=bool(waiting),
+                )
+
+    def decide(self) -> int:
+        """The number of lanes that there should be. If it isn't what it was,
+        ``regrouped`` is due."""
+        lanes, waiting = self._view()
+        has_away = any(map(self._has_away, lanes))
+        if (waiting or has_away) and self._num_home_steps - self._asked_at >= EVERY:
+            self._ask()
+        if has_away or self._leaving or not self._course.home_is_open:
+            self._parted_at = self._num_home_steps
+            return 1 + self._course.layout.num_away_lanes
+        # Who has come home stays for a while: others may go soon.
+        is_long_ago = self._num_home_steps - self._parted_at >= EVERY
+        return 1 if is_long_ago else self._num_lanes
+
+    def regrouped(self, num_lanes: int) -> None:
+        """There are so many lanes now."""
+        self._num_lanes = num_lanes
+
+    def _ask(self) -> None:
+        """What is best from now on?"""
+        self._asked_at, started_s = self._num_home_steps, self._clock()
+        if started_s < self._ask_at_s:
+            return
+        self._leaving = set()
+        costs = self._teller.costs(self._round_trip_s)
+        if costs is None or self._watch.is_closed:
+            self._course = replace(self._course, home_is_open=True)
+            return
+        is_measured = self._num_away_steps >= self._options.measured_steps
+        error = _MEASURED_ERROR if is_measured else self._options.error
+        lanes, waiting = self._view()
+        known = self._teller.known(lanes, waiting)
+        margins = Margins(error=error, most_tpot_s=self._options.most_tpot_s)
+        self._course = self._options.rule(known, self._course, costs, margins)
+        self._leaving = {one.sequence_id for one in waiting[: self._course.num_away]}
+        now_s = self._clock()
+        self._ask_at_s = now_s + _SHARE * (now_s - started_s)
+
+    def _has_share(self, lane: int) -> bool:
+        """Whether an away lane has its share of those who are away or leave."""
+        if not lane:
+            return False
+        away = self._view()[0][1:]
+        num_away = sum(len(one.running) for one in away) + max(1, len(self._leaving))
+        return len(away[lane - 1].running) >= -(-num_away // len(away))
+
+    def _home_is_open(self, sequence: Sequence) -> bool:
+        if self._course.home_is_open:
+            return True
+        return not any(self._could_hold(holder, sequence) for holder in self._teller.r_workers)
+
+    def _could_hold(self, holder: HolderId, sequence: Sequence) -> bool:
+        """Whether it has room for the sequence when it is empty."""
+        most = self._ledger.shape.blocks_for(sequence.max_cached_tokens)
+        return most <= self._ledger.capacity_blocks(holder)
+
+    def _has_away(self, lane: Lane) -> bool:
+        """Whether any of its sequences are away."""
+        return any(num and holder != self._device for holder, num in lane.reserved_tokens.items())
+
+    def _mode(self, lanes: Seq[Lane]) -> str:
+        if not any(map(self._has_away, lanes)):
+            return "gpu-only"
+        if not any(lane.reserved_tokens[self._device] for lane in lanes):
+            return "R-only"
+        return ("mixed", "split-1", "split-2")[len(lanes) - 1]

@@ -1,0 +1,273 @@
+"""When would all that is known be done? The clock by which plans for KV on both
+sides are compared.
+
+Sequences **at home** have their KV in the device's memory and step together in
+one lane, which waits for nobody. Sequences that are **away** have it on
+R-workers and step in lanes of their own, or among those at home. A forecast
+runs all of it to its end, from one end of a sequence to the next, in a
+microsecond or two for each: first come, first served, as the scheduler does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from heapq import heapify, heappop, heappush
+
+_ROUNDING = 1e-6
+"""Of a step: what is that near to its end has ended."""
+
+
+class Layout(Enum):
+    """In which lanes sequences step whose KV is on R-workers."""
+
+    MIXED = "mixed"
+    """In that of those at home: the weights are read once for all."""
+    SPLIT_1 = "split-1"
+    """In a lane of their own."""
+    SPLIT_2 = "split-2"
+    """In two, which take turns on the R-workers."""
+
+    @property
+    def num_away_lanes(self) -> int:
+        return {Layout.MIXED: 0, Layout.SPLIT_1: 1, Layout.SPLIT_2: 2}[self]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A sequence, as a forecast knows it."""
+
+    num_steps: int
+    """Tokens that it is still to draw."""
+    num_cached: int
+    """Tokens that it has cached when it draws the first of them."""
+    num_blocks: int
+    """KV blocks that it has reserved, or will."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a step through all layers. No function falls."""
+
+    s_part: Callable[[int], float]
+    """The S-part, T_S, of so many sequences."""
+    device: Callable[[float], float]
+    """The device's attention, A, to so many cached tokens."""
+    r_part: Callable[[int, float], float]
+    """The busiest R-worker's attention, R, where R-workers together have so
+    many sequences with so many cached tokens."""
+    round_trip_s: float
+    """L: the way to R-workers and back."""
+    host_s: float = 0.0
+    """H: what the host spends on a lane's step."""
+    away_weight: float = 1.0
+    """What sequences that are away cost of the S-part counts so many times."""
+
+    def home_s(self, num_sequences: int, load: float) -> float:
+        """A step of those at home, alone on the device."""
+        return self.s_part(num_sequences) + self.device(load)
+
+    def scaled(self, s_part: float, device: float, away: float) -> Costs:
+        """The S-part, the device's attention, and the way to R-workers with
+        what they do, times so much each."""
+        costs = self
+        return replace(
+            self,
+            s_part=lambda n: s_part * costs.s_part(n),
+            device=lambda load: device * costs.device(load),
+            r_part=lambda n, load: away * costs.r_part(n, load),
+            round_trip_s=away * self.round_trip_s,
+            host_s=away * self.host_s,
+        )
+
+
+@dataclass(frozen=True)
+class Known:
+    """All sequences that aren't over."""
+
+    home: tuple[Work, ...]
+    away: tuple[Work, ...]
+    waiting: tuple[Work, ...]
+    """In the order in which they start."""
+    home_blocks: int
+    """KV blocks of the device, in all."""
+    away_blocks: int
+    """KV blocks of all R-workers."""
+    away_free: tuple[int, ...]
+    """Of each R-worker, the blocks that nobody has reserved."""
+    most_running: int
+    """Sequences that run at once, at most."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is done from now on."""
+
+    layout: Layout
+    num_away: int = 0
+    """So many of those that wait, the first ones, go to R-workers now; the
+    others wait for the device."""
+    home_is_open: bool = True
+    """The device takes in new sequences; else R-workers take all of them."""
+
+
+@dataclass(frozen=True)
+class Paces:
+    """How long a step takes of those at home and of those that are away, while
+    both run; infinite where there are none."""
+
+    home_s: float
+    away_s: float
+
+
+def paces(costs: Costs, layout: Layout, home: tuple[int, float], away: tuple[int, float]) -> Paces:
+    """Steps side by side.
+
+    Args:
+        home: sequences, and the tokens that they have cached in all.
+        away: the same of those on R-workers.
+    """
+    num_home, load_home = home
+    num_away, load_away = away
+    if not num_away:
+        return Paces(costs.home_s(num_home, load_home) if num_home else math.inf, math.inf)
+    lanes = min(max(1, layout.num_away_lanes), num_away)
+    r_part_s = costs.r_part(num_away, load_away)
+    if layout is Layout.MIXED:
+        attention_s = max(costs.device(load_home), r_part_s + costs.round_trip_s)
+        alone_s = costs.s_part(num_home) if num_home else 0.0
+        added_s = costs.s_part(num_home + num_away) - alone_s
+        step_s = alone_s + costs.away_weight * added_s + attention_s
+        return Paces(step_s if num_home else math.inf, step_s)
+    num_lane = -(-num_away // lanes)
+    lane_s = max(costs.away_weight * costs.s_part(num_lane), costs.host_s)
+    lane_r_s = r_part_s if lanes == 1 else costs.r_part(num_lane, load_away * num_lane / num_away)
+    # Before each of its layers a lane waits for a layer of those at home, at most.
+    home_s = costs.home_s(num_home, load_home) if num_home else 0.0
+    period_s = max(
+        r_part_s, lane_s + lane_r_s + costs.round_trip_s + home_s, lanes * lane_s + home_s
+    )
+    if not num_home:
+        return Paces(math.inf, period_s)
+    return Paces(home_s / (1 - lanes * lane_s / period_s), period_s)
+
+
+class _Side:
+    """Sequences that step together."""
+
+    def __init__(self, works: Iterable[Work]) -> None:
+        self.step = 0.0
+        # When each ends, its blocks, and what it has cached but for a token a step.
+        self.ends = [(float(w.num_steps), w.num_blocks, float(w.num_cached)) for w in works]
+        heapify(self.ends)
+        self.num_blocks = sum(end[1] for end in self.ends)
+        self._base = sum(end[2] for end in self.ends)
+
+    def add(self, work: Work) -> None:
+        """It steps from now on."""
+        base = work.num_cached - self.step
+        heappush(self.ends, (self.step + work.num_steps, work.num_blocks, base))
+        self.num_blocks += work.num_blocks
+        self._base += base
+
+    def load(self, ahead: float) -> float:
+        """Cached tokens of all, so many steps ahead."""
+        return self._base + len(self.ends) * (self.step + ahead)
+
+    @property
+    def num_left(self) -> float:
+        """Steps until the next one ends."""
+        return self.ends[0][0] - self.step if self.ends else math.inf
+
+    def advance(self, num_steps: float) -> None:
+        """Run so many, at most ``num_left``."""
+        self.step += num_steps
+        while self.ends and self.ends[0][0] <= self.step + _ROUNDING:
+            _, num_blocks, base = heappop(self.ends)
+            self.num_blocks -= num_blocks
+            self._base -= base
+
+
+def coarse(known: Known, num_ends: int) -> Known:
+    """The same with sequences' ends drawn together, to about so many that differ."""
+    every = (*known.home, *known.away, *known.waiting)
+    if len(every) <= num_ends:
+        return known
+    grain = max(1, max(work.num_steps for work in every) // num_ends)
+
+    def rounded(works: tuple[Work, ...]) -> tuple[Work, ...]:
+        return tuple(replace(w, num_steps=-(-w.num_steps // grain) * grain) for w in works)
+
+    return replace(
+        known,
+        home=rounded(known.home),
+        away=rounded(known.away),
+        waiting=rounded(known.waiting),
+    )
+
+
+def finish_s(known: Known, course: Course, costs: Costs, limit_s: float = math.inf) -> float:
+    """Seconds until everybody is done.
+
+    Args:
+        limit_s: later than that is as good as never: infinite.
+    """
+    home, away = _Side(known.home), _Side(known.away)
+    for work in known.waiting[: course.num_away]:
+        away.add(work)
+    queue = deque(known.waiting[course.num_away :])
+    now_s = 0.0
+    while True:
+        _start(known, course, home, away, queue)
+        if not home.ends and not away.ends:
+            return now_s
+        first = _paces_of(costs, course.layout, home, away, 0.0)
+        span_s = min(home.num_left * first.home_s, away.num_left * first.away_s)
+        # At the mean load of the span.
+        mean = _paces_of(costs, course.layout, home, away, span_s / 2, first)
+        span_s = min(
+            *(
+                side.num_left * pace
+                for side, pace in ((home, mean.home_s), (away, mean.away_s))
+                if side.ends
+            ),
+            math.inf,
+        )
+        for side, pace in ((home, mean.home_s), (away, mean.away_s)):
+            if side.ends:
+                side.advance(span_s / pace if pace else side.num_left)
+        now_s += span_s
+        if now_s > limit_s:
+            return math.inf
+
+
+def _start(known: Known, course: Course, home: _Side, away: _Side, queue: deque[Work]) -> None:
+    """First come, first served, as far as there is room. What the device could
+    never hold goes to R-workers."""
+    while queue and len(home.ends) + len(away.ends) < known.most_running:
+        work = queue[0]
+        goes_home = course.home_is_open and work.num_blocks <= known.home_blocks
+        side, room = (home, known.home_blocks) if goes_home else (away, known.away_blocks)
+        if side.num_blocks + work.num_blocks > room and side.ends:
+            return
+        side.add(queue.popleft())
+
+
+def _paces_of(
+    costs: Costs,
+    layout: Layout,
+    home: _Side,
+    away: _Side,
+    ahead_s: float,
+    before: Paces | None = None,
+) -> Paces:
+    """At the loads in so many seconds; ``before``: how long steps take until then."""
+    home_ahead = away_ahead = 0.0
+    if before is not None:
+        home_ahead = ahead_s / before.home_s if home.ends and before.home_s else 0.0
+        away_ahead = ahead_s / before.away_s if away.ends and before.away_s else 0.0
+    at_home = len(home.ends), home.load(home_ahead)
+    return paces(costs, layout, at_home, (len(away.ends), away.load(away_ahead)))

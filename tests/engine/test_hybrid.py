@@ -1,0 +1,207 @@
+"""KV on both sides: the same tokens as on either, wherever a sequence is, whoever is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import prompts
+from trouble import crash_after
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.hybrid.control import Rule
+from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
+from fastdecode.schedule.hybrid.rule import Margins
+from fastdecode.schedule.times import MeasuredTimes
+
+SHARED: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "block_size": 16}
+HYBRID: dict[str, Any] = {"kv_placement": "hybrid", "r_workers": 2, "kv_memory_gb": 0.002}
+# Room for three short sequences or so.
+SMALL: dict[str, Any] = {"device_kv_gb": 0.0001}
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=20, n=3, ignore_eos=True)
+ASKED = prompts([3, 30, 11, 1, 19, 8, 5, 40, 22], seed=2)
+PARAMS = [GREEDY] * 5 + [FORKED] * 2 + [GREEDY] * 2
+
+Tokens = list[list[tuple[int, ...]]]
+
+
+def tokens(llm: LLM) -> Tokens:
+    outputs = llm.generate(ASKED, PARAMS)
+    return [[c.token_ids for c in output.completions] for output in outputs]
+
+
+def always(layout: Layout, *, home_is_open: bool = True) -> Rule:
+    """Whoever waits goes to R-workers."""
+
+    def rule(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
+        return Course(layout, len(known.waiting), home_is_open)
+
+    return rule
+
+
+def restless() -> Rule:
+    """Wants another layout every time."""
+    courses = [Course(layout, 2) for layout in (Layout.SPLIT_2, Layout.MIXED, Layout.SPLIT_1)]
+
+    def rule(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
+        courses.append(courses.pop(0))
+        return courses[0]
+
+    return rule
+
+
+def steps_of(llm: LLM) -> Counter[str]:
+    assert llm.stats.hybrid is not None
+    return llm.stats.hybrid.steps
+
+
+def hybrid(path: Path, rule: Rule, **options: Any) -> LLM:
+    """With whatever the rule says, from the first step on."""
+    given = {**SHARED, **HYBRID, **SMALL, **options}
+    llm = LLM(str(path), times=MeasuredTimes(min_observed=1), **given)
+    control = llm._running.engine._lifecycle.scheduler.hybrid
+    assert control is not None
+    control._options = replace(control._options, rule=rule)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Tokens]:
+    found: dict[str, Tokens] = {}
+
+    def of(family: str) -> Tokens:
+        if family not in found:
+            path = str(tiny_checkpoint(family))
+            with LLM(path, kv_memory_gb=0.01, **SHARED) as llm:
+                found[family] = tokens(llm)
+            with LLM(path, kv_placement="gpu", kv_memory_gb=0.01, **SHARED) as llm:
+                assert tokens(llm) == found[family]
+        return found[family]
+
+    return of
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_equal_tokens_in_all_lanes(
+    layout: Layout, expected: Callable[[str], Tokens], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    with hybrid(tiny_checkpoint("llama"), always(layout)) as llm:
+        assert tokens(llm) == expected("llama")
+        assert steps_of(llm)[layout.value] > 0
+
+
+@pytest.mark.parametrize("family", ["gemma2", "bloom"])
+def test_equal_tokens_of_all_families(
+    family: str, expected: Callable[[str], Tokens], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    with hybrid(tiny_checkpoint(family), restless()) as llm:
+        assert tokens(llm) == expected(family)
+        assert len(steps_of(llm)) > 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill_chunk": 7},
+        {"prefill_chunk": 7, "prompt_attention": "s", "max_step_tokens": 25, "r_workers": 3},
+        {"length_quantile": 0.3, "max_num_sequences": 6},
+        {"max_num_sequences": 4, "device_kv_gb": 0.00005},
+    ],
+    ids=["chunks", "chunks-s", "suspended", "few"],
+)
+def test_equal_tokens_however_they_come(
+    options: dict[str, Any],
+    expected: Callable[[str], Tokens],
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    max_step_tokens = {"max_num_sequences": 16} if "max_step_tokens" in options else {}
+    with hybrid(tiny_checkpoint("llama"), restless(), **max_step_tokens, **options) as llm:
+        assert tokens(llm) == expected("llama")
+        assert len(steps_of(llm)) > 1
+
+
+def test_r_workers_may_have_all(
+    expected: Callable[[str], Tokens], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    with hybrid(tiny_checkpoint("llama"), always(Layout.SPLIT_1, home_is_open=False)) as llm:
+        for _ in range(2):
+            assert tokens(llm) == expected("llama")
+        assert steps_of(llm)["R-only"] > 0
+
+
+def test_what_fits_on_the_device_sends_no_r_worker_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+    expected: Callable[[str], Tokens],
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    crash_after(monkeypatch, {"r0": 0, "r1": 0})  # at the first layer that they attend
+    with hybrid(tiny_checkpoint("llama"), always(Layout.SPLIT_1), device_kv_gb=0.01) as llm:
+        assert tokens(llm) == expected("llama")
+        assert set(steps_of(llm)) == {"gpu-only"}
+        engine = llm.snapshot().engine
+        assert engine.num_live_r_workers == engine.num_r_workers == 2
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("crashes", [{"r0": 9}, {"r0": 9, "r1": 30}], ids=["one", "all"])
+def test_a_lost_r_worker_never_disturbs_those_at_home(
+    crashes: dict[str, int],
+    layout: Layout,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: Callable[[str], Tokens],
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    crash_after(monkeypatch, crashes)
+    with hybrid(tiny_checkpoint("llama"), always(layout)) as llm:
+        assert tokens(llm) == expected("llama")
+        engine = llm.snapshot().engine
+        assert engine.num_r_workers - engine.num_live_r_workers == len(crashes)
+        # Some began at home, and none of those was recomputed.
+        assert 0 < llm.stats.num_recomputed < sum(p.n for p in PARAMS) - 1
+        assert tokens(llm) == expected("llama")
+
+
+def test_what_the_device_could_never_hold_goes_to_r_workers(
+    expected: Callable[[str], Tokens], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    def never(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
+        return replace(now, num_away=0)
+
+    with hybrid(tiny_checkpoint("llama"), never, device_kv_gb=0.00003) as llm:
+        assert tokens(llm) == expected("llama")
+        assert set(steps_of(llm)) - {"gpu-only"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lanes": 2},
+        {"split_tokens": 32},
+        {"schedule": "stabilized"},
+        {"load_limit": 100},
+        {"r_partition": "heads"},
+        {"tp": 2},
+        {"kv_dtype": "int4"},
+    ],
+    ids=str,
+)
+def test_what_is_for_one_side_is_refused(
+    options: dict[str, Any], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    with pytest.raises(ConfigError, match="hybrid"):
+        LLM(str(tiny_checkpoint("llama")), **{**SHARED, **HYBRID, **options})
+
+
+@pytest.mark.parametrize("option", ["device_kv_gb", "away_tpot_s"])
+def test_what_is_for_both_sides_is_refused_on_one(
+    option: str, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    with pytest.raises(ConfigError, match="both sides"):
+        LLM(str(tiny_checkpoint("llama")), **SHARED, **{option: 1.0})

@@ -1,0 +1,217 @@
+"""KV on both sides: who goes to R-workers, and that it never costs anything.
+
+``benchmarks/hybrid_rule.py`` runs 10,000 cases of each kind; here are some.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from cost_model.simulate.drawn import draw, judge, run
+from fastdecode.schedule.hybrid.forecast import (
+    Costs,
+    Course,
+    Known,
+    Layout,
+    Work,
+    coarse,
+    finish_s,
+    paces,
+)
+from fastdecode.schedule.hybrid.rule import Margins, choose
+from fastdecode.schedule.hybrid.watch import Watch
+
+NOW = Course(Layout.SPLIT_1)
+
+
+def costs(*, r_s: float = 1e-7, round_trip_s: float = 1e-3) -> Costs:
+    """Weights are read in 10 ms; a cached token takes the device 10 ns."""
+    return Costs(
+        lambda n: 0.010 + 2e-5 * n,
+        lambda load: 1e-8 * load,
+        lambda n, load: r_s * load,
+        round_trip_s,
+    )
+
+
+def known(num_home: int, num_waiting: int, *, num_away: int = 0, num_blocks: int = 16) -> Known:
+    works = [Work(400, 600, num_blocks)] * (num_home + num_away + num_waiting)
+    return Known(
+        tuple(works[:num_home]),
+        tuple(works[:num_away]),
+        tuple(works[:num_waiting]),
+        home_blocks=num_blocks * max(1, num_home),
+        away_blocks=num_blocks * 1000,
+        away_free=(num_blocks * 500, num_blocks * 500),
+        most_running=1000,
+    )
+
+
+def test_nobody_waits_nobody_goes() -> None:
+    assert choose(known(64, 0), NOW, costs(), Margins()).num_away == 0
+
+
+def test_a_queue_goes_where_weights_are_shared_by_many() -> None:
+    assert choose(known(64, 256), NOW, costs(), Margins()).num_away > 0
+
+
+def test_two_rows_are_not_worth_reading_all_weights_for() -> None:
+    few = replace(known(256, 2), away_free=(32,))
+    assert choose(few, NOW, costs(round_trip_s=1.0), Margins()).num_away == 0
+
+
+def test_where_r_workers_are_slower_than_the_queue_is_long_it_waits() -> None:
+    slow = costs(r_s=1e-3, round_trip_s=1.0)
+    assert choose(known(64, 32), NOW, slow, Margins()).num_away == 0
+
+
+def test_r_workers_that_are_faster_than_the_device_get_all() -> None:
+    fast = replace(costs(r_s=1e-10, round_trip_s=0.0), device=lambda load: 1e-3 * load)
+    some = replace(known(8, 64), away_free=(256,), away_blocks=256)
+    course = choose(some, NOW, fast, Margins())
+    assert course.num_away == 16 and not course.home_is_open
+
+
+def test_who_is_away_gets_tokens_in_time_or_stays() -> None:
+    course = choose(known(64, 256), NOW, costs(), Margins(most_tpot_s=0.012))
+    assert course.num_away == 0
+    assert choose(known(64, 256), NOW, costs(), Margins(most_tpot_s=10)).num_away > 0
+
+
+def test_guesses_have_to_pay_at_their_worst() -> None:
+    near = known(128, 128)
+    for r_s in (1e-8, 1e-7, 1e-6, 1e-5):
+        for guess in (0.1, 0.2):
+            sure = choose(near, NOW, costs(r_s=r_s), Margins())
+            unsure = choose(near, NOW, costs(r_s=r_s), Margins(error=guess))
+            assert unsure.num_away == 0 or sure.num_away > 0
+
+
+def test_another_layout_has_to_save_something_while_somebody_is_away() -> None:
+    # At balance of both layouts, nothing changes.
+    same = known(64, 0, num_away=64)
+    for layout in Layout:
+        found = choose(same, Course(layout), costs(), Margins(least_gain=10.0))
+        assert found.layout is layout
+
+
+def test_a_forecast_of_those_at_home_is_the_sum_of_their_steps() -> None:
+    works = tuple(Work(steps, 100, 1) for steps in (1, 3, 3, 10))
+    alone = replace(known(1, 0), home=works)
+    expected = sum(
+        costs().home_s(sum(w.num_steps > i for w in works), sum(
+            w.num_cached + i for w in works if w.num_steps > i
+        ))
+        for i in range(10)
+    )  # fmt: skip
+    assert finish_s(alone, NOW, costs()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_forecast_gives_up_beyond_its_limit() -> None:
+    assert finish_s(known(4, 4), NOW, costs(), limit_s=1e-3) == math.inf
+
+
+def test_coarse_forecasts_are_near() -> None:
+    random = Random(1)
+    works = tuple(Work(random.randint(50, 500), 100, 8) for _ in range(300))
+    one = replace(known(1, 0), home=works[:50], waiting=works[50:], home_blocks=400)
+    fine, near = (finish_s(k, NOW, costs()) for k in (one, coarse(one, 64)))
+    assert near == pytest.approx(fine, rel=0.06)
+    assert coarse(one, 1000) is one
+
+
+def test_paces() -> None:
+    c = costs(r_s=1e-6, round_trip_s=0.001)
+    assert paces(c, Layout.SPLIT_1, (10, 1000), (0, 0)).home_s == c.home_s(10, 1000)
+    split = paces(c, Layout.SPLIT_1, (10, 1000), (10, 1000))
+    # What away steps take of the device, the others don't have.
+    assert split.home_s == pytest.approx(
+        c.home_s(10, 1000) / (1 - c.s_part(10) / split.away_s), rel=1e-9
+    )
+    mixed = paces(c, Layout.MIXED, (10, 1000), (10, 1000))
+    assert mixed.home_s == mixed.away_s == pytest.approx(c.s_part(20) + 0.002)
+    assert paces(c, Layout.SPLIT_2, (0, 0), (10, 1000)).home_s == math.inf
+
+
+def test_never_slower_than_the_device_alone() -> None:
+    """With the scheduler, the lifecycle and the rule as they are."""
+    modes: Counter[str] = Counter()
+    ratios = []
+    for seed in range(60):
+        verdict = judge(draw(Random(seed)))
+        ratios.append(verdict.ratio)
+        modes.update(verdict.modes.keys())
+    assert min(ratios) >= 0.999
+    assert max(ratios) > 1.5
+    assert {"gpu-only", "mixed", "R-only"} <= set(modes)
+    assert modes["split-1"] + modes["split-2"] > 0
+
+
+def test_never_much_slower_when_costs_are_misjudged() -> None:
+    ratios = []
+    for seed in range(40):
+        random = Random(seed)
+        ratios.append(judge(draw(random), error=0.2, random=random).ratio)
+    assert min(ratios) >= 0.97
+    assert max(ratios) > 1.2
+
+
+def test_where_all_fits_on_the_device_nothing_changes() -> None:
+    for seed in range(10):
+        case = draw(Random(seed), most_requests=12)
+        case = replace(case, blocks=(*case.blocks[:-1], 10_000), most_running=64)
+        verdict = judge(case)
+        assert verdict.ratio == 1.0 and set(verdict.modes) == {"gpu-only"}
+
+
+def test_a_case_repeats_itself() -> None:
+    case = draw(Random(3))
+    assert run(case, case.times)[0].total_s == run(case, case.times)[0].total_s
+
+
+class Watched:
+    """A watch, by windows of steps of 10 sequences, expected to take 10 ms each."""
+
+    def __init__(self) -> None:
+        self.watch = Watch()
+        self._now_s = 0.0
+
+    def window(self, step_s: float, *, num_away: int = 0, is_full: bool = True) -> bool:
+        """Whether the way is closed after it."""
+        for _ in range(65):
+            if num_away:
+                self.watch.away_step(num_away)
+            self._now_s += step_s
+            self.watch.home_step(10, 0.010, self._now_s, is_alone=not num_away, is_full=is_full)
+        return self.watch.is_closed
+
+
+def test_the_watch_closes_the_way_where_all_get_slower() -> None:
+    watched = Watched()
+    assert not watched.window(0.010)
+    assert not watched.window(0.015, num_away=6)  # 16 in 15 ms: more than 10 in 10
+    assert watched.window(0.015, num_away=3)  # 13 in 15 ms
+    assert watched.watch.num_closed == 1
+    for _ in range(5):
+        watched.window(0.010)
+    assert not watched.watch.is_closed
+
+
+def test_the_watch_trusts_predictions_as_far_as_they_were_right() -> None:
+    watched = Watched()
+    watched.window(0.020)  # alone, it takes twice what was expected
+    assert not watched.window(0.020, num_away=1)
+    assert watched.window(0.030, num_away=1)
+
+
+def test_the_watch_judges_nobody_who_has_nothing_to_do() -> None:
+    watched = Watched()
+    watched.window(0.010)
+    assert not watched.window(1.0, num_away=1, is_full=False)
+    fresh = Watched()
+    assert not fresh.window(1.0, num_away=1)  # nor whom it has nothing to hold against
