@@ -18,13 +18,14 @@ from typing import Any
 from fastdecode.cli.options import add_options
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import CapacityError, FastDecodeError
+from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.core.sequence import Request
 from fastdecode.engine.service import EngineService
 from fastdecode.server.bridge import Bridge
 from fastdecode.server.messages import Opening, Ready
 from fastdecode.server.options import ServeOptions, key_hashes
 from fastdecode.server.process import HttpProcess
-from fastdecode.server.serving import Serving, Wishes, keep_traces_out
+from fastdecode.server.serving import Serving, Wishes
 
 VOCAB = 1536
 BREAKS, HANGS, NEVER_FITS, IS_WORDY = 1000, 1001, 1002, 1003

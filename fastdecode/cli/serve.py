@@ -78,8 +78,9 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
 @stop_signals(signal.default_int_handler)  # while it starts
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until asked to stop. Returns the exit code."""
+    from fastdecode.core.host.logs import keep_traces_out
     from fastdecode.server.process import HttpProcess
-    from fastdecode.server.serving import Wishes, keep_traces_out
+    from fastdecode.server.serving import Wishes
 
     if args.log_level != "debug":
         keep_traces_out()

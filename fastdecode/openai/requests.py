@@ -26,6 +26,8 @@ COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 100_000
+_SHOWN = 64
+"""Letters of what a client says that an error repeats."""
 
 # Fields of SamplingParams that a body gives by the same name and in the same
 # form; some are vLLM's additions to OpenAI's.
@@ -128,7 +130,7 @@ class RequestReader:
             names = ", ".join(self.served_model_names)
             refuse(
                 "model",
-                f"{model!r} isn't served here, only {names}: see --served-model-name",
+                f"{str(model)[:_SHOWN]!r} isn't served here, only {names}: see --served-model-name",
                 "model_mismatch",
             )
         want_token_ids = _boolean(body, "return_token_ids") is True
@@ -196,7 +198,9 @@ def refuse_unknown(
     """Raise BodyError if a name is neither known nor one of the others."""
     for name in given:
         if name not in known and name not in also:
-            near = difflib.get_close_matches(name, known, n=1)
+            # Nobody misspells a name of a thousand letters, and to compare it would take long.
+            near = difflib.get_close_matches(name, known, n=1) if len(name) <= _SHOWN else ()
+            name = name[:_SHOWN]
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise BodyError(
                 f"{where} has an unknown field {name!r}: {hint}", code="unknown_field", param=name

@@ -21,10 +21,10 @@ class QueueFull(Exception):  # noqa: N818  (an answer)
 
 
 class Admission:
-    """The queue: requests that have no token yet.
+    """The queue: what asks for sequences of which some have no token yet.
 
     Args:
-        max_requests: more aren't let in.
+        max_requests: more sequences aren't let in.
         max_tokens: nor are those of more tokens together, prompts and expected
             answers. One that finds the queue empty always is.
     """

@@ -6,10 +6,12 @@ while nobody reads: so an HTTP process that is slow, or stopped, costs no step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from fastdecode.core.delta import Delta, DeltaQueue
@@ -25,7 +27,7 @@ SEEN_EVERY_S = 0.5
 
 
 class Bridge:
-    """Has two threads of its own from ``start`` on; they end with the channel.
+    """Has three threads of its own from ``start`` on; they end with the channel.
 
     Args:
         service: runs the requests.
@@ -47,6 +49,7 @@ class Bridge:
         self._vocab_size = vocab_size
         self._figures = figures
         self._queue = DeltaQueue()
+        self._asides: SimpleQueue[Message] = SimpleQueue()
         self._latest: dict[str, Any] = {}
         self._num_steps_asked = -1
         self.is_gone = threading.Event()
@@ -58,11 +61,20 @@ class Bridge:
 
     def start(self) -> None:
         """From now on requests are taken."""
-        for name, run in (("http-in", self._take_in), ("http-out", self._tell)):
+        parts = (("http-in", self._take_in), ("http-out", self._tell), ("http-aside", self._say))
+        for name, run in parts:
             threading.Thread(target=run, name=name, daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Say something to the HTTP process; if it is gone, nobody hears it."""
+        """Say something to the HTTP process; if it is gone, nobody hears it.
+        Doesn't wait for it: it may have been stopped."""
+        self._asides.put(message)
+
+    def _say(self) -> None:
+        while not self.is_gone.is_set():
+            self._send(self._asides.get())
+
+    def _send(self, message: Message) -> None:
         try:
             self._channel.send(message)
         except OSError:
@@ -114,9 +126,9 @@ class Bridge:
         while not self.is_gone.is_set():
             deltas = self._queue.take(max(0.0, due_s - time.monotonic()))
             if deltas:
-                self.send(Told(deltas))
+                self._send(Told(deltas))
             if time.monotonic() >= due_s:
-                self.send(self._seen())
+                self._send(self._seen())
                 due_s = time.monotonic() + SEEN_EVERY_S
 
     def _seen(self) -> Seen:
@@ -124,7 +136,8 @@ class Bridge:
         numbers = snapshot.engine
         if snapshot.state == "ready" and numbers.num_steps != self._num_steps_asked:
             self._num_steps_asked = numbers.num_steps
-            self._service.call(self._look, wait=False)
+            with contextlib.suppress(FastDecodeError):  # it has broken down since, or was closed
+                self._service.call(self._look, wait=False)
         return Seen(
             snapshot.state,
             numbers.num_steps,

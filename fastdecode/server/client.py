@@ -37,8 +37,10 @@ class OpenRequests:
         self.last_s: float | None = None
         self.num_tokens = 0
         """Generated so far."""
-        self.num_left = sum(request.params.n for request in requests)
+        self.num_sequences = sum(request.params.n for request in requests)
+        self.num_left = self.num_sequences
         """Sequences that aren't over."""
+        self.has_failed = False
         self._watcher = watcher
         self._piles: dict[tuple[int, int], Pile] = {}
         self._told_s: dict[tuple[int, int], float] = {}
@@ -47,14 +49,14 @@ class OpenRequests:
         """Nobody waits for it any more."""
 
     def put(self, place: int, delta: Delta) -> bool:
-        """A delta of the request at ``place``. Returns whether none of these
-        requests will have another."""
+        """A delta of the request at ``place``. Returns whether all of these
+        requests are over. An error ends its own; the others run until somebody
+        leaves."""
         now = time.monotonic()
         if delta.token_ids:
             self._count((place, delta.index), len(delta.token_ids), now)
         self.num_left -= delta.finish_reason is not None
-        if delta.error is not None:
-            self.num_left = 0
+        self.has_failed |= delta.error is not None
         where = place, -1 if delta.error is not None else delta.index
         pile = self._piles.get(where)
         if pile is None:
@@ -62,7 +64,12 @@ class OpenRequests:
         else:
             pile.add(delta)
         self._wake()
-        return self.num_left == 0
+        return self.num_left == 0 and not self.has_failed
+
+    @property
+    def all_begun(self) -> bool:
+        """Whether every sequence has a token."""
+        return len(self._told_s) == self.num_sequences
 
     async def take(self, timeout_s: float | None) -> list[tuple[int, Delta]]:
         """Wait for deltas; one a sequence, each with its request's place. None
@@ -141,9 +148,13 @@ class EngineClient:
         """Hand out what the engine said. What is said to nobody is dropped."""
         for delta in deltas:
             opened, place = self._open.get(delta.request_id, (None, 0))
-            if opened is not None and opened.put(place, delta):
+            if opened is None:
+                continue
+            if opened.put(place, delta):
                 for request in opened.requests:
                     self._close(request.request_id)
+            elif delta.error is not None:
+                self._close(delta.request_id)
 
     def fail_all(self, error: FastDecodeError) -> int:
         """End all with an error. Returns how many HTTP requests that are."""

@@ -24,6 +24,8 @@ from fastdecode.server.request_log import RequestLog
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
 
+MOST_SEQUENCES = 2048
+"""Of one HTTP request."""
 _TOKENS_UNTIL_READY = 1 << 40
 
 
@@ -79,6 +81,13 @@ class Front:
         Raises:
             RequestError: a prompt can't be answered.
         """
+        num_sequences = len(asked.prompts) * asked.params.n
+        if num_sequences > MOST_SEQUENCES:
+            raise RequestError(
+                f"the body asks for {num_sequences} sequences, n of each prompt: ask for "
+                f"{MOST_SEQUENCES} at most",
+                code="too_many_sequences",
+            )
         requests = []
         for place, turn in enumerate(asked.prompts):
             token_ids = self.tokens_of(turn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 import uvicorn
 
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
+from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.server.channel import AsyncChannel
 from fastdecode.server.client import EngineClient
 from fastdecode.server.front import Front, draining_error
@@ -46,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
-_LAST_ANSWERS_S = 2.0
-"""When the engine is gone: time to say so to those who wait."""
+_LAST_ANSWERS_S = 1.0
+"""When all is over: time to say so to those who wait, and who may not listen."""
 _QUEUED_CAPACITIES = 4
 
 
@@ -56,6 +58,7 @@ def main(fd: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the other process says what is to be done
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    keep_traces_out()
     asyncio.run(_serve(socket.socket(fileno=fd)))
     # Threads that still encode for nobody needn't be waited for.
     os._exit(0)
@@ -170,6 +173,7 @@ class _Obeying:
         self._guard = guard
         self._channel = channel
         self._ending: asyncio.Task[None] | None = None
+        self._gives_up_s = math.inf  # by ``time.monotonic``: nobody is waited for any longer
 
     async def run(self) -> None:
         front = self._front
@@ -179,8 +183,8 @@ class _Obeying:
         except ProtocolError as error:
             logger.error("%s", error)
         front.outlook = replace(front.outlook, is_lost=True)
-        front.fail_all(WorkerError("the engine's process has ended", code="engine_lost"))
-        await self._until_answered(_LAST_ANSWERS_S)
+        self._cut(WorkerError("the engine's process has ended", code="engine_lost"))
+        await self._until_answered()
 
     def _obey(self, message: object) -> None:
         front = self._front
@@ -201,7 +205,7 @@ class _Obeying:
             case Drain() | Cut():
                 front.outlook = replace(front.outlook, is_draining=True)
                 if isinstance(message, Cut):
-                    front.fail_all(draining_error())
+                    self._cut(draining_error())
                 if self._ending is None:
                     self._ending = asyncio.create_task(self._end())
             case _:
@@ -214,10 +218,13 @@ class _Obeying:
             front.fail_all(WorkerError("the engine has failed", code="engine_failed"))
 
     async def _end(self) -> None:
-        await self._until_answered(None)
+        await self._until_answered()
         self._channel.send(Drained(self._front.num_cut))
 
-    async def _until_answered(self, timeout_s: float | None) -> None:
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._front.num_exchanges and (end_s is None or time.monotonic() < end_s):
+    def _cut(self, error: FastDecodeError) -> None:
+        self._front.fail_all(error)
+        self._gives_up_s = time.monotonic() + _LAST_ANSWERS_S
+
+    async def _until_answered(self) -> None:
+        while self._front.num_exchanges and time.monotonic() < self._gives_up_s:
             await asyncio.sleep(0.02)

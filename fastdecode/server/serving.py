@@ -3,7 +3,6 @@ the engine."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,13 +98,14 @@ class Serving:
             self._turn()
         if not self._bridge.drained.is_set():
             self._cut()
+        is_heard = self._bridge.drained.is_set()
         if self._service.snapshot().error is not None:
             return EXIT_ENGINE_LOST
         if self._bridge.is_gone.is_set():
             return EXIT_HTTP_LOST
         if self._bridge.num_cut:
             self._tell(f"{self._bridge.num_cut} requests were cut off")
-        return EXIT_SOME_CUT if self._bridge.num_cut else 0
+        return 0 if is_heard and not self._bridge.num_cut else EXIT_SOME_CUT
 
     def _cut(self) -> None:
         """End what is open, with an error."""
@@ -125,19 +125,3 @@ def _told(error: FastDecodeError | None) -> str:
     if type(error) is FastDecodeError and cause is not None:
         return f"a step raised {type(cause).__name__}"
     return str(error)
-
-
-class NoTraces(logging.Filter):
-    """Keeps tracebacks, whose values may be what somebody asked, out of a log."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and record.exc_info[0] is not None:
-            record.msg, record.args = f"{record.getMessage()}: {record.exc_info[0].__name__}", ()
-            record.exc_info = record.exc_text = None
-        return True
-
-
-def keep_traces_out() -> None:
-    """From now on, of what the root logger writes."""
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(NoTraces())

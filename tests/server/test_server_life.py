@@ -8,6 +8,7 @@ import http.client
 import json
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +16,11 @@ import pytest
 
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
-pytest.importorskip("openai", reason="needs a client: pip install openai")
-
-import openai
 from server_process import Server, events, scripted_server
 
 LONG = 4000
-BREAKS, HANGS, IS_WORDY = 1000, 1001, 1003
+BREAKS, HANGS, NEVER_FITS, IS_WORDY = 1000, 1001, 1002, 1003
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 class Stream:
@@ -143,6 +142,38 @@ def test_a_drain_that_takes_too_long_cuts(second: bool) -> None:
         assert server.job.wait(60, grace_s=30).exit_code == 3
 
 
+def half(server: Server) -> socket.socket:
+    """A connection over which half a body has come."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
+    return connection
+
+
+def test_a_body_that_never_ends_neither_delays_a_drain_nor_hides_what_is_cut() -> None:
+    with scripted_server("--drain-timeout-s", "0.3", "--step-s", "0.05") as server, half(server):
+        stream = Stream(server)
+        stream.first()
+        server.process("engine").terminate()
+        assert stream.rest()[-1]["error"]["code"] == "draining"
+        assert server.job.wait(60, grace_s=30).exit_code == 3
+    with scripted_server("--drain-timeout-s", "600") as server, half(server):
+        server.process("engine").terminate()
+        outcome = server.job.wait(60, grace_s=30)
+    assert (outcome.exit_code, outcome.orphans) == (0, [])
+    assert "Traceback" not in outcome.output
+
+
+def test_an_http_process_that_is_stopped_holds_up_no_end() -> None:
+    """More waits for it than their socket takes."""
+    with scripted_server("--drain-timeout-s", "0.3", "--step-s", "0") as server:
+        stream = Stream(server, prompt=[IS_WORDY], n=64)
+        stream.first()
+        server.process("http").suspend()
+        server.process("engine").terminate()
+        outcome = server.job.wait(60, grace_s=30)
+    assert (outcome.exit_code, outcome.orphans) == (3, [])
+
+
 @pytest.fixture(scope="module")
 def slow_server() -> Iterator[Server]:
     """Two run at once; the others wait."""
@@ -181,7 +212,31 @@ def test_whoever_leaves_frees_what_he_held(
     slow_server.wait_until_idle()
 
 
+def test_a_prompt_that_cannot_be_answered_ends_the_others_of_its_body(
+    slow_server: Server,
+) -> None:
+    slow_server.wait_until_idle()
+    status, said = slow_server.complete(prompt=[[5], [NEVER_FITS]], max_tokens=LONG)
+    assert (status, said["error"]["message"]) == (400, "it could never fit")
+    slow_server.wait_until_idle()
+
+
+def test_sequences_are_counted_not_bodies(slow_server: Server) -> None:
+    """Each of them waits for its own first token."""
+    slow_server.wait_until_idle()
+    stream = Stream(slow_server, n=4)
+    stream.first()
+    assert slow_server.status()["num_queued"] == 4, "two run, and two haven't begun"
+    status, said = slow_server.complete(prompt=[1], max_tokens=1)
+    assert (status, said["error"]["code"]) == (429, "rate_limit_exceeded")
+    status, said = slow_server.complete(prompt=[[1]] * 100, n=100)
+    assert (status, said["error"]["code"]) == (400, "too_many_sequences")
+    stream.leave()
+    slow_server.wait_until_idle()
+
+
 def _client(server: Server) -> Any:
+    openai = pytest.importorskip("openai", reason="needs a client: pip install openai")
     return openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0)
 
 
@@ -204,7 +259,7 @@ def test_a_full_queue_says_when_to_come_again(slow_server: Server) -> None:
     refused = slow_server.status()["num_rejected"]
     with concurrent.futures.ThreadPoolExecutor(1) as threads, _client(slow_server) as client:
         asked = {"model": "checkpoint", "prompt": [1], "max_tokens": 1}
-        with pytest.raises(openai.RateLimitError):
+        with pytest.raises(sys.modules["openai"].RateLimitError):
             client.completions.create(**asked)
         again = threads.submit(client.with_options(max_retries=20).completions.create, **asked)
         slow_server.wait_until(lambda: slow_server.status()["num_rejected"] >= refused + 2)

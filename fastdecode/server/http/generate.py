@@ -7,10 +7,11 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from fastdecode.core.delta import Delta, OutputFold
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.sequence import RequestOutput
+from fastdecode.core.sequence import Request, RequestOutput
 from fastdecode.openai.answers import answer_body
 from fastdecode.openai.chunks import ChunkWriter
 from fastdecode.openai.requests import BodyRequest
@@ -47,13 +48,13 @@ class Generation:
 
     async def run(self) -> None:
         """Answer, whatever happens."""
-        self._front.num_exchanges += 1
         watch: asyncio.Task[None] | None = None
         code: str | None = None
         try:
-            asked = await self._read()
+            body = await self._read()
+            self._front.num_exchanges += 1
             watch = asyncio.create_task(self._watch())
-            await self._answer(asked)
+            await self._answer(body)
         except Refused as error:
             code = error.code
             await self._refuse(error)
@@ -62,10 +63,10 @@ class Generation:
         finally:
             if watch is not None:
                 watch.cancel()
-            self._front.num_exchanges -= 1
+                self._front.num_exchanges -= 1
             self._close(code)
 
-    async def _read(self) -> BodyRequest:
+    async def _read(self) -> dict[str, Any]:
         front, exchange = self._front, self._exchange
         trouble = front.trouble()
         if trouble is not None:
@@ -74,9 +75,7 @@ class Generation:
             error.headers["connection"] = "close"
             raise error
         limits = BodyLimits(front.options.max_body_bytes, front.options.body_timeout_s)
-        body = await read_object(exchange.headers, exchange.receive, limits)
-        with _typed():
-            return front.reader.read(self._url, body)
+        return await read_object(exchange.headers, exchange.receive, limits)
 
     async def _watch(self) -> None:
         """Until the client has gone: then nobody waits for its answer."""
@@ -86,10 +85,10 @@ class Generation:
         if self._opened is not None:
             self._opened.leave()
 
-    async def _answer(self, asked: BodyRequest) -> None:
+    async def _answer(self, body: dict[str, Any]) -> None:
         front = self._front
         with _typed():
-            requests = await asyncio.to_thread(front.checked, asked, self._number)
+            asked, requests = await asyncio.to_thread(self._understand, body)
         if self._is_gone:
             raise Disconnected
         trouble = front.trouble()
@@ -105,12 +104,17 @@ class Generation:
         else:
             await self._stream(asked, opened)
 
+    def _understand(self, body: dict[str, Any]) -> tuple[BodyRequest, list[Request]]:
+        """What a body asks. Takes a while. Raises RequestError."""
+        asked = self._front.reader.read(self._url, body)
+        return asked, self._front.checked(asked, self._number)
+
     def _enter(self, opened: OpenRequests) -> None:
         """Into the queue. Raises Refused."""
         front = self._front
         num_tokens = front.expected_tokens(list(opened.requests))
         try:
-            front.admission.enter(self._number, len(opened.requests), num_tokens, time.monotonic())
+            front.admission.enter(self._number, opened.num_sequences, num_tokens, time.monotonic())
         except QueueFull as full:
             front.observations.rejected.add(1, "queue_full")
             raise Refused(
@@ -177,7 +181,7 @@ class Generation:
             Disconnected: the client has gone.
             Refused: the request has failed, or taken too long.
         """
-        had_none = opened.first_s is None
+        had_begun = opened.all_begun
         deltas = await opened.take(self._patience_s(opened, silence_s))
         if opened.is_left:
             raise Disconnected
@@ -185,7 +189,7 @@ class Generation:
             if delta.error is not None:
                 raise refused(delta.error)
             self._finish = delta.finish_reason or self._finish
-        if had_none and opened.first_s is not None:
+        if opened.all_begun and not had_begun:
             self._front.admission.begun(self._number, time.monotonic())
         if not deltas:
             self._check_time(opened)

@@ -33,11 +33,9 @@ async def detokenize(front: Front, exchange: Exchange) -> None:
     """Token ids' text."""
     body = await _body(front, exchange)
     try:
-        refuse_unknown(body, _TOKENS_FIELDS, (), "the body")
-        tokens = front.checker.tokenise(_token_list(body.get("tokens")))
+        text = await asyncio.to_thread(_text, front, body)
     except RequestError as error:
         raise refused(error) from None
-    text = await asyncio.to_thread(front.codec.decode, tokens)
     await exchange.answer_json({"prompt": text})
 
 
@@ -74,6 +72,11 @@ def _tokenized(front: Front, body: dict[str, Any]) -> dict[str, Any]:
             for token in tokens
         ]
     return answer
+
+
+def _text(front: Front, body: dict[str, Any]) -> str:
+    refuse_unknown(body, _TOKENS_FIELDS, (), "the body")
+    return front.codec.decode(front.checker.tokenise(_token_list(body.get("tokens"))))
 
 
 def _token_list(tokens: object) -> list[int]:
