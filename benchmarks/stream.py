@@ -142,11 +142,11 @@ def pieces(kv: KVSpec, first: int = 0, layers: Sequence[int] = (), heads: Sequen
     """Tokens from one on of some sequences, layers and heads; by default all."""
     whole = Box(range(kv.num_layers), range(kv.num_kv_heads), range(TOKENS))
     layers, heads = layers or whole.layers, heads or whole.heads
-    some = Box(
-        range(layers[0], layers[-1] + 1), range(heads[0], heads[-1] + 1), range(first, TOKENS)
-    )
+    sides = [range(side[0], side[-1] + 1) for side in (layers, heads)]
+    some = Box(*sides, range(first, TOKENS))
+    there = replace(whole, tokens=some.tokens)  # which has nothing of what came before
     return [
-        Piece(Region(HERE, PartId(i), whole), Region(THERE, PartId(i), whole), some)
+        Piece(Region(HERE, PartId(i), whole), Region(THERE, PartId(i), there), some)
         for i in sequences
     ]
 
