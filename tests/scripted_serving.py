@@ -63,6 +63,9 @@ class ScriptedEngine:
         self._open[request.request_id] = request, listener
         self._said.update(((request.request_id, i), 0) for i in range(request.params.n))
 
+    def look(self) -> None:
+        pass
+
     def step(self) -> None:
         self.num_steps += 1
         time.sleep(self._step_s)

@@ -150,6 +150,15 @@ class Engine:
         with typed_failures():
             self._step()
 
+    def look(self) -> None:
+        """Find out who of the R-workers is lost, and who has come, while there
+        is no work: steps do so otherwise.
+
+        Raises:
+            WorkerError: no R-worker is left.
+        """
+        self._executor.look()
+
     def _step(self) -> None:
         started, wait_s = time.perf_counter(), self._pipeline.wait_s
         num_steps = self.stats.num_steps

@@ -96,6 +96,17 @@ class Executor:
             for lane in self._pipeline.idle_lanes:
                 self._launch(lane)
 
+    def look(self) -> None:
+        """Take in who was lost, and who has come, while there is nothing to
+        run.
+
+        Raises:
+            WorkerError: no holder is left.
+        """
+        self._fleet.look()
+        self._take_news()
+        self._recovery.is_stranded()
+
     def run_on(self) -> None:
         """Run until some lane has finished its step, or there is news."""
         finished = self._pipeline.run()

@@ -152,6 +152,12 @@ class EngineService(Generic[T]):
             self._loop.turn(0)
         _raise(done.get())
 
+    def look(self) -> None:
+        """Have the engine find out how its R-workers are, if it has no work:
+        otherwise it does so anyway. Doesn't wait. If none is left, it is broken
+        from then on."""
+        self._loop.put(self._loop.owned.look)
+
     def snapshot(self) -> Snapshot:
         """How it is; never waits for a step."""
         owner = self._loop.owner

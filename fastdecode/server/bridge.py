@@ -132,6 +132,7 @@ class Bridge:
                 due_s = time.monotonic() + SEEN_EVERY_S
 
     def _seen(self) -> Seen:
+        self._service.look()  # or an idle server would never know that an R-worker is gone
         snapshot = self._service.snapshot()
         numbers = snapshot.engine
         if snapshot.state == "ready" and numbers.num_steps != self._num_steps_asked:

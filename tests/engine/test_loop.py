@@ -40,6 +40,9 @@ class Stepping:
         self.told.append("step")
         self.num_left -= 1
 
+    def look(self) -> None:
+        self.told.append("look")
+
     def close(self) -> None:
         self.told.append("closed")
 

@@ -3,6 +3,7 @@ something of the engine meanwhile isn't kept waiting."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Collection, Iterator
 
@@ -135,3 +136,19 @@ def test_time_in_which_there_was_nothing_to_run_does_not_count() -> None:
     assert made.is_stranded()
     clock.now += 1000.0
     assert made.is_stranded()
+
+
+@pytest.mark.timeout(120)
+def test_a_loss_is_noticed_without_work_by_whoever_looks() -> None:
+    """With nobody to come in its place, the service is broken from then on."""
+    with rig(1, crash={0: 4}) as made:
+        service, reader = EngineService(lambda: Served(made)), DeltaQueue()
+        service.open()
+        service.submit([request("a", 3, 1)], reader)
+        assert service.take(reader, DEADLINE_S)[-1].finish_reason == "length"
+        while service.snapshot().error is None:
+            service.look()
+            with contextlib.suppress(WorkerError):
+                service.call(lambda served: None)
+        assert service.snapshot().state == "broken"
+        service.close()

@@ -3,6 +3,7 @@ job, and addresses."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -62,23 +63,29 @@ def test_launch_serves_loses_an_r_worker_and_drains() -> None:
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
 
 
-def test_over_zmq_all_r_workers_are_lost_and_one_comes_back() -> None:
+def test_over_zmq_all_r_workers_are_lost_and_come_back_whatever_runs() -> None:
     pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
     root = {"PYTHONPATH": str(Path(__file__).parents[2])}
     worker = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--threads", "1"]
     worker += ["--kv-memory-gb", "0.01", "--bind"]
-    with running([*worker, "tcp://127.0.0.1:*"], **root) as job:
+    with contextlib.ExitStack() as workers:
+        job = workers.enter_context(running([*worker, "tcp://127.0.0.1:*"], **root))
         job.wait_until(lambda: " listens at " in job.output() and job.output().endswith("\n"))
         address = job.output().split(" listens at ")[1].split()[0]
         with serving([*FASTDECODE, *SERVE], "--r-worker", address) as server:
             said = server.complete(**BODY)[1]["choices"][0]["text"]
-            connection = long_request(server, 400)
-            job.kill()
-            server.wait_until(lambda: server.status()["state"] == "no_r_worker")
-            status, _, raw = server.ask("POST", "/v1/completions", BODY)
-            assert (status, json.loads(raw)["error"]["code"]) == (503, "no_r_worker")
-            with running([*worker, address], **root):
+            for meanwhile in ("nothing runs", "its client has left", "its client waits"):
+                connection = None if meanwhile == "nothing runs" else long_request(server, 400)
+                job.kill()
+                server.wait_until(lambda: server.status()["state"] == "no_r_worker")
+                status, _, raw = server.ask("POST", "/v1/completions", BODY)
+                assert (status, json.loads(raw)["error"]["code"]) == (503, "no_r_worker")
+                if connection is not None and meanwhile == "its client has left":
+                    connection.close()
+                    server.wait_until(lambda: server.status()["num_open"] == 0)
+                job = workers.enter_context(running([*worker, address], **root))
                 server.wait_until(lambda: server.status()["state"] == "ready")
-                answer = json.loads(connection.getresponse().read())
-                assert answer["usage"]["completion_tokens"] == 400
                 assert server.complete(**BODY)[1]["choices"][0]["text"] == said
+            assert connection is not None
+            answer = json.loads(connection.getresponse().read())
+            assert answer["usage"]["completion_tokens"] == 400

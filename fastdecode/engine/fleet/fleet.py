@@ -109,6 +109,10 @@ class Fleet:
         """
         return self._peers.receive(wait=wait)
 
+    def look(self) -> None:
+        """Find out who has gone, while nobody owes an answer."""
+        self._peers.look()
+
     def greet(self, hello: Hello) -> dict[HolderId, Welcome]:
         """Say Hello to every holder's R-worker and collect the answers of those
         that are there.

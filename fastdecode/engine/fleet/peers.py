@@ -125,6 +125,12 @@ class Peers:
             self.deadlines.end_look()
         return None
 
+    def look(self) -> None:
+        """Find out who has gone, while nobody owes an answer."""
+        self._find_closed()
+        while self._early:
+            self._taken(*self._early.popleft())
+
     def lose(self, index: int, error: FastDecodeError) -> None:
         """Give a peer up."""
         if index in self.lost:
