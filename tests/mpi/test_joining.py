@@ -97,10 +97,12 @@ def test_a_rank_that_is_lost_before_it_joins_is_named(trouble: signal.Signals, t
     assert re.search(named, outcome.output), outcome.output
 
 
-def test_a_job_ends_though_two_ranks_hang() -> None:
-    """Open MPI's launcher, asked to end them, doesn't."""
+@pytest.mark.parametrize("what", ["noticed", "unnoticed"])
+def test_a_job_ends_though_ranks_hang(what: str) -> None:
+    """Open MPI's launcher, asked to end two, doesn't; of one that was stopped at
+    the very end nobody tells it."""
     script = str(Path(__file__).with_name("ranks") / "hanging.py")
-    command = [mpirun(), *open_mpi_options(), "-n", "4", sys.executable, script]
+    command = [mpirun(), *open_mpi_options(), "-n", "4", sys.executable, script, what]
     outcome = run(command, timeout_s=60, **PATHS)
     assert outcome.exit_code is not None and outcome.orphans == [], outcome
 

@@ -97,6 +97,8 @@ def part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
     timer = _exit_later(exit_code, timeout_s)
     _silence_threads()
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    if rank == S_RANK:
+        end_siblings(stopped=True)  # they don't hear the goodbye, and the launcher waits for them
     waiting = set(range(1, size)) if rank == S_RANK else {S_RANK}
     for job in joined:
         waiting |= job.peers
