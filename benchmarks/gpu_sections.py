@@ -182,8 +182,7 @@ def _eager_layers(setup: Setup, model: Model, batch: int) -> Callable[[], None]:
     def run() -> None:
         y = x
         for before, after in zip(model.layers, list(model.layers)[1:], strict=False):
-            y = before.post_attention(y, o)
-            after.pre_attention(y, positions)
+            y, _ = after.pre_attention_of_sum(*before.post_attention_apart(y, o), positions)
 
     return run
 

@@ -238,6 +238,16 @@ class RecordedGpu(TorchDispatchMode):
         self.calls["pinned"] += 1
         return self.host(torch.empty(num_bytes, dtype=torch.uint8))
 
+    def upload(self, host: Tensor) -> Tensor:
+        self.refuse_if_capturing("a copy from the host")
+        self.calls["upload"] += 1
+        staged = host.clone()  # by the host, at once
+        self.read(host.numpy(), "upload")
+        return self._uploaded(staged)
+
+    def _uploaded(self, staged: Tensor) -> Tensor:
+        return staged
+
     def room(self, num_bytes: int) -> Tensor:
         self.calls["room"] += 1
         return self.stays(torch.empty(num_bytes, dtype=torch.uint8))
