@@ -9,6 +9,7 @@ and see one token of the first row's sequence.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,12 +66,12 @@ class WholeSteps:
         self._width = cache.kv.num_blocks_for(max_tokens)
         self._rooms: dict[int, DecodeRoom] = {}  # by lane
 
-    def prepare(self) -> None:
-        """Take the memory of all lanes, and capture their steps. No sequence
-        has been stored yet."""
+    def prepare(self, buckets: Iterable[int] | None = None) -> None:
+        """Take the memory of all lanes, and capture their steps; of these
+        buckets, or all. No sequence has been stored yet."""
         for lane in range(self._graphs.num_lanes):
             self._room(lane)
-        for bucket in reversed(self._graphs.buckets.sizes):
+        for bucket in sorted(buckets or self._graphs.buckets.sizes, reverse=True):
             self._step(0, bucket)  # libraries choose their kernels
             for lane in range(self._graphs.num_lanes):
                 run = partial(self._step, lane, bucket)

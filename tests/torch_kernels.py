@@ -17,7 +17,7 @@ class TorchKernels:
         k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor, scales: Any
     ) -> None:
         assert scales is None
-        slots = torch.where(slots < 0, len(keys) - 1, slots)
+        slots = slots.masked_fill(slots < 0, len(keys) - 1)
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
 
