@@ -242,8 +242,12 @@ class RecordedGpu(TorchDispatchMode):
     def upload(self, host: Tensor) -> Tensor:
         self.refuse_if_capturing("a copy from the host")
         self.calls["upload"] += 1
-        self.read(host.numpy(), "upload")  # by the host, at once
-        return torch.from_numpy(host.numpy().copy())
+        if self.checker.is_host(host.data_ptr()):
+            self.read(host.numpy(), "upload")  # by the host, at once
+        staged = torch.from_numpy(host.numpy().copy())
+        if span := span_of(staged):
+            self.checker.forget(span)
+        return staged
 
     def room(self, num_bytes: int) -> Tensor:
         self.calls["room"] += 1
