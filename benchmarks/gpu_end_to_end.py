@@ -31,6 +31,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
 WORKLOADS = ((256, 512, 64), (64, 2048, 48))  # requests, prompt tokens, new tokens
 ENGINES = ("R-workers", "KV on the GPU", "transformers")
 WITHOUT_GRAPHS = "KV on the GPU, no graphs"
+INT8 = "KV on the GPU, int8"
 LIMIT_S = 90.0
 """Of one engine, the compilation of R-workers' kernels included."""
 _LEAST_S = 10.0
@@ -127,7 +128,7 @@ def end_to_end(device: torch.device, *, smoke: bool, deadline_s: float) -> Itera
 def _runs(smoke: bool, device: torch.device) -> Iterator[tuple[tuple[int, int, int], bool, str]]:
     """Workload, whether the device's memory is short, and engine; what matters most comes first."""
     if smoke:
-        yield from (((6, 20, 6), False, engine) for engine in (*ENGINES, WITHOUT_GRAPHS))
+        yield from (((6, 20, 6), False, engine) for engine in (*ENGINES, WITHOUT_GRAPHS, INT8))
         return
     for workload in WORKLOADS:
         for is_short in (
@@ -135,6 +136,7 @@ def _runs(smoke: bool, device: torch.device) -> Iterator[tuple[tuple[int, int, i
         ):
             yield from ((workload, is_short, engine) for engine in ENGINES)
     yield WORKLOADS[0], False, WITHOUT_GRAPHS
+    yield WORKLOADS[0], device.type == "cuda", INT8
 
 
 def _engines(device: torch.device, kv_bytes: int) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -149,7 +151,11 @@ def _engines(device: torch.device, kv_bytes: int) -> dict[str, tuple[str, dict[s
     options = (remote, local, {"device": device.type})
     scripts = (FASTDECODE, FASTDECODE, TRANSFORMERS)
     engines = dict(zip(ENGINES, zip(scripts, options, strict=True), strict=True))
-    return {**engines, WITHOUT_GRAPHS: (FASTDECODE, {**local, "cuda_graphs": "off"})}
+    return {
+        **engines,
+        WITHOUT_GRAPHS: (FASTDECODE, {**local, "cuda_graphs": "off"}),
+        INT8: (FASTDECODE, {**local, "kv_dtype": "int8"}),
+    }
 
 
 def _run(

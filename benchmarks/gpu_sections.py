@@ -23,22 +23,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from gpu_end_to_end import end_to_end
 from gpu_instant import instant_steps
+from gpu_whole import BLOCK_SIZE, decode_step, decode_ways, make_cache
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
-from fastdecode.core.spec import KVSpec
 from sworker.buffers import Share, Staging, make_staging
 from sworker.device import gpu_of
 from sworker.graphs import MAX_GRAPH_ROWS, StepGraphs
 from sworker.kernels.fused import fuse
 from sworker.load.weights import random_model
 from sworker.model.skeleton import Model, forward
-from sworker.paged import PagedKV, PagedStep
 from sworker.prefill import local_causal_attention
 
 Rows = Iterator[dict[str, Any]]
@@ -182,8 +180,7 @@ def _eager_layers(setup: Setup, model: Model, batch: int) -> Callable[[], None]:
     def run() -> None:
         y = x
         for before, after in zip(model.layers, list(model.layers)[1:], strict=False):
-            y = before.post_attention(y, o)
-            after.pre_attention(y, positions)
+            y, _ = after.pre_attention_of_sum(*before.post_attention_apart(y, o), positions)
 
     return run
 
@@ -242,38 +239,35 @@ def staging(setup: Setup) -> Rows:
 
 def decode_attention(setup: Setup) -> Rows:
     """Attention over the paged cache of the GPU-only mode, against the memory bandwidth."""
-    for name in ("8b", "7b"):
+    for name, dtype in (("8b", DType.BFLOAT16), ("8b", DType.INT8), ("7b", DType.BFLOAT16)):
         spec = setup.spec(name)
         for batch, context in setup.pick(((4, 32768), (64, 2048), (256, 1024)), ((2, 40),)):
-            size = 32
-            width = -(-context // size)
-            kv = KVSpec(
-                1,
-                spec.num_kv_heads,
-                spec.head_dim,
-                DType(str(setup.dtype).removeprefix("torch.")),
-                size,
-            )
-            cache = PagedKV(kv, spec.attention[:1], batch * width, setup.device)
-            cache.pool.normal_()
-            tables = torch.randperm(batch * width).view(batch, width).int().to(setup.device)
-            lens = np.full(batch, context, np.int32)
-            slots = (tables[:, -1].long() * size + (context - 1) % size).contiguous()
-            on_device = torch.from_numpy(lens).to(setup.device)
-            step = PagedStep(slots, tables, on_device, lens, (), slice(batch, batch), ())
+            step = decode_step(batch, context, setup.device)
+            cache = make_cache(spec, 1, dtype, step.tables.numel(), setup.device)
             heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
             q, k, v = (setup.random(batch, h, spec.head_dim) for h in heads)
-
-            def attend(
-                cache: PagedKV = cache, q: Any = q, k: Any = k, v: Any = v, step: PagedStep = step
-            ) -> None:
-                cache.attend(0, q, k, v, step)
-
-            seconds = setup.seconds(attend)
-            yield {"model": name, "sequences": batch, "context": context,
+            seconds = setup.seconds(partial(cache.attend, 0, q, k, v, step))
+            yield {"model": name, "kv": dtype.value, "sequences": batch, "context": context,
                    "attend_us": seconds * 1e6,
-                   "kv_gbps": batch * context * kv.token_bytes / seconds / 1e9}  # fmt: skip
-            del cache, attend
+                   "kv_gbps": batch * context * cache.kv.token_bytes / seconds / 1e9}  # fmt: skip
+            del cache
+
+
+def whole_steps(setup: Setup) -> Rows:
+    """Decode steps with KV on the device, through all layers: of the device and of the host."""
+    model = random_model(setup.spec("8b", 32), device=setup.device, dtype=setup.dtype)
+    fuse(model, setup.device)
+    spec = model.spec
+    for dtype in (DType.BFLOAT16, DType.INT8):
+        for batch, context in setup.pick(((16, 1024), (64, 1024), (256, 1024)), ((2, 40),)):
+            num_blocks = batch * -(-context // BLOCK_SIZE)
+            cache = make_cache(spec, spec.num_layers, dtype, num_blocks, setup.device)
+            for how, run in decode_ways(model, cache, batch, context, setup.is_cuda):
+                step_s, host_s = setup.seconds(run), setup.host_seconds(run)
+                yield {"kv": dtype.value, "sequences": batch, "context": context, "how": how,
+                       "step_us": step_s * 1e6, "host_us": host_s * 1e6,
+                       "tokens_per_s": batch / step_s}  # fmt: skip
+            del cache, run
 
 
 def prefill(setup: Setup) -> Rows:
@@ -329,6 +323,7 @@ SECTIONS: dict[str, Callable[[Setup], Rows]] = {
     "instant": instant,
     "prefill": prefill,
     "decode_attention": decode_attention,
+    "whole_steps": whole_steps,
     "end_to_end": lambda setup: end_to_end(
         setup.device, smoke=setup.smoke, deadline_s=setup.deadline_s
     ),

@@ -39,7 +39,8 @@ LIMITS_S = {
     "instant": 60,
     "prefill": 50,
     "staging": 30,
-    "decode_attention": 50,
+    "decode_attention": 40,
+    "whole_steps": 60,
     "end_to_end": 565,
 }
 """Of each section, in the order of running."""

@@ -176,6 +176,12 @@ class Books:
         """The same where q, k and v don't travel."""
         return self._finish_layer(lane, self._due(lane, step_number, layer))
 
+    def finish_step(self, lane: int, step_number: int) -> None:
+        """The same of all layers at once: none has been attended yet."""
+        step = self._due(lane, step_number, 0)
+        step.next_layer = self.hello.kv.num_layers - 1
+        self._finish_layer(lane, step)
+
     def check_invariants(self) -> None:
         """For tests and debugging."""
         busy = [sequence for step in self._steps.values() for sequence in step.sequence_ids]

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.wire.messages import Activations
-from sworker.device import Event, Gpu
+from sworker.device import Event, Gpu, gpu_of
 
 LENT_LAYERS = 5
 """Layers of a lane whose q, k and v may be on loan at a time: R-workers that
@@ -151,7 +151,7 @@ class GpuStaging(Staging):
         self._out_stream, self._in_stream = gpu.new_stream(), gpu.new_stream()
         self._copied: Event | None = None
         self._has_arrived = False
-        self._step = _PackedStep(())
+        self._step = _PackedStep((), gpu.upload)
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +159,7 @@ class GpuStaging(Staging):
         return sum(room.nbytes for room in (*self._slots, self._landing))
 
     def begin_step(self, shares: Sequence[Share]) -> None:
-        self._step = _PackedStep(shares)
+        self._step = _PackedStep(shares, self._gpu.upload)
         self._has_arrived = False
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> Staged:
@@ -200,6 +200,48 @@ class GpuStaging(Staging):
         self._gpu.current_stream().wait_stream(self._in_stream)
 
 
+class Fetched:
+    """A small result on its way to the host.
+
+    Args:
+        host: holds it after ``wait``.
+        event: when it is there; None: it is.
+    """
+
+    def __init__(self, host: Tensor, event: Event | None = None) -> None:
+        self.host = host
+        self._event = event
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Fetch:
+    """Takes small results to the host, one after another, behind what is
+    computed.
+
+    Args:
+        gpu: where they are.
+        num_bytes: pinned memory to begin with.
+    """
+
+    def __init__(self, gpu: Gpu, num_bytes: int = 0) -> None:
+        self._gpu = gpu
+        self._room = _Room(gpu.pinned, num_bytes)
+
+    def __call__(self, x: Tensor) -> Fetched:
+        """Never waits. The result holds until the next call."""
+        host = self._room.take(x.shape, x.dtype)
+        host.copy_(x, non_blocking=True)
+        return Fetched(host, self._gpu.current_stream().record_event())
+
+
 def make_staging(gpu: Gpu | None, slot_bytes: int) -> Staging:
     """A lane's; gpu: None if the device is the host."""
     return Staging() if gpu is None else GpuStaging(gpu, slot_bytes)
@@ -208,8 +250,8 @@ def make_staging(gpu: Gpu | None, slot_bytes: int) -> Staging:
 class _PackedStep:
     """What is the same in every layer of a step: made once, and kept."""
 
-    def __init__(self, shares: Sequence[Share]) -> None:
-        self._shares = shares
+    def __init__(self, shares: Sequence[Share], upload: Callable[[Tensor], Tensor]) -> None:
+        self._shares, self._upload = shares, upload
         self._num_queries = [
             _length(share.queries) + sum(map(len, share.closed)) for share in shares
         ]
@@ -237,7 +279,7 @@ class _PackedStep:
         pieces: list[Tensor] = []
         for share in self._shares:
             pieces.append(dense_q[share.queries])
-            pieces += [dense_q[to_device(torch.from_numpy(x), q.device)] for x in share.closed]
+            pieces += [dense_q[self._upload(torch.from_numpy(x))] for x in share.closed]
             pieces += [dense_k[share.rows], dense_v[share.rows]]
         flat = [piece.reshape(-1) for piece in pieces if piece.numel()]
         if not self._has_closed and dense_q is q and dense_k is k and dense_v is v:
@@ -337,10 +379,9 @@ def _as_array(x: Tensor) -> Activations:
     return array
 
 
-def to_device(host: Tensor, device: torch.device) -> Tensor:
+def to_device(host: Tensor, device: torch.device, gpu: Gpu | None = None) -> Tensor:
     """A copy of host memory, or that memory if the device is the host. Never
-    waits for the device: a GPU copies it from pinned memory, which its
-    allocator lends to nobody else until then."""
-    if device.type != "cuda":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
+    waits for the device. ``gpu``: its driver, in place of the one that torch
+    has."""
+    gpu = gpu or gpu_of(device)
+    return host if gpu is None else gpu.upload(host)

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from fastdecode.core.errors import Given, WorkerError
 
+_STAGED_BYTES = 64 << 10
+"""Of memory that isn't pinned, CUDA takes so many to itself at once, without a
+wait for what is queued before."""
 _PORTABLE = 1
 """Pinned for every device: cudaHostRegisterPortable."""
 
@@ -82,6 +85,10 @@ class Gpu(Protocol):
 
     def pinned(self, num_bytes: int) -> Tensor:
         """uint8 on the host, which the device copies from and to on its own."""
+
+    def upload(self, host: Tensor) -> Tensor:
+        """A copy of host memory on the device. Never waits, and the memory may
+        be written again at once."""
 
     def room(self, num_bytes: int) -> Tensor:
         """uint8 on the device. Whoever asks for it keeps it as long as any
@@ -152,6 +159,12 @@ class CudaGpu:
             )
         mapping.unpin = partial(cudart.cudaHostUnregister, memory.data_ptr())
         return memory
+
+    def upload(self, host: Tensor) -> Tensor:
+        if host.nbytes <= _STAGED_BYTES:
+            return host.to(self._device, non_blocking=True)
+        # Lent to nobody else until it has been copied.
+        return host.pin_memory().to(self._device, non_blocking=True)
 
     def room(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

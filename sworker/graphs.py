@@ -23,17 +23,18 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
-from sworker.buffers import LENT_LAYERS
+from sworker.buffers import LENT_LAYERS, to_device
 from sworker.device import Gpu, Graph, gpu_of
-from sworker.model.skeleton import Model
+from sworker.model.skeleton import LayerRoom, Model
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,10 @@ class Buckets:
     def num_graphs(self, num_lanes: int, num_units: int) -> int:
         """Graphs at most."""
         return num_lanes * num_units * len(self.sizes)
+
+
+Key: TypeAlias = tuple[int, int, int]
+"""Lane, unit and bucket."""
 
 
 @dataclass(frozen=True)
@@ -148,10 +153,10 @@ class StepGraphs:
         self.model = model
         self.device = device
         self._capture = capture
-        self._num_lanes, self._max_graphs = num_lanes, max_graphs
+        self.num_lanes, self._max_graphs = num_lanes, max_graphs
         self.buckets = Buckets.choose(num_lanes, self.num_units, max_graphs, max_rows)
         self._lanes: dict[int, LaneBuffers] = {}
-        self._graphs: dict[tuple[int, int, int], Graph] = {}  # by lane, unit and bucket
+        self._graphs: dict[Key, Graph] = {}
         self._pool = self._gpu.new_pool() if self._gpu is not None else None
 
     @property
@@ -177,63 +182,87 @@ class StepGraphs:
                 )
         return self._lanes[lane]
 
+    def fill(self, lane: int, rows: Tensor) -> int:
+        """Put a step's token ids and positions, int64 [2, T], on the host, into
+        the lane's memory, and zeros up to its bucket, which is returned."""
+        buffers, num_rows = self.buffers(lane), rows.shape[1]
+        bucket = self.buckets.of(num_rows)
+        on_device = to_device(rows, self.device, self._gpu)
+        for buffer, values in zip((buffers.token_ids, buffers.positions), on_device, strict=True):
+            buffer[:num_rows].copy_(values)
+            buffer[num_rows:bucket].zero_()
+        return bucket
+
     def prepare(self, buckets: Iterable[int] | None = None) -> None:
         """Take the lanes' memory, and capture what their steps will need, the
         largest first; for these buckets, or all. Several S-workers do so
         together."""
         last = self.num_units - 1
-        for lane in range(self._num_lanes):
+        for lane in range(self.num_lanes):
             self.buffers(lane)
         for bucket in sorted(buckets or self.buckets.sizes, reverse=True):
             # Libraries choose their kernels, and get their workspaces. The
             # units between the first and the last are alike.
             for unit in sorted({0, min(1, last), last}):
-                self._run_as_it_is(0, unit, bucket)
-            for lane, unit in itertools.product(range(self._num_lanes), range(self.num_units)):
-                if self._capture and len(self._graphs) < self._max_graphs:
-                    self._capture_unit((lane, unit, bucket))
+                self.unit(0, unit, bucket)
+            for lane, unit in itertools.product(range(self.num_lanes), range(self.num_units)):
+                what = f"unit {unit} of the S-part"
+                self.capture((lane, unit, bucket), partial(self.unit, lane, unit, bucket), what)
 
     def run(self, lane: int, unit: int, bucket: int) -> None:
         """One unit on the first ``bucket`` rows of a lane."""
-        graph = self._graphs.get((lane, unit, bucket))
-        if graph is not None:
-            graph.replay()
-        else:
-            self._run_as_it_is(lane, unit, bucket)
+        if not self.replay((lane, unit, bucket)):
+            self.unit(lane, unit, bucket)
 
-    @torch.inference_mode()
-    def _run_as_it_is(self, lane: int, unit: int, bucket: int) -> None:
-        self._unit(self.buffers(lane), unit, bucket)
+    def replay(self, key: Key) -> bool:
+        """Run a graph. False: there is none."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            return False
+        graph.replay()
+        return True
 
-    def _capture_unit(self, key: tuple[int, int, int]) -> None:
-        """If it can't be captured, nothing will be any more."""
+    def capture(self, key: Key, run: Callable[[], None], what: str) -> None:
+        """Make a graph of what ``run`` does, where graphs are captured and
+        there may be one more. If it can't be captured, nothing will be any
+        more."""
+        if not self._capture or len(self._graphs) >= self._max_graphs:
+            return
         assert self._gpu is not None
-        _, unit, bucket = key
         # A graph of another engine that is freed meanwhile would spoil it.
         collects = gc.isenabled()
         gc.disable()
         try:
-            self._graphs[key] = self._gpu.capture(partial(self._run_as_it_is, *key), self._pool)
+            self._graphs[key] = self._gpu.capture(run, self._pool)
         except RuntimeError as error:
             self._capture = False
             logger.warning(
-                "unit %d of the S-part, of %d rows, can't be captured as a CUDA graph on %s: it "
-                "runs as it is, as will all that isn't captured yet: %s",
-                *(unit, bucket, self.device, str(error).splitlines()[0]),
+                "%s, of %d rows, can't be captured as a CUDA graph on %s: it runs as it is, as "
+                "will all that isn't captured yet: %s",
+                *(what, key[2], self.device, str(error).splitlines()[0]),
             )
         finally:
             if collects:
                 gc.enable()
 
+    @torch.inference_mode()
+    def unit(self, lane: int, unit: int, num_rows: int) -> None:
+        """One unit as it is, on the first rows of a lane."""
+        self._unit(self.buffers(lane), unit, num_rows)
+
     def _unit(self, lane: LaneBuffers, unit: int, num_rows: int) -> None:
         rows = slice(num_rows)
         x, positions, layers = lane.x[rows], lane.positions[rows], self.model.layers
+        added = None
         if unit == 0:
             y = self.model.embed(lane.token_ids[rows], positions)
         else:
-            y = layers[unit - 1].post_attention(x, lane.o[rows])
+            y, added = layers[unit - 1].post_attention_apart(x, lane.o[rows])
         if unit < len(layers):
-            q, k, v = layers[unit].pre_attention(y, positions)
-            for target, source in zip(lane.outputs(unit), (q, k, v), strict=True):
-                target[rows].copy_(source)
-        x.copy_(y)
+            q, k, v = lane.outputs(unit)
+            room = LayerRoom(x, (q[rows], k[rows], v[rows]))
+            layers[unit].pre_attention_of_sum(y, added, positions, room)
+        elif added is None:
+            x.copy_(y)
+        else:
+            torch.add(y, added, out=x)

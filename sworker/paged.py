@@ -12,16 +12,20 @@ row of a step is one of three kinds, as in ``fastdecode.engine.step.layout``:
 * a **first chunk** attends causally to itself.
 
 Decoded tokens have two ways: a Triton kernel that reads blocks where they lie
-(``sworker.paged_triton``; on CUDA), and ``gathered_decode`` in plain torch,
-which copies a group of sequences' K and V side by side first.
+(``sworker.kernels.paged_triton``; on CUDA), and ``gathered_decode`` in plain
+torch, which copies a group of sequences' K and V side by side first.
+
+A cache of int8 holds whole numbers, and of each token and head the scale of K
+and of V, as an R-worker's does: what it gives back is the same.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,11 +33,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.buffers import to_device
-from sworker.dtypes import torch_dtype
+from sworker.dtypes import quantize, torch_dtype
 from sworker.prefill import (
+    as_cached,
     can_take_together,
     chunk_attention,
     chunks_together,
@@ -54,6 +60,17 @@ class Prompt:
     slots: Tensor  # int64 [L]; L = rows for a first chunk
 
 
+NOWHERE = -1
+"""In place of a slot, for rows that aren't stored."""
+
+
+class BlockKernels(Protocol):
+    """What reads and writes blocks where they lie: ``paged_triton``."""
+
+    paged_store: Callable[..., None]
+    paged_decode: Callable[..., None]
+
+
 @dataclass(frozen=True)
 class PagedStep:
     """Where a step's rows go and what they see: the same in every layer. The
@@ -69,6 +86,11 @@ class PagedStep:
     first_starts: tuple[int, ...]
     """First row of each, relative to ``first_rows``."""
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether all rows are decoded tokens."""
+        return len(self.context_lens_host) == len(self.slots)
+
 
 class PagedKV:
     """K and V of all layers on a device.
@@ -78,21 +100,36 @@ class PagedKV:
         attention: one spec a layer.
         num_blocks: block ids are 0 … num_blocks - 1, the same in every layer.
         device: where.
+        kernels: that read and write blocks where they lie, in place of those
+            that there are for the device.
 
     Raises:
         CapacityError: the device hasn't the memory.
     """
 
     def __init__(
-        self, kv: KVSpec, attention: Sequence[AttentionSpec], num_blocks: int, device: torch.device
+        self,
+        kv: KVSpec,
+        attention: Sequence[AttentionSpec],
+        num_blocks: int,
+        device: torch.device,
+        kernels: BlockKernels | None = None,
     ) -> None:
+        assert kv.dtype.is_float or kv.dtype is DType.INT8
         self.kv = kv
         self.attention = tuple(attention)
         shape = (kv.num_layers, 2, num_blocks * kv.block_size, kv.num_kv_heads, kv.head_dim)
         try:
             # Not zeroed: a CPU's memory is taken as blocks are used. What was
             # never written is never weighed in.
-            self.pool = torch.empty(shape, dtype=torch_dtype(kv.dtype), device=device)
+            dtype = torch_dtype(kv.dtype) if kv.dtype.is_float else torch.int8
+            self.pool = torch.empty(shape, dtype=dtype, device=device)
+            self.scales = (
+                None
+                if kv.dtype.is_float
+                else torch.empty(shape[:-1], dtype=torch.float32, device=device)
+            )
+            """Of int8: [num_layers, 2, num_blocks · block_size, Hkv]."""
         except RuntimeError:
             size_gib = num_blocks * kv.block_bytes / (1 << 30)
             raise CapacityError(
@@ -109,102 +146,139 @@ class PagedKV:
             for spec in self.attention
             if spec.alibi_slopes is not None
         }
-        self._reads_blocks = (
-            device.type == "cuda" and importlib.util.find_spec("triton") is not None
-        )
+        self.kernels = kernels or _kernels_of(device)
+        """None: decoded tokens' K and V are gathered side by side."""
 
     def copy_blocks(self, source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:
         """Copy blocks [C] in every layer."""
-        blocks = self.pool.view(*self.pool.shape[:2], -1, self.kv.block_size, *self.pool.shape[3:])
-        # [layers, 2, num_blocks, block_size, Hkv, D]
         source, target = (
             to_device(torch.from_numpy(ids), self.pool.device) for ids in (source_ids, target_ids)
         )
-        blocks[:, :, target] = blocks[:, :, source]
+        for of_slots in (self.pool, self.scales):
+            if of_slots is not None:
+                # [layers, 2, num_blocks, block_size, Hkv, …]
+                blocks = of_slots.unflatten(2, (-1, self.kv.block_size))
+                blocks[:, :, target] = blocks[:, :, source]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: PagedStep) -> Tensor:
         """Append k and v [T, Hkv, D], attend q [T, Hq, D] → o [T, Hq, D]."""
-        spec, (keys, values) = self.attention[layer], self.pool[layer]
-        k, v = k.to(keys.dtype), v.to(values.dtype)
-        keys.index_copy_(0, step.slots, k)
-        values.index_copy_(0, step.slots, v)
+        spec = self.attention[layer]
+        self.store(layer, k, v, step.slots)
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_decoded = len(step.context_lens_host)
         if num_decoded:
-            self._decode(q[:num_decoded], keys, values, step, spec, o[:num_decoded])
+            self._decode(layer, q[:num_decoded], step, o[:num_decoded])
         if step.later:
-            self._attend_later(q, keys, values, step.later, spec, o)
+            self._attend_later(layer, q, step.later, o)
         rows = step.first_rows
         if rows.start < rows.stop:
             # K and V as the cache holds them, so that where a prompt is cut leaves no trace.
-            k_seen, v_seen = k[rows].to(q.dtype), v[rows].to(q.dtype)
+            k_seen, v_seen = (as_cached(x[rows], self.kv.dtype).to(q.dtype) for x in (k, v))
             o[rows], _ = local_causal_attention(
                 q[rows], k_seen, v_seen, step.first_starts, spec, want_lse=False
             )
         return o
 
-    def _attend_later(
+    def attend_decoded(
         self,
+        layer: int,
         q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        chunks: Sequence[Prompt],
-        spec: AttentionSpec,
-        o: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        context_lens: Tensor,
+        longest: int,
+        *,
+        out: Tensor,
     ) -> None:
-        num_keys = [len(chunk.slots) for chunk in chunks]
-        fits = sum(num_keys) * keys[0].numel() * q.element_size() <= MAX_GATHERED_BYTES
+        """``attend`` where every row is a decoded token and there are
+        ``kernels``. May be captured: nothing depends on what the tensors hold.
+
+        Args:
+            q, k, v, out: [N, heads, D].
+            slots: int64 [N]; ``NOWHERE`` for rows that aren't stored.
+            tables: int32 [N, W].
+            context_lens: int32 [N].
+            longest: no context is longer.
+        """
+        assert self.kernels is not None
+        self.store(layer, k, v, slots)
+        self._decode_blocks(layer, q, tables, context_lens, longest, out)
+
+    def _scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        return None if self.scales is None else (self.scales[layer, 0], self.scales[layer, 1])
+
+    def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Write k and v [T, Hkv, D] to slots [T], rounded to what the cache holds."""
+        keys, values = self.pool[layer]
+        if self.kernels is not None:
+            self.kernels.paged_store(k, v, slots, keys, values, self._scales(layer))
+            return
+        for half, x in enumerate((k, v)):
+            if self.scales is not None:
+                x, scales = quantize(x, self.kv.dtype)
+                self.scales[layer, half].index_copy_(0, slots, scales)
+            self.pool[layer, half].index_copy_(0, slots, x.to(self.pool.dtype))
+
+    def _seen(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """K and V of slots [L], each [L, Hkv, D] in ``dtype``."""
+        k, v = (of_slots[slots] for of_slots in self.pool[layer])
+        if self.scales is None:
+            return k.to(dtype), v.to(dtype)
+        k_scales, v_scales = (of_slots[slots][..., None] for of_slots in self.scales[layer])
+        return (k * k_scales).to(dtype), (v * v_scales).to(dtype)
+
+    def _attend_later(self, layer: int, q: Tensor, chunks: Sequence[Prompt], o: Tensor) -> None:
+        spec, num_keys = self.attention[layer], [len(chunk.slots) for chunk in chunks]
+        row_bytes = self.kv.num_kv_heads * self.kv.head_dim * q.element_size()
+        fits = sum(num_keys) * row_bytes <= MAX_GATHERED_BYTES
         if fits and can_take_together(q, num_keys, spec):
             rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
             slots = torch.cat([chunk.slots for chunk in chunks])
             num_new = [chunk.rows.stop - chunk.rows.start for chunk in chunks]
-            k, v = keys[slots].to(q.dtype), values[slots].to(q.dtype)
+            k, v = self._seen(layer, slots, q.dtype)
             o[rows] = chunks_together(q[rows], k, v, num_new, num_keys, spec)
             return
         for chunk in chunks:
-            rows, slots = chunk.rows, chunk.slots
-            o[rows] = chunk_attention(
-                q[rows], keys[slots].to(q.dtype), values[slots].to(q.dtype), spec
-            )
+            k, v = self._seen(layer, chunk.slots, q.dtype)
+            o[chunk.rows] = chunk_attention(q[chunk.rows], k, v, spec)
 
-    def _decode(
+    def _decode(self, layer: int, q: Tensor, step: PagedStep, o: Tensor) -> None:
+        if self.kernels is not None:
+            longest = int(step.context_lens_host.max())
+            self._decode_blocks(layer, q, step.tables, step.context_lens, longest, o)
+            return
+        spec, (keys, values) = self.attention[layer], self.pool[layer]
+        gathered_decode(
+            q, keys, values, step.tables, step.context_lens_host, spec, self._slopes.get(spec),
+            self.kv.block_size, out=o, scales=self._scales(layer),
+        )  # fmt: skip
+
+    def _decode_blocks(
         self,
+        layer: int,
         q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        step: PagedStep,
-        spec: AttentionSpec,
+        tables: Tensor,
+        context_lens: Tensor,
+        longest: int,
         o: Tensor,
     ) -> None:
-        slopes = self._slopes.get(spec)
-        if self._reads_blocks:
-            from sworker.paged_triton import paged_decode
+        assert self.kernels is not None
+        spec, (keys, values) = self.attention[layer], self.pool[layer]
+        self.kernels.paged_decode(
+            q, keys, values, self._scales(layer), tables, context_lens, spec,
+            self._slopes.get(spec), self.kv.block_size, longest, out=o,
+        )  # fmt: skip
 
-            longest = int(step.context_lens_host.max())
-            paged_decode(
-                q,
-                keys,
-                values,
-                step.tables,
-                step.context_lens,
-                spec,
-                slopes,
-                self.kv.block_size,
-                longest,
-                out=o,
-            )
-        else:
-            gathered_decode(
-                q,
-                keys,
-                values,
-                step.tables,
-                step.context_lens_host,
-                spec,
-                slopes,
-                self.kv.block_size,
-                out=o,
-            )
+
+def _kernels_of(device: torch.device) -> BlockKernels | None:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from sworker.kernels import paged_triton
+
+    kernels: BlockKernels = paged_triton
+    return kernels
 
 
 def gathered_decode(
@@ -218,6 +292,7 @@ def gathered_decode(
     block_size: int,
     *,
     out: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """One query a sequence over its cached tokens, in plain torch.
 
@@ -231,6 +306,7 @@ def gathered_decode(
         context_lens: [N], >= 1; the query is the last of these tokens.
         slopes: ALiBi's, float32 [Hq].
         out: [N, Hq, D], dense, written.
+        scales: of int8 only, float32 [slots, Hkv] each.
     """
     Hkv, G, D = spec.num_kv_heads, spec.group_size, spec.head_dim
     room = MAX_CPU_GATHERED_BYTES if q.device.type == "cpu" else MAX_GATHERED_BYTES
@@ -251,6 +327,9 @@ def gathered_decode(
         own_block = tables[rows].gather(1, ((ends - 1) // block_size).long()).long()
         slots = torch.where(hidden, own_block * block_size + (ends - 1) % block_size, slots)
         k, v = (x[slots].transpose(1, 2) for x in (keys, values))  # [n, Hkv, c, D]
+        if scales is not None:
+            k_scales, v_scales = (x[slots].transpose(1, 2)[..., None] for x in scales)
+            k, v = k * k_scales, v * v_scales
         queries = q[rows].view(-1, Hkv, G, D)
         o = _attend_group(queries, k, v, hidden, places - (ends - 1), spec, slopes)
         out[rows] = o.reshape(-1, Hkv * G, D).to(out.dtype)

@@ -15,7 +15,7 @@ Two ways, by what the layer needs:
   makes one for every new length, in tens of milliseconds, or, in float32, one
   that has been wrong for long sequences.) On a CPU one sequence after another,
   since laying them side by side costs more than the calls;
-* **tiled** (``sworker.tiled``): for soft-caps, ALiBi, windows shorter than the
+* **tiled** (``sworker.kernels.tiled``): for soft-caps, ALiBi, windows shorter than the
   chunk, and devices and dtypes without such a kernel.
 """
 
@@ -31,8 +31,8 @@ from torch import Tensor
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec
-from sworker.dtypes import torch_dtype
-from sworker.tiled import tiled
+from sworker.dtypes import quantize, torch_dtype
+from sworker.kernels.tiled import tiled
 
 
 def as_cached(x: Tensor, dtype: DType) -> Tensor:
@@ -48,11 +48,8 @@ def as_cached(x: Tensor, dtype: DType) -> Tensor:
     """
     if dtype.is_float:
         return x.to(torch_dtype(dtype)).to(x.dtype)
-    most = 127.0 if dtype is DType.INT8 else 7.0
-    values = x.float()
-    scales = values.abs().amax(-1, keepdim=True) / most  # [T, Hkv, 1]
-    inverse = torch.where(scales > 0, 1 / scales, 0.0)
-    return ((values * inverse).round_().clamp_(-most, most) * scales).to(x.dtype)
+    whole, scales = quantize(x, dtype)
+    return (whole * scales[..., None]).to(x.dtype)
 
 
 def local_causal_attention(

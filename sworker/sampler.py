@@ -26,7 +26,7 @@ kept there are as many borders. Any rule for what to keep has such an edge.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,15 +34,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.errors import RequestError
-from fastdecode.core.sequence import TokenLogprob, validate_for_vocab
+from fastdecode.core.sequence import validate_for_vocab
+from sworker.buffers import Fetched
 from sworker.penalties import adjust, to_device
+from sworker.sampled import NON_FINITE, SampledToken, sampled_token
 from sworker.sampling_state import SamplingState, uniforms
 
-__all__ = ["SampledToken", "SamplingState", "sample", "validate_for_vocab"]
+__all__ = [
+    "NON_FINITE",
+    "Drawing",
+    "SampledToken",
+    "SamplingState",
+    "draw",
+    "sample",
+    "validate_for_vocab",
+]
 
-NON_FINITE = "non_finite_logits"
-"""The error code of a row that holds NaN or Inf."""
 SHORT_LIST = 1024
 """Likeliest tokens that a truncated row looks at first: sorting 1,024 of 128k
 costs a twentieth of sorting all. A row that needs more (a nearly flat
@@ -55,17 +62,6 @@ MAX_BLOCK_ELEMENTS = 1 << 24
 _MIN_TEMPERATURE = 1e-30
 """Keeps (logit - max) / temperature away from 0 / 0; it is greedy but for exact
 ties long before."""
-
-
-@dataclass(frozen=True)
-class SampledToken:
-    """What one row gave: a token, or the error that this row alone met."""
-
-    token_id: int
-    """-1 if there is an error."""
-    logprob: TokenLogprob | None = None
-    """None unless the request asked for logprobs."""
-    error: RequestError | None = None
 
 
 @dataclass(frozen=True)
@@ -82,36 +78,77 @@ class _Controls:
     """Some row has no top_k, so that its top_p is of the whole row's mass."""
 
 
-def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+class Drawing:
+    """Tokens that are drawn on a device, and on their way to the host; see
+    ``draw``.
+
+    Args:
+        logits: adjusted, [B, V].
+        short_list: likeliest tokens that truncated rows look at.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        states: Sequence[SamplingState],
+        short_list: int,
+        fetch: Callable[[Tensor], Fetched],
+    ) -> None:
+        self._logits, self._states, self._fetch = logits, states, fetch
+        self._chosen = _choose(logits, states, short_list)
+        self._fetched = fetch(self._chosen.packed)
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._fetched.done
+
+    def wait(self) -> None:
+        """Wait until the tokens are on the host."""
+        self._fetched.wait()
+
+    def result(self) -> list[SampledToken]:
+        """One a row, in order. Waits for the device if there is something to
+        wait for; only rows that outran ``SHORT_LIST`` take a second pass."""
+        self.wait()
+        results = self._chosen.results(self._fetched.host, self._states)
+        again = [row for row, result in enumerate(results) if result is None]
+        if again:
+            logits, states = self._logits, [self._states[row] for row in again]
+            rows = logits[to_device(np.array(again), logits.device)]
+            redone = Drawing(rows, states, logits.shape[1], self._fetch).result()
+            for row, result in zip(again, redone, strict=True):
+                results[row] = result
+        return [_sure(result) for result in results]
+
+
+def draw(
+    logits: Tensor,
+    states: Sequence[SamplingState],
+    fetch: Callable[[Tensor], Fetched] = Fetched,
+) -> Drawing:
     """Draw the next token of every row. The order of operations is
-    ``SamplingParams``'s.
+    ``SamplingParams``'s. Never waits for the device.
 
     A row whose logits hold a NaN or +Inf, or nothing but -Inf, gives a
     ``SampledToken`` with an ``error``; no other row notices. The states are
     only read: call ``observe`` with the tokens that are kept.
 
     Args:
-        logits: float32 [B, V], on any device. Bias and penalties are applied
-            **in place**.
+        logits: float32 [B, V], B >= 1, on any device. Bias and penalties are
+            applied **in place**.
         states: one a row.
-
-    Returns:
-        One result a row, in order. Results come to the host in one copy; only
-        rows that outrun ``SHORT_LIST`` take a second pass.
+        fetch: takes what was drawn to the host, in one copy.
     """
     assert logits.dtype == torch.float32 and logits.dim() == 2 and len(states) == logits.shape[0]
     assert all(state.vocab_size == logits.shape[1] for state in states)
-    if not states:
-        return []
     adjust(logits, states)
-    results = _choose(logits, states, SHORT_LIST)
-    again = [row for row, result in enumerate(results) if result is None]
-    if again:
-        rows = to_device(np.array(again), logits.device)
-        redone = _choose(logits[rows], [states[row] for row in again], logits.shape[1])
-        for row, result in zip(again, redone, strict=True):
-            results[row] = result
-    return [_sure(result) for result in results]
+    return Drawing(logits, states, SHORT_LIST, fetch)
+
+
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+    """``draw``, and wait: one result a row, in order."""
+    return draw(logits, states).result() if states else []
 
 
 def _sure(result: SampledToken | None) -> SampledToken:
@@ -123,11 +160,43 @@ def _sure(result: SampledToken | None) -> SampledToken:
 # ------------------------------------------------------------------------------
 
 
-def _choose(
-    logits: Tensor, states: Sequence[SamplingState], short_list: int
-) -> list[SampledToken | None]:
-    """Draw from adjusted logits [B, V]. None: a row's ``short_list`` likeliest
-    tokens weren't enough to decide."""
+@dataclass(frozen=True)
+class _Chosen:
+    """What was drawn."""
+
+    packed: Tensor
+    """float64, on the device: of each row token, greatest logit, and whether
+    the short list was enough, [3, B]; then the blocks of logprobs, one after
+    another, flat."""
+    num_rows: int
+    blocks: tuple[tuple[NDArray[np.int64], int], ...]
+    """Rows that ask for logprobs [m], and how many numbers each has."""
+
+    def results(self, host: Tensor, states: Sequence[SamplingState]) -> list[SampledToken | None]:
+        """``host``: what was packed, there. None: the short list wasn't enough
+        to decide."""
+        numbers = host.tolist()
+        tokens, tops, sures = (
+            numbers[i * self.num_rows : (i + 1) * self.num_rows] for i in range(3)
+        )
+        logprobs: dict[int, list[float]] = {}
+        first = 3 * self.num_rows
+        for rows, width in self.blocks:
+            for row in rows.tolist():
+                logprobs[row] = numbers[first : first + width]
+                first += width
+        return [
+            sampled_token(state, int(token), top, logprobs.get(row))
+            if sure or not math.isfinite(top)
+            else None
+            for row, (state, token, top, sure) in enumerate(
+                zip(states, tokens, tops, sures, strict=True)
+            )
+        ]
+
+
+def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) -> _Chosen:
+    """Draw from adjusted logits [B, V]."""
     num_rows, vocab_size = logits.shape
     greatest, tokens = logits.max(dim=-1)  # [B], [B]; the first of equals, and NaN if there is one
     decided = torch.ones(num_rows, dtype=torch.bool, device=logits.device)
@@ -140,25 +209,19 @@ def _choose(
         columns = _num_columns([states[row].params.top_k for row in rows], short_list, vocab_size)
         controls = _controls(states, rows, logits)
         tokens[at], decided[at] = _draw_truncated(logits[at], greatest[at, None], controls, columns)
+    drawn = torch.stack([tokens.double(), greatest.double(), decided.double()])
     asking = np.array(
         [row for row, state in enumerate(states) if state.params.logprobs is not None], np.int64
     )
-    found = []
+    pieces, blocks = [drawn.view(-1)], []
     for rows in _blocks(asking, vocab_size):
         at = to_device(rows, logits.device)
         count = min(vocab_size, max(states[row].params.logprobs or 0 for row in rows))
-        found.append(_logprobs(logits[at], greatest[at, None], tokens[at, None], count))
-    # From here on the host waits for the device.
-    drawn = torch.stack([tokens.double(), greatest.double(), decided.double()]).tolist()
-    logprobs = dict(
-        zip(asking.tolist(), (row for block in found for row in block.tolist()), strict=True)
-    )
-    return [
-        _result(state, int(token), top, logprobs.get(row))
-        if sure or not math.isfinite(top)
-        else None
-        for row, (state, token, top, sure) in enumerate(zip(states, *drawn, strict=True))
-    ]
+        found = _logprobs(logits[at], greatest[at, None], tokens[at, None], count)
+        pieces.append(found.view(-1))
+        blocks.append((rows, found.shape[1]))
+    packed = torch.cat(pieces) if blocks else pieces[0]
+    return _Chosen(packed, num_rows, tuple(blocks))
 
 
 def _split(states: Sequence[SamplingState]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -301,7 +364,7 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     return vocab_size - 1 - (torch.topk(keys, count, dim=-1).values & 0xFFFF_FFFF)
 
 
-# --- what comes back
+# --- what is asked for beside
 # ------------------------------------------------------------------------------
 
 
@@ -317,35 +380,6 @@ def _logprobs(logits: Tensor, greatest: Tensor, tokens: Tensor, count: int) -> T
     ids = _likeliest(logits, count)  # [m, count]
     picked = logits.gather(1, torch.cat([tokens, ids], dim=1)).double() - log_mass
     return torch.cat([picked[:, :1], ids.double(), picked[:, 1:]], dim=1)
-
-
-def _result(
-    state: SamplingState, token: int, greatest: float, logprobs: list[float] | None
-) -> SampledToken:
-    if not math.isfinite(greatest):
-        return SampledToken(-1, error=_row_error(greatest, state.num_generated))
-    if logprobs is None:
-        return SampledToken(token)
-    count = (len(logprobs) - 1) // 2
-    wanted = min(count, state.params.logprobs or 0)
-    ids, values = logprobs[1 : 1 + wanted], logprobs[1 + count : 1 + count + wanted]
-    # A masked token isn't likely, however few others there are.
-    top = tuple((int(i), value) for i, value in zip(ids, values, strict=True) if value > -math.inf)
-    return SampledToken(token, TokenLogprob(token, logprobs[0], top))
-
-
-def _row_error(greatest: float, num_generated: int) -> RequestError:
-    if greatest == -math.inf:
-        return RequestError(
-            f"after {num_generated} generated tokens every token is masked: min_tokens forbids all "
-            "that the model could say; lower min_tokens or give fewer stop_token_ids",
-            code="no_token_left",
-        )
-    return RequestError(
-        f"the model's logits hold NaN or Inf after {num_generated} generated tokens: the weights "
-        "are damaged or overflow their dtype; try dtype float32 or bfloat16",
-        code=NON_FINITE,
-    )
 
 
 def _blocks(rows: NDArray[np.int64], vocab_size: int) -> Iterator[NDArray[np.int64]]:

@@ -11,7 +11,7 @@ that will be there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,11 +19,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
+from sworker.buffers import Fetch, Fetched, to_device
 from sworker.device import Gpu, Mark, gpu_of
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
-from sworker.sampler import SampledToken, SamplingState, sample
+from sworker.sampler import Drawing, SampledToken, SamplingState, draw
 
+_DRAWN_BYTES = 64 << 10
+"""Of what is drawn for a lane, to begin with: 2,700 tokens, fewer with
+logprobs."""
 TIMED_LAYERS = 8
 """Of so many layers one is timed: a mark takes a microsecond or two of the
 thread that feeds the GPU."""
@@ -39,6 +43,7 @@ class SWorker:
         graphs: runs small steps in fixed memory, as CUDA graphs; None: every
             step as it is.
         gpu: the device's driver, in place of the one that torch has.
+        num_lanes: for which memory is taken now; for more, when they come.
     """
 
     def __init__(
@@ -48,12 +53,16 @@ class SWorker:
         device: torch.device,
         graphs: StepGraphs | None = None,
         gpu: Gpu | None = None,
+        num_lanes: int = 0,
     ) -> None:
         self.gpu = gpu or gpu_of(device)
         self.spec = spec
         self.model = model
         self.device = device
         self.graphs = graphs
+        self._fetches: dict[int, Callable[[Tensor], Fetched]] = {}  # by lane
+        for lane in range(num_lanes):
+            self._fetch(lane)
 
     def begin(
         self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], lane: int = 0
@@ -68,11 +77,35 @@ class SWorker:
             return PaddedPass(self, self.graphs, lane, rows)
         return Pass(self, rows)
 
+    def upload(self, host: Tensor) -> Tensor:
+        """A copy on the device; see ``to_device``."""
+        return to_device(host, self.device, self.gpu)
+
+    def run_through(self, run: Callable[[], Tensor]) -> WholePass:
+        """A step that needs nobody else: ``run`` gives the last layer's output
+        [T, hidden]."""
+        return WholePass(self, run)
+
     @torch.inference_mode()
+    def draw(self, logits: Tensor, states: Sequence[SamplingState], lane: int = 0) -> Drawing:
+        """Start drawing the next token of each row's sequence: logits float32
+        [R, vocab], R >= 1, one state a row. Waits for nothing; at most one
+        drawing of a lane is under way."""
+        return draw(logits, states, self._fetch(lane))
+
+    @torch.inference_mode()
+    def drawn(self, drawing: Drawing) -> list[SampledToken]:
+        """What was drawn, one token a row; waits until it is here."""
+        return drawing.result()
+
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-        """Draw the next token of each row's sequence. logits float32 [R,
-        vocab], one state a row."""
-        return sample(logits, states) if states else []
+        """``draw``, and wait."""
+        return self.drawn(self.draw(logits, states)) if states else []
+
+    def _fetch(self, lane: int) -> Callable[[Tensor], Fetched]:
+        if lane not in self._fetches:
+            self._fetches[lane] = Fetched if self.gpu is None else Fetch(self.gpu, _DRAWN_BYTES)
+        return self._fetches[lane]
 
 
 class Pass:
@@ -89,11 +122,12 @@ class Pass:
     def __init__(self, worker: SWorker, rows: Tensor) -> None:
         """rows: token ids and positions, int64 [2, T], on the host."""
         self._model = worker.model
+        self._upload = worker.upload
         self._timer = DeviceTimer(worker.gpu)
         self._layers_timer = DeviceTimer(worker.gpu, every=TIMED_LAYERS)
         self.layer = 0
         with self._timer:
-            self._begin(rows.to(worker.device, non_blocking=True))
+            self._begin(rows)
 
     @torch.inference_mode()
     def advance(self, o: Tensor) -> bool:
@@ -110,9 +144,7 @@ class Pass:
     def logits(self, rows: NDArray[np.int64]) -> Tensor:
         """Logits of some rows [R], float32 [R, vocab], on the device."""
         with self._timer:
-            return self._model.logits(
-                self._x[torch.from_numpy(rows).to(self._x.device, non_blocking=True)]
-            )
+            return self._model.logits(self._x[self._upload(torch.from_numpy(rows))])
 
     def device_s(self) -> float:
         """Seconds that a GPU has computed for this step, as far as it has come;
@@ -120,17 +152,19 @@ class Pass:
         return self._timer.seconds() + self._layers_timer.seconds()
 
     def _begin(self, rows: Tensor) -> None:
-        token_ids, self._positions = rows
+        token_ids, self._positions = self._upload(rows)
         self._x = self._model.embed(token_ids, self._positions)  # [T, hidden]
         self.q, self.k, self.v = self._model.layers[0].pre_attention(self._x, self._positions)
 
     def _advance(self, o: Tensor, is_last: bool) -> None:
-        before = self._model.layers[self.layer if is_last else self.layer - 1]
-        self._x = before.post_attention(self._x, o)
-        if not is_last:
-            self.q, self.k, self.v = self._model.layers[self.layer].pre_attention(
-                self._x, self._positions
-            )
+        layers = self._model.layers
+        if is_last:
+            self._x = layers[self.layer].post_attention(self._x, o)
+            return
+        x, added = layers[self.layer - 1].post_attention_apart(self._x, o)
+        self._x, (self.q, self.k, self.v) = layers[self.layer].pre_attention_of_sum(
+            x, added, self._positions
+        )
 
 
 class PaddedPass(Pass):
@@ -139,7 +173,6 @@ class PaddedPass(Pass):
 
     def __init__(self, worker: SWorker, graphs: StepGraphs, lane: int, rows: Tensor) -> None:
         self._graphs, self._lane = graphs, lane
-        self._bucket = graphs.buckets.of(rows.shape[1])
         self._buffers = graphs.buffers(lane)
         mine = slice(rows.shape[1])
         self._x, self.place = self._buffers.x[mine], self._buffers.o[mine]
@@ -147,11 +180,7 @@ class PaddedPass(Pass):
         super().__init__(worker, rows)
 
     def _begin(self, rows: Tensor) -> None:
-        for buffer, values in zip(
-            (self._buffers.token_ids, self._buffers.positions), rows, strict=True
-        ):
-            buffer[: rows.shape[1]].copy_(values)
-            buffer[rows.shape[1] : self._bucket].zero_()
+        self._bucket = self._graphs.fill(self._lane, rows)
         self._run(0)
 
     def _advance(self, o: Tensor, is_last: bool) -> None:
@@ -163,6 +192,24 @@ class PaddedPass(Pass):
     def _run(self, unit: int) -> None:
         self._graphs.run(self._lane, unit, self._bucket)
         self.q, self.k, self.v = self._qkv[unit % len(self._qkv)]
+
+
+class WholePass(Pass):
+    """A step that needed nobody else: its last layer is done."""
+
+    @torch.inference_mode()
+    def __init__(self, worker: SWorker, run: Callable[[], Tensor]) -> None:
+        self._model, self._upload = worker.model, worker.upload
+        self._timer = self._layers_timer = DeviceTimer(worker.gpu)
+        self.layer = len(self._model.layers) - 1
+        with self._timer:
+            self._x = run()
+
+    def device_s(self) -> float:
+        return self._timer.seconds()
+
+    def _advance(self, o: Tensor, is_last: bool) -> None:
+        raise AssertionError("no layer is left")
 
 
 class DeviceTimer:

@@ -23,10 +23,11 @@ from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import LaneStep, Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.schedule.plan import Chunk
-from fastdecode.wire.messages import Attend, AttendResult
+from fastdecode.wire.messages import Attend, AttendResult, BeginStep
 from sworker.graphs import StepGraphs
 from sworker.load.weights import random_model
 from sworker.model.skeleton import Model
+from sworker.sampler import Drawing, SamplingState
 from sworker.worker import Pass, SWorker
 
 CPU = torch.device("cpu")
@@ -60,6 +61,7 @@ class LateFleet:
     lost: dict[int, object] = field(default_factory=dict)
     _asked: dict[int, deque[Attend]] = field(default_factory=dict)
     _o: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
+    _wants_lse: dict[tuple[int, int], bool] = field(default_factory=dict)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
     def peer(self, holder: int) -> str:
@@ -73,6 +75,8 @@ class LateFleet:
         return any(self._asked.values())
 
     def send(self, holder: int, message: object) -> None:
+        if isinstance(message, BeginStep):
+            self._wants_lse[holder, message.lane] = message.want_lse
         if isinstance(message, Attend):
             self.log.append(f"send {lane_layer(message)}")
             self._read(message, "what is sent")
@@ -85,11 +89,18 @@ class LateFleet:
         asked = self._asked[holder].popleft()
         self._read(asked, "what was lent")
         self.log.append(f"receive {lane_layer(asked)}")
-        key = (holder, asked.lane, asked.q.shape)
+        o = self._room(holder, asked.lane, asked.q.shape)
+        wants_lse = self._wants_lse[holder, asked.lane]
+        lse = self._room(holder, asked.lane, asked.q.shape[:2]) if wants_lse else None
+        return holder, AttendResult(asked.step, asked.lane, asked.layer, o, lse, 0.0)
+
+    def _room(self, *key: Any) -> np.ndarray:
+        """Of an answer, the same in every layer: it is written again."""
         if key not in self._o:
-            self._o[key] = np.ones(asked.q.shape, np.float32)
+            self._o[key] = np.ones(key[-1], np.float32)
             self.gpu.host(self._o[key])
-        return holder, AttendResult(asked.step, asked.lane, asked.layer, self._o[key], None, 0.0)
+        self.gpu.write(self._o[key], "an answer")
+        return self._o[key]
 
     def _read(self, asked: Attend, what: str) -> None:
         for array in (asked.q, asked.k, asked.v):
@@ -131,7 +142,13 @@ class Run:
     lanes: int
     graphs: bool = True
     prompts: int = 0
-    """Of the sequences of each step."""
+    """Of the sequences of each step: first chunks."""
+    later: int = 0
+    """Later chunks."""
+    split: int = 0
+    """Sequences with a closed part elsewhere."""
+    draws: bool = False
+    """Whether a token is drawn of each step's first row."""
     rows: tuple[int, ...] = (6,)
     """Sequences of each step."""
     num_steps: int = 2
@@ -174,29 +191,63 @@ class Run:
             )
             self.plan.prepare(self.lanes)
             for lane in range(self.lanes):
+                self._record_landing(self.plan.staging(lane))
                 if graphs is not None:
                     self.gpu.stays(graphs.buffers(lane).o)
+            self.graphs_of, self.s_worker = graphs, pipeline._s_worker
             mistake(self)
             self.gpu.calls.clear()
+            draw = self._draw if self.draws else None
             numbers = itertools.count()
             for step in range(self.num_steps):
                 for lane in range(self.lanes):
                     batch = self._batch(lane, self.rows[step % len(self.rows)], next(numbers))
                     pipeline.launch(lane, batch, np.arange(1))
                 while pipeline.in_flight:
-                    finished = pipeline.run()
+                    finished = pipeline.run(draw)
                     assert finished is not None
+                    self._read(finished)
                     on_step(finished)
         return self
+
+    def _record_landing(self, staging: Any) -> None:
+        """The host writes what arrives beside torch."""
+        receive = staging.receive
+
+        def received(array: np.ndarray, o: torch.Tensor, rows: slice) -> None:
+            self.gpu.write(staging._step.landing[rows], "what arrives")
+            receive(array, o, rows)
+
+        staging.receive = received
+
+    def _draw(self, step: LaneStep) -> Drawing:
+        assert step.logits is not None
+        state = SamplingState(SamplingParams(temperature=0), 0, PROMPT, (), 50, 0)
+        return self.s_worker.draw(step.logits, [state], step.lane)
+
+    def _read(self, step: LaneStep) -> None:
+        """The host takes in what was drawn."""
+        if self.draws:
+            drawing: Any = step.draws
+            self.gpu.read(drawing._fetched.host.numpy(), "what was drawn")
 
     def _batch(self, lane: int, num_rows: int, step: int) -> StepBatch:
         request = Request("r", PROMPT, SamplingParams(temperature=0), 1, seed=0)
         chunks = []
         for i in range(num_rows):
             sequence = Sequence.of(lane * 100 + i, request, 0)  # type: ignore[arg-type]
-            part = Part(PartId(lane * 100 + i), HolderId(i % self.num_holders), 0, 64)
             is_new = i >= num_rows - self.prompts
-            sequence.num_cached = 0 if is_new else len(PROMPT) - 1
-            sequence.residence = Residence((part,))
-            chunks.append(Chunk(sequence, len(PROMPT) if is_new else 1))
+            is_later = not is_new and i >= num_rows - self.prompts - self.later
+            sequence.num_cached = 0 if is_new else 12 if is_later else len(PROMPT) - 1
+            holder = HolderId(i % self.num_holders)
+            parts: tuple[Part, ...] = (Part(PartId(lane * 100 + i), holder, 0, 64),)
+            if i < self.split:
+                other = HolderId((i + 1) % self.num_holders)
+                parts = (
+                    Part(PartId(lane * 100 + 50 + i), other, 0, 8),
+                    Part(PartId(lane * 100 + i), holder, 8, 64),
+                )
+            sequence.residence = Residence(parts)
+            num_tokens = len(PROMPT) - sequence.num_cached
+            chunks.append(Chunk(sequence, num_tokens))
         return StepBatch.build(chunks, HOLDERS[: self.num_holders], step=step, lane=lane)

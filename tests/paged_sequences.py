@@ -11,6 +11,7 @@ from dense_attention import dense_attention
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.paged import PagedKV, PagedStep, Prompt
+from sworker.prefill import as_cached
 
 SLOPES = (0.5, 0.25, 0.125, 0.06, 0.03, 1.0)
 SPECS = {
@@ -35,15 +36,19 @@ class Sequences:
         news: Sequence[int],
         device: torch.device = CPU,
         block_size: int = BLOCK_SIZE,
+        dtype: DType = DType.FLOAT32,
     ) -> None:
-        kv = KVSpec(1, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, block_size)
+        kv = KVSpec(1, spec.num_kv_heads, spec.head_dim, dtype, block_size)
         self._block_size = block_size
         rng = np.random.default_rng(5)
         totals = [past + new for past, new in zip(pasts, news, strict=True)]
         widths = [-(-total // block_size) for total in totals]
         blocks = rng.permutation(sum(widths) + 3)
         self.cache = PagedKV(kv, [spec], len(blocks), device)
-        self.cache.pool.fill_(float("nan"))  # what nobody wrote must not be weighed in
+        # What nobody wrote must not be weighed in.
+        for memory in (self.cache.pool, self.cache.scales):
+            if memory is not None and memory.is_floating_point():
+                memory.fill_(float("nan"))
         ends = np.cumsum(widths)
         self._tables = [blocks[end - width : end] for end, width in zip(ends, widths, strict=True)]
         self._draw = lambda n, heads: rng.standard_normal((n, heads, spec.head_dim), np.float32)
@@ -55,8 +60,7 @@ class Sequences:
         self._device = device
         for i, past in enumerate(pasts):
             slots = self._on_device(self.slots(i)[:past])
-            for half, x in enumerate((self.k[i], self.v[i])):
-                self.cache.pool[0, half, slots] = self._on_device(x[:past])
+            self.cache.store(0, *(self._on_device(x[i][:past]) for x in (self.k, self.v)), slots)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -108,7 +112,11 @@ class Sequences:
 
     def expected(self) -> np.ndarray:
         spec = self.cache.attention[0]
+        k, v = ([self._as_cached(one) for one in x] for x in (self.k, self.v))
         return np.concatenate([
-            dense_attention(self.q[i], self.k[i], self.v[i], past, past + self.news[i], spec)[0]
+            dense_attention(self.q[i], k[i], v[i], past, past + self.news[i], spec)[0]
             for i, past in enumerate(self.pasts)
         ])  # fmt: skip
+
+    def _as_cached(self, x: np.ndarray) -> np.ndarray:
+        return as_cached(torch.from_numpy(x), self.cache.kv.dtype).numpy()

@@ -16,6 +16,7 @@ import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -238,6 +239,16 @@ class RecordedGpu(TorchDispatchMode):
         self.calls["pinned"] += 1
         return self.host(torch.empty(num_bytes, dtype=torch.uint8))
 
+    def upload(self, host: Tensor) -> Tensor:
+        self.refuse_if_capturing("a copy from the host")
+        self.calls["upload"] += 1
+        if self.checker.is_host(host.data_ptr()):
+            self.read(host.numpy(), "upload")  # by the host, at once
+        staged = torch.from_numpy(host.numpy().copy())
+        if span := span_of(staged):
+            self.checker.forget(span)
+        return staged
+
     def room(self, num_bytes: int) -> Tensor:
         self.calls["room"] += 1
         return self.stays(torch.empty(num_bytes, dtype=torch.uint8))
@@ -248,11 +259,16 @@ class RecordedGpu(TorchDispatchMode):
     def capture(self, run: Callable[[], None], pool: object) -> RecordedGraph:
         self.collected_while_capturing |= gc.isenabled()
         self._is_capturing = True
+        gc.callbacks.append(self._on_collection)
         try:
             run()
         finally:
             self._is_capturing = False
+            gc.callbacks.remove(self._on_collection)
         return RecordedGraph(self, run)
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        self.collected_while_capturing = True
 
     def refuse_if_capturing(self, what: str) -> None:
         if self._is_capturing:
@@ -279,10 +295,18 @@ class RecordedGpu(TorchDispatchMode):
         if span := span_of(array):
             self.checker.access(HOST, [span], what, writes=False)
 
+    def write(self, array: np.ndarray, what: str) -> None:
+        """The host, or whoever it was lent by, writes it."""
+        if span := span_of(array):
+            self.checker.access(HOST, [span], what, writes=True)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func._schema.name
+        if name.startswith("aten::lift_fresh") and result.dim() > 0:
+            # Where it has no dims, it stays on the host, and is a kernel's argument.
+            self.refuse_if_capturing("a tensor made of numbers")
         self.calls["view"] += func.is_view
         if func.is_view or "empty" in name or name in ("aten::detach", "aten::alias"):
             return result
@@ -294,13 +318,25 @@ class RecordedGpu(TorchDispatchMode):
             info = argument.alias_info
             (written if info is not None and info.is_write else read).update(_spans(value))
         on_host = {self.checker.is_host(first) for first, _ in written | read}
-        if len(on_host) > 1 or "local_scalar" in name or "random" in name:
+        if len(on_host) > 1 or _asks_host(func, args):
             self.refuse_if_capturing(name)
         is_host = on_host == {True}
         who = HOST if is_host else self._streams[-1].name
         self.checker.access(who, read - written, name, writes=False)
         self.checker.access(who, written, name, writes=True)
         return result
+
+
+def _asks_host(func: Any, args: Any) -> bool:
+    """Whether the host must know something to queue it: numbers, or chance."""
+    if func._schema.name == "aten::index":  # by numbers it may
+        return any(x is not None and x.dtype == torch.bool for x in args[1])
+    asking = {
+        torch.Tag.data_dependent_output,
+        torch.Tag.dynamic_output_shape,
+        torch.Tag.nondeterministic_seeded,
+    }
+    return not asking.isdisjoint(func.tags)
 
 
 def _spans(values: object) -> Iterator[Span]:

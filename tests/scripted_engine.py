@@ -81,6 +81,15 @@ class ScriptedPass:
         return 0.0
 
 
+@dataclass
+class ScriptedDrawing:
+    tokens: list[SampledToken]
+    done = True
+
+    def wait(self) -> None:
+        pass
+
+
 class ScriptedSWorker:
     """Stands in for ``SWorker``. ``fails_at``: a request that meets an error at
     its token of this number."""
@@ -99,9 +108,14 @@ class ScriptedSWorker:
         self.lanes.append(lane)
         return ScriptedPass(token_ids, positions)
 
-    def sample(self, logits: Tensor, states: Sequence[Any]) -> list[SampledToken]:
+    def draw(self, logits: Tensor, states: Sequence[Any], lane: int) -> ScriptedDrawing:
         assert len(logits) == len(states)
-        return [self._draw(row, state) for row, state in zip(logits, states, strict=True)]
+        return ScriptedDrawing(
+            [self._draw(row, state) for row, state in zip(logits, states, strict=True)]
+        )
+
+    def drawn(self, drawing: ScriptedDrawing) -> list[SampledToken]:
+        return drawing.tokens
 
     def _draw(self, row: Tensor, state: Any) -> SampledToken:
         drawn = self._num_drawn[id(state)] = self._num_drawn.get(id(state), 0) + 1

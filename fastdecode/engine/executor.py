@@ -24,6 +24,7 @@ from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import MeasuredTimes
+from sworker.sampler import Drawing
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,25 @@ class Watch:
     """How long the parts of every step took."""
     lanes: LaneChoice | None = None
     """Decides on the number of lanes; None: it stays what it is."""
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of a step that are being drawn."""
+
+    chunks: Seq[Chunk]
+    """Whose, one each."""
+    drawing: Drawing
+    started_s: float
+    ended_s: float | None
+    """None: they are on their way to the host."""
+
+    @property
+    def done(self) -> bool:
+        return self.drawing.done
+
+    def wait(self) -> None:
+        self.drawing.wait()
 
 
 class Executor:
@@ -79,6 +99,7 @@ class Executor:
             if kind is HolderKind.DEVICE and HolderKind.R_WORKER in kinds
         }
         self._num_launched = 0
+        self._tokens: dict[int, _Tokens] = {}  # by lane
 
     @property
     def is_busy(self) -> bool:
@@ -109,7 +130,7 @@ class Executor:
 
     def run_on(self) -> None:
         """Run until some lane has finished its step, or there is news."""
-        finished = self._pipeline.run()
+        finished = self._pipeline.run(self._draw)
         if finished is None:
             self._take_news()
         else:
@@ -203,7 +224,7 @@ class Executor:
         wanted = self._lifecycle.lives.wanted(step.batch.chunks)
         # Before what the step has ended is freed: the holders have held it all through the step.
         self._count_load(wanted)
-        drawn = self._draw(step, wanted)
+        drawn = self._accept(step)
         self.tell(events.StepDone(step.lane, drawn))
         self._requests.tell(drawn)
         if self._watch.times is not None:
@@ -216,32 +237,42 @@ class Executor:
         now = time.perf_counter()
         self._watch.trace.load(now, scheduler.num_running, scheduler.num_waiting, load)
 
-    def _draw(self, step: LaneStep, wanted: Seq[Chunk]) -> tuple[events.Drawn, ...]:
-        """The tokens that follow, of all whose text is complete so far."""
-        drawing, rows = _drawing(step, wanted)
+    def _draw(self, step: LaneStep) -> _Tokens | None:
+        """Start drawing the tokens that follow, of all whose text is complete so far."""
         assert step.logits is not None
-        logits = step.logits if len(rows) == len(step.logits) else step.logits[rows]
-        started = time.perf_counter()
-        generations = [self._requests.generation(chunk.sequence) for chunk in drawing]
-        sampled = self._s_worker.sample(logits, [one.sampling for one in generations])
+        draws = step.batch.draws.tolist()
+        chunks = [chunk for chunk, is_last in zip(step.batch.chunks, draws, strict=True) if is_last]
+        rows = _rows_of(chunks, self._lifecycle.lives.wanted(chunks))
+        if not rows:
+            return None
+        logits = step.logits if len(rows) == len(chunks) else step.logits[list(rows)]
+        started, chunks = time.perf_counter(), [chunks[row] for row in rows]
+        states = [self._requests.generation(chunk.sequence).sampling for chunk in chunks]
+        drawing = self._s_worker.draw(logits, states, step.lane)
+        ended_s = time.perf_counter() if drawing.done else None
+        tokens = self._tokens[step.lane] = _Tokens(chunks, drawing, started, ended_s)
+        return tokens
+
+    def _accept(self, step: LaneStep) -> tuple[events.Drawn, ...]:
+        """Take in what was drawn, of those whose sequences are still wanted."""
+        tokens = self._tokens.pop(step.lane, None)
+        if tokens is None:
+            return ()
+        sampled = self._s_worker.drawn(tokens.drawing)
         now = time.perf_counter()
-        self._watch.trace.sampled(step.lane, step.step, len(sampled), started, now)
-        return self._requests.accept(generations, sampled, self._stats, now)
+        ended_s = tokens.ended_s or now
+        self._watch.trace.sampled(step.lane, step.step, len(sampled), tokens.started_s, ended_s)
+        rows = _rows_of(tokens.chunks, self._lifecycle.lives.wanted(tokens.chunks))
+        generations = [self._requests.generation(tokens.chunks[row].sequence) for row in rows]
+        return self._requests.accept(generations, [sampled[row] for row in rows], self._stats, now)
 
 
-def _drawing(step: LaneStep, wanted: Seq[Chunk]) -> tuple[list[Chunk], list[int]]:
-    """Of a step that is over, the chunks for which a token is drawn, as far as
-    they are wanted; and their rows among the step's logits."""
-    drawing = [
-        chunk
-        for chunk, draws in zip(step.batch.chunks, step.batch.draws.tolist(), strict=True)
-        if draws
-    ]
-    if len(wanted) == len(step.batch.chunks):
-        return drawing, list(range(len(drawing)))
+def _rows_of(chunks: Seq[Chunk], wanted: Seq[Chunk]) -> Seq[int]:
+    """Where those that are wanted are among the chunks."""
+    if len(wanted) == len(chunks):
+        return range(len(chunks))
     ids = {chunk.sequence.sequence_id for chunk in wanted}
-    rows = [row for row, chunk in enumerate(drawing) if chunk.sequence.sequence_id in ids]
-    return [drawing[row] for row in rows], rows
+    return [row for row, chunk in enumerate(chunks) if chunk.sequence.sequence_id in ids]
 
 
 def _in_prompt(chunk: Chunk) -> int:

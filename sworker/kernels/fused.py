@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sworker.model.linear import ACTIVATIONS, MLP
 from sworker.model.norms import RMSNorm
 from sworker.model.rope import RotaryTable
-from sworker.model.skeleton import AddNorm, Layer, Model
+from sworker.model.skeleton import QKV, AddNorm, Layer, Model, RotateSplit
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,27 @@ class Kernels(Protocol):
         H, size], weight [size] → as x."""
 
     def add_norm(
-        self, x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float
+        self,
+        x: Tensor,
+        added: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x + added, rounded, and its ``norm``. x, added [T, size] → [T, size] each."""
+        """x + added, rounded, and its ``norm``. x, added [T, size] → [T, size]
+        each. ``total``: where the sum goes, dense."""
 
     def rotate(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """x [T, H, D], positions int64 [T] within the table, float32 [P, 2 ·
         N]: cos, then sin → [T, H, D]. The first N dims of a head are turned
         with the next N."""
+
+    def rotate_split(
+        self, qk: Tensor, v: Tensor, positions: Tensor, table: Tensor, out: QKV
+    ) -> None:
+        """``rotate`` q and k [T, Hq + Hkv, D], and write them and v [T, Hkv, D]
+        to where they go, each dense."""
 
     def gate(self, h: Tensor, *, is_silu: bool) -> Tensor:
         """act(first half) · second half, act rounded. h [T, 2 · size] → [T,
@@ -124,8 +137,12 @@ def fuse_checked(model: Model, kernels: Kernels) -> bool:
         return False
     num_gates = 0
     for layer in model.layers:
-        if _norms_a_sum(layer, fused):
+        if _norms_a_sum(layer.mlp_norm, layer, fused):
             layer.add_norm_kernel = _add_norm_of(layer.mlp_norm, kernels)
+        if _norms_a_sum(layer.attn_norm, layer, fused):
+            layer.attn_add_norm_kernel = _add_norm_of(layer.attn_norm, kernels)
+        if layer.rope in fused:
+            layer.rotate_split_kernel = _rotate_split_of(layer.rope, kernels)
         if layer.mlp.gated and layer.mlp.act in _GATES:
             layer.mlp.gate_kernel = _gate_of(layer.mlp, kernels)
             num_gates += 1
@@ -136,21 +153,34 @@ def fuse_checked(model: Model, kernels: Kernels) -> bool:
     return bool(fused) or num_gates > 0
 
 
-def _norms_a_sum(layer: Layer, fused: dict[nn.Module, nn.Module]) -> bool:
-    return layer.mlp_norm in fused and layer.placement == "pre" and not layer.parallel
+def _norms_a_sum(norm: nn.Module, layer: Layer, fused: dict[nn.Module, nn.Module]) -> bool:
+    """Whether what the norm is of is a sum, and nobody else needs it sooner."""
+    if layer.placement == "post" or norm not in fused:
+        return False
+    return norm is layer.attn_norm or (layer.placement == "pre" and not layer.parallel)
 
 
 def _add_norm_of(rms_norm: nn.Module, kernels: Kernels) -> AddNorm:
     assert isinstance(rms_norm, RMSNorm)
 
-    def add_normed(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    def add_normed(x: Tensor, a: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
         return (
-            kernels.add_norm(x, a, rms_norm.weight, rms_norm.eps, rms_norm.offset)
+            kernels.add_norm(x, a, rms_norm.weight, rms_norm.eps, rms_norm.offset, total)
             if x.shape[0]
             else (x, x)
         )
 
     return add_normed
+
+
+def _rotate_split_of(rope: nn.Module | None, kernels: Kernels) -> RotateSplit:
+    assert isinstance(rope, RotaryTable)
+
+    def rotated(qk: Tensor, v: Tensor, positions: Tensor, out: QKV) -> None:
+        if v.shape[0]:
+            kernels.rotate_split(qk, v, positions, rope.table, out)
+
+    return rotated
 
 
 def _gate_of(mlp: MLP, kernels: Kernels) -> Callable[[Tensor], Tensor]:
@@ -171,20 +201,40 @@ def _same_parts(layer: Layer, fused: dict[nn.Module, nn.Module], kernels: Kernel
         return torch.randn(shape, device=weight.device, generator=generator).to(weight.dtype)
 
     x, a = some(_ROWS, weight.shape[1]), some(_ROWS, weight.shape[1])
-    heads = some(_ROWS, 5, layer.head_dim)[:, :3]  # of a fused projection
+    heads = some(_ROWS, 5, layer.head_dim)[:, :4]  # of a fused projection
     pairs: list[tuple[Tensor, Tensor]] = []
-    if layer.rope in fused:
-        positions = torch.arange(_ROWS, device=weight.device)
-        pairs.append((fused[layer.rope](heads, positions), layer.rope(heads, positions)))
+    if isinstance(layer.rope, RotaryTable):
+        pairs += _rotated_pairs(layer.rope, heads, kernels)
     for norm, rows in ((layer.attn_norm, x), (layer.q_norm, heads)):
         if norm in fused:
             pairs.append((fused[norm](rows), norm(rows)))
-    if _norms_a_sum(layer, fused):
-        pairs += zip(_add_norm_of(layer.mlp_norm, kernels)(x, a), layer.add_norm(x, a), strict=True)
+    for norm in (layer.attn_norm, layer.mlp_norm):
+        if _norms_a_sum(norm, layer, fused):
+            room = torch.empty_like(x)
+            pairs += zip(
+                (*_add_norm_of(norm, kernels)(x, a, room), room), (x + a, norm(x + a), x + a),
+                strict=True,
+            )  # fmt: skip
     if layer.mlp.gated and layer.mlp.act in _GATES:
         h = some(_ROWS, layer.mlp.up.weight.shape[0])
         pairs.append((_gate_of(layer.mlp, kernels)(h), layer.mlp.gate(h)))
     return all(_close(found, expected) for found, expected in pairs)
+
+
+def _rotated_pairs(
+    rope: RotaryTable, heads: Tensor, kernels: Kernels
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the kernels say of heads [T, 4, D], and what torch does: two of q,
+    one of k, one of v."""
+    positions = torch.arange(len(heads), device=heads.device)
+    qk, v = heads[:, :3], heads[:, 3:]
+    turned = rope(qk, positions)
+    yield kernels.rotate(qk, positions, rope.table), turned
+    q_out, k_out, v_out = (torch.empty_like(v).repeat(1, num, 1) for num in (2, 1, 1))
+    kernels.rotate_split(qk, v, positions, rope.table, (q_out, k_out, v_out))
+    yield q_out, turned[:, :2]
+    yield k_out, turned[:, 2:]
+    yield v_out, v
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

@@ -86,11 +86,18 @@ def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float
+    x: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``fused_triton.add_norm``."""
     num_rows, size = x.shape
-    total, out = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    if total is None:
+        total = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype)
     _run(
         NORM, num_rows, size, x.dtype == torch.float32, size, 1, x.data_ptr(), x.stride(0), 0,
         added.data_ptr(), added.stride(0), weight.data_ptr(), total.data_ptr(), out.data_ptr(), 0,
@@ -101,15 +108,33 @@ def add_norm(
 
 def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """See ``fused_triton.rotate``."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _rotate(x, positions, table, out)
+    return out
+
+
+def rotate_split(
+    qk: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """See ``fused_triton.rotate_split``."""
+    num_q = qk.shape[1] - v.shape[1]
+    _rotate(qk[:, :num_q], positions, table, out[0])
+    _rotate(qk[:, num_q:], positions, table, out[1])
+    out[2].copy_(v)
+
+
+def _rotate(x: Tensor, positions: Tensor, table: Tensor, out: Tensor) -> None:
     num_rows, heads, size = x.shape
     assert positions.dtype == torch.int64 and positions.is_contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
     _run(
         ROTATE, num_rows, heads * size, x.dtype == torch.float32, size, heads, x.data_ptr(),
         x.stride(0), x.stride(1), positions.data_ptr(), 0, table.data_ptr(), 0, out.data_ptr(),
         table.shape[1] // 2,
     )  # fmt: skip
-    return out
 
 
 def gate(h: Tensor, *, is_silu: bool) -> Tensor:

@@ -54,6 +54,48 @@ def _rotate(  # type: ignore[no-untyped-def]
         tl.store(out + (row * num_heads + heads[:, None]) * D + r[None, :], rest, mask=is_rest)
 
 
+@triton.jit(do_not_specialize=["num_q", "num_kv"])  # type: ignore[untyped-decorator]
+def _rotate_split(  # type: ignore[no-untyped-def]
+    x, v, positions, table, q_out, k_out, v_out, x_row, x_head, v_row, v_head, num_q, num_kv,
+    N: tl.constexpr, N_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """x [T, num_q + num_kv, D], v [T, num_kv, D], positions [T], table float32
+    [P, 2 N] → q_out, k_out, v_out, dense. Grid (T, ceil((num_q + 2 num_kv) /
+    HEADS))."""
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_q = (heads < num_q)[:, None]
+    is_k = ((heads >= num_q) & (heads < num_q + num_kv))[:, None]
+    source = x + row * x_row + heads[:, None] * x_head
+    to_q = q_out + (row * num_q + heads[:, None]) * D
+    to_k = k_out + (row * num_kv + heads[:, None] - num_q) * D
+    j = tl.arange(0, N_PAD)
+    in_n = (j < N)[None, :]
+    at_table = table + tl.load(positions + row).to(tl.int64) * (2 * N) + j
+    cos = tl.load(at_table, mask=j < N, other=0.0)[None, :]
+    sin = tl.load(at_table + N, mask=j < N, other=0.0)[None, :]
+    a = tl.load(source + j[None, :], mask=(is_q | is_k) & in_n, other=0.0).to(tl.float32)
+    b = tl.load(source + N + j[None, :], mask=(is_q | is_k) & in_n, other=0.0).to(tl.float32)
+    turned_a = (a * cos - b * sin).to(q_out.dtype.element_ty)
+    turned_b = (b * cos + a * sin).to(q_out.dtype.element_ty)
+    tl.store(to_q + j[None, :], turned_a, mask=is_q & in_n)
+    tl.store(to_q + N + j[None, :], turned_b, mask=is_q & in_n)
+    tl.store(to_k + j[None, :], turned_a, mask=is_k & in_n)
+    tl.store(to_k + N + j[None, :], turned_b, mask=is_k & in_n)
+    if REST_PAD > 0:  # dims that aren't turned
+        r = 2 * N + tl.arange(0, REST_PAD)
+        in_rest = (r < D)[None, :]
+        rest = tl.load(source + r[None, :], mask=(is_q | is_k) & in_rest, other=0.0)
+        tl.store(to_q + r[None, :], rest, mask=is_q & in_rest)
+        tl.store(to_k + r[None, :], rest, mask=is_k & in_rest)
+    v_heads = heads - num_q - num_kv
+    d = tl.arange(0, D_PAD)
+    is_v = ((v_heads >= 0) & (v_heads < num_kv))[:, None] & (d < D)[None, :]
+    of_v = tl.load(v + row * v_row + v_heads[:, None] * v_head + d[None, :], mask=is_v, other=0.0)
+    tl.store(v_out + (row * num_kv + v_heads[:, None]) * D + d[None, :], of_v, mask=is_v)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _gate(h, out, h_row, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """h [T, 2 · size], gate first → out [T, size] = act(gate) · up. Grid (T,
@@ -103,20 +145,32 @@ def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float
+    x: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x + added, and its ``norm``. x, added [T, size] → [T, size] each."""
-    return _normed(x, added, weight, eps, offset)
+    """x + added, and its ``norm``. x, added [T, size] → [T, size] each.
+    ``total``: where the sum goes, dense."""
+    return _normed(x, added, weight, eps, offset, total)
 
 
 def _normed(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     num_heads = x.shape[1] if x.dim() == 3 else 1
     x_head = x.stride(1) if x.dim() == 3 else 0
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = x if added is None else torch.empty_like(out)
+    if total is None:
+        total = x if added is None else torch.empty_like(out)
     block = triton.next_power_of_2(size)
     with on_device(x):
         _norm[(x.shape[0], num_heads)](
@@ -151,6 +205,33 @@ def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
             REST_PAD=triton.next_power_of_2(rest) if rest else 0, HEADS=_HEADS,
         )  # fmt: skip
     return out
+
+
+def rotate_split(
+    qk: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """``rotate`` q and k, and write them and v to where they go.
+
+    Args:
+        qk: [T, Hq + Hkv, D], its last dim dense.
+        v: [T, Hkv, D], likewise.
+        positions, table: as in ``rotate``.
+        out: [T, Hq, D], twice [T, Hkv, D], dense.
+    """
+    num_rows, num_kv, size = v.shape
+    num = table.shape[1] // 2
+    rest = size - 2 * num
+    with on_device(qk):
+        _rotate_split[(num_rows, triton.cdiv(qk.shape[1] + num_kv, _HEADS))](
+            qk, v, positions, table, *out, qk.stride(0), qk.stride(1), v.stride(0), v.stride(1),
+            qk.shape[1] - num_kv, num_kv, N=num, N_PAD=triton.next_power_of_2(num), D=size,
+            D_PAD=triton.next_power_of_2(size),
+            REST_PAD=triton.next_power_of_2(rest) if rest else 0, HEADS=_HEADS,
+        )  # fmt: skip
 
 
 def gate(h: Tensor, *, is_silu: bool) -> Tensor:

@@ -13,7 +13,8 @@ captured in CUDA graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,21 @@ class Attend(Protocol):
         ...
 
 
-AddNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+AddNorm = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""x and what is added [T, hidden], and where the sum goes → the sum, and its norm."""
+QKV: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""q [T, Hq, D], k and v [T, Hkv, D]."""
+RotateSplit = Callable[[Tensor, Tensor, Tensor, QKV], None]
+"""q and k [T, Hq + Hkv, D], v [T, Hkv, D], positions [T], and where they go,
+the first turned."""
+
+
+@dataclass(frozen=True)
+class LayerRoom:
+    """Memory that a layer's first half writes to."""
+
+    x: Tensor  # [T, hidden]
+    qkv: QKV
 
 
 class Layer(nn.Module):
@@ -42,8 +57,12 @@ class Layer(nn.Module):
     residuals, is by the spec's flags."""
 
     add_norm_kernel: AddNorm | None = None
-    """What a device may have in place of ``_add_norm``. That itself, kept here,
-    would be a cycle, as in ``MLP``."""
+    """What a device may have in place of a sum and ``mlp_norm``. Operators
+    kept here would be a cycle, as in ``MLP``."""
+    attn_add_norm_kernel: AddNorm | None = None
+    """The same of ``attn_norm``, and the sum that ends the layer before."""
+    rotate_split_kernel: RotateSplit | None = None
+    """In place of ``rope``, where q, k and v have a room."""
 
     def __init__(self, spec: ModelSpec, rope: RotaryTable | None) -> None:
         super().__init__()
@@ -61,44 +80,73 @@ class Layer(nn.Module):
         self.o = Linear(spec.num_q_heads * spec.head_dim, (spec.hidden_size,), spec.o_bias)
         self.mlp = MLP(spec)
 
-    def pre_attention(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def pre_attention(self, x: Tensor, positions: Tensor) -> QKV:
         """x [T, hidden], positions [T] → q [T, Hq, D], k and v [T, Hkv, D],
         ready to be cached and attended."""
-        h = x if self.placement == "post" else self.attn_norm(x)
+        return self.pre_attention_of_sum(x, None, positions)[1]
+
+    def pre_attention_of_sum(
+        self, x: Tensor, added: Tensor | None, positions: Tensor, room: LayerRoom | None = None
+    ) -> tuple[Tensor, QKV]:
+        """``pre_attention`` of x + added [T, hidden], and that sum. With a
+        room, both are there."""
+        total, h = self._summed(x, added, None if room is None else room.x)
         heads = self.qkv(h).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
         qk, v = heads.tensor_split((self.num_q_heads + self.num_kv_heads,), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.tensor_split((self.num_q_heads,), dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        if room is not None and self.rotate_split_kernel is not None:
+            self.rotate_split_kernel(qk, v, positions, room.qkv)
+            return total, room.qkv
         if self.rope is not None:
             qk = self.rope(qk, positions)
         q, k = qk.tensor_split((self.num_q_heads,), dim=1)
-        return q, k, v
+        if room is None:
+            return total, (q, k, v)
+        for target, source in zip(room.qkv, (q, k, v), strict=True):
+            target.copy_(source)
+        return total, room.qkv
 
     def post_attention(self, x: Tensor, o: Tensor) -> Tensor:
         """The layer's input x [T, hidden] and attention's output o [T, Hq, D] →
         the next layer's input [T, hidden]."""
+        x, added = self.post_attention_apart(x, o)
+        return x if added is None else x + added
+
+    def post_attention_apart(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``post_attention`` before its last sum: x and what is to be added to
+        it, if anything is."""
         a = self.o(o.flatten(1))  # [T, hidden]
         if self.placement == "post":
             x = self.attn_norm(x + a)
-            x = self.mlp_norm(x + self.mlp(x))
-        elif self.placement == "sandwich":
+            return self.mlp_norm(x + self.mlp(x)), None
+        if self.placement == "sandwich":
             x = x + self.attn_out_norm(a)
-            x = x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
-        elif self.parallel:
-            x = x + a + self.mlp(self.mlp_norm(x))
-        else:
-            x, h = self.add_norm(x, a)
-            x = x + self.mlp(h)
-        return x
+            return x, self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
+        if self.parallel:
+            return x + a, self.mlp(self.mlp_norm(x))
+        x, h = self.add_norm(x, a)
+        return x, self.mlp(h)
 
     def add_norm(self, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
         """x, a [T, hidden] → x + a, and what ``mlp_norm`` makes of it."""
-        return (self.add_norm_kernel or self._add_norm)(x, a)
-
-    def _add_norm(self, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        if self.add_norm_kernel is not None:
+            return self.add_norm_kernel(x, a, None)
         x = x + a
         return x, self.mlp_norm(x)
+
+    def _summed(
+        self, x: Tensor, added: Tensor | None, room: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """x + added, in its room, and what ``qkv`` takes of it."""
+        if added is not None and self.attn_add_norm_kernel is not None:
+            return self.attn_add_norm_kernel(x, added, room)
+        if added is not None:
+            total = torch.add(x, added, out=room)
+        else:
+            total = x if room is None else room.copy_(x)
+        return total, total if self.placement == "post" else self.attn_norm(total)
 
 
 class Model(nn.Module):
@@ -159,8 +207,9 @@ def forward(model: Model, token_ids: Tensor, positions: Tensor, attend: Attend) 
     """One pass: token_ids [T], positions [T] → the last layer's output [T,
     hidden], for ``model.logits``."""
     x = model.embed(token_ids, positions)
+    added = None
     for index, layer in enumerate(model.layers):
-        q, k, v = layer.pre_attention(x, positions)
+        x, (q, k, v) = layer.pre_attention_of_sum(x, added, positions)
         o = attend(index, q, k, v)
-        x = layer.post_attention(x, o)
-    return x
+        x, added = layer.post_attention_apart(x, o)
+    return x if added is None else x + added

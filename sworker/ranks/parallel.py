@@ -22,8 +22,6 @@ need to agree on every loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,7 +31,7 @@ from fastdecode.core.model.spec import ModelSpec
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
 from sworker.ranks.group import ADVANCE, BEGIN, LOGITS, STOP, Ranks
-from sworker.sampler import SampledToken, SamplingState
+from sworker.sampler import Drawing, SampledToken
 from sworker.worker import Pass, SWorker
 
 
@@ -94,9 +92,14 @@ class ParallelSWorker(SWorker):
     """
 
     def __init__(
-        self, spec: ModelSpec, model: Model, ranks: Ranks, graphs: StepGraphs | None = None
+        self,
+        spec: ModelSpec,
+        model: Model,
+        ranks: Ranks,
+        graphs: StepGraphs | None = None,
+        num_lanes: int = 0,
     ) -> None:
-        super().__init__(spec, model, ranks.device, graphs)
+        super().__init__(spec, model, ranks.device, graphs, num_lanes=num_lanes)
         self.ranks = ranks
 
     def begin(
@@ -104,12 +107,12 @@ class ParallelSWorker(SWorker):
     ) -> Pass:
         return ParallelPass(self, lane, token_ids, positions)
 
-    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-        drawn = super().sample(logits, states)
+    def drawn(self, drawing: Drawing) -> list[SampledToken]:
+        tokens = super().drawn(drawing)
         # A GPU has only now computed what it was told; had a rank ended
         # meanwhile, that would be nonsense.
         self.ranks.peers.check()
-        return drawn
+        return tokens
 
 
 @torch.inference_mode()

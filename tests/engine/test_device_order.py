@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import torch
 from device_runs import NUM_LAYERS, LateFleet, Run
 from recorded_gpu import RecordedGpu
 
@@ -51,14 +52,21 @@ def test_the_next_lane_is_queued_before_the_present_one_is_done() -> None:
 
 
 RUNS = [
-    Run(lanes, graphs, prompts, rows)
+    Run(lanes, graphs, prompts, rows=rows)
     for lanes in (1, 2, 3)
     for graphs in (True, False)
     for rows, prompts in (((6,), 0), ((5, 3, 7), 2), ((4,), 4))
 ]
+RUNS += [
+    Run(2, True, 1, rows=(6,), later=2, draws=True),
+    Run(2, False, 1, rows=(7,), later=1, split=3, draws=True),
+    Run(3, True, 0, rows=(5, 2), split=2, draws=True, capture=True),
+]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.lanes}-{run.graphs}-{run.rows}")
+@pytest.mark.parametrize(
+    "run", RUNS, ids=lambda run: f"{run.lanes}-{run.graphs}-{run.rows}-{run.later}-{run.split}"
+)
 def test_no_races(run: Run) -> None:
     checker = run.run().gpu.checker
     assert checker.num_accesses > 500
@@ -96,7 +104,35 @@ def memory_not_kept(run: Run) -> None:
     run.gpu.checker.staying_spans.clear()
 
 
+def shared(name: str) -> Callable[[Run], None]:
+    """Two lanes have the same memory."""
+
+    def mistake(run: Run) -> None:
+        first, second = (run.plan.staging(lane) for lane in (0, 1))
+        setattr(second, name, getattr(first, name))
+
+    mistake.__name__ = f"shared{name}"
+    return mistake
+
+
+def shared_buffers(run: Run) -> None:
+    assert run.graphs_of is not None
+    run.graphs_of._lanes[1] = run.graphs_of.buffers(0)
+
+
+def drawn_is_read_before_it_is_there(run: Run) -> None:
+    Fetched = type(run.s_worker._fetch(0)(torch.zeros(1)))
+    for lane in range(run.lanes):
+        fetch = run.s_worker._fetch(lane)
+        run.s_worker._fetches[lane] = lambda x, fetch=fetch: Fetched(fetch(x).host)  # type: ignore[misc]
+
+
 MISTAKES = [
+    (shared("_landing"), Run(2)),
+    (shared("_packed"), Run(2)),
+    (shared("_slots"), Run(2)),
+    (shared_buffers, Run(2)),
+    (drawn_is_read_before_it_is_there, Run(2, draws=True)),
     (computed_before_it_arrived, Run(2)),
     (no_wait_for_compute, Run(2)),
     (sent_before_copied, Run(2)),
@@ -110,6 +146,19 @@ MISTAKES = [
 def test_planted_mistakes_are_found(mistake: Callable[[Run], None], run: Run) -> None:
     checker = run.run(mistake).gpu.checker
     assert checker.races or checker.unkept
+
+
+def test_at_most_one_lane_idles_with_its_answers() -> None:
+    """Whoever has got all answers is launched before anybody else's are waited for."""
+    log = Run(3, num_holders=1, at_once=True).run().fleet.log
+    received: set[str] = set()
+    for entry in log:
+        kind, what = entry.split()
+        if kind == "receive" and not what.endswith(str(NUM_LAYERS - 1)):
+            received.add(what[0])
+        elif kind == "launch":
+            received.discard(what[0])
+        assert len(received) <= 1
 
 
 @pytest.mark.parametrize("num_holders", [1, 4])

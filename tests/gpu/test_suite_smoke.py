@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = ("ceilings", "layers", "staging", "instant", "prefill", "decode_attention")
+SECTIONS = (
+    "ceilings", "layers", "staging", "instant", "prefill", "decode_attention", "whole_steps",
+)  # fmt: skip
 
 
 def suite(

@@ -4,6 +4,7 @@ the interpreter, or on the GPU where there is one."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from recorded_gpu import RecordedGpu
 
+from sworker.graphs import StepGraphs
 from sworker.kernels import fused, fused_numba
 from sworker.kernels.fused import FusedRMSNorm, FusedRotary, Kernels, fuse, fuse_checked
 from sworker.load.weights import load_model
@@ -88,6 +91,55 @@ def test_fused_layers_say_the_same(
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}[case.dtype]
     for plain, other in zip(*found, strict=True):
         torch.testing.assert_close(other.float(), plain.float(), atol=tolerance, rtol=tolerance)
+
+
+@dataclass
+class CountedKernels:
+    """The CPU's kernels; says which were called, and hides what they call."""
+
+    gpu: RecordedGpu
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def called(*args: object, **options: object) -> object:
+            calls, self.gpu.calls = self.gpu.calls, Counter()
+            try:
+                return getattr(fused_numba, name)(*args, **options)
+            finally:
+                self.gpu.calls = calls
+                calls[name] += 1
+
+        return called
+
+
+@torch.inference_mode()
+def test_a_unit_is_eight_kernels(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Four products, and four between them; the result is what it was."""
+    spec, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
+    _, plain = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
+    gpu = RecordedGpu()
+    assert fuse_checked(model, CountedKernels(gpu))  # type: ignore[arg-type]
+    found, expected = (StepGraphs(x, CPU, capture=False, max_rows=8) for x in (model, plain))
+    generator = torch.Generator().manual_seed(1)
+    for graphs in (found, expected):
+        graphs.buffers(0).token_ids.copy_(torch.arange(8))
+        graphs.buffers(0).positions.copy_(torch.arange(8))
+    for unit in range(found.num_units):
+        o = torch.randn(8, spec.num_q_heads, spec.head_dim, generator=generator)
+        for graphs in (found, expected):
+            graphs.buffers(0).o.copy_(o)
+        gpu.calls.clear()
+        with gpu:
+            found.run(0, unit, 8)
+        if 0 < unit < found.num_units - 1:
+            del gpu.calls["view"]
+            assert gpu.calls == {"aten::linear": 4, "add_norm": 2, "gate": 1, "rotate_split": 1}
+        expected.run(0, unit, 8)
+        mine, other = found.buffers(0), expected.buffers(0)
+        pairs = [(mine.x, other.x)]
+        if unit < found.num_units - 1:
+            pairs += zip(mine.outputs(unit), other.outputs(unit), strict=True)
+        for one, two in pairs:
+            torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
 
 def test_kernels_that_fail_are_not_used(

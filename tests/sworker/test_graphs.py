@@ -83,6 +83,52 @@ def test_graphs_are_captured_before_the_first_step_with_the_collector_off(
     assert not gpu.collected_while_capturing and gc.isenabled()
 
 
+BREAKS: dict[str, Callable[[torch.Tensor, RecordedGpu], object]] = {
+    "a number for the host": lambda x, gpu: x[0, 0].item(),
+    "as many rows as are greater": lambda x, gpu: x[x > 0],
+    "numbers of the host": lambda x, gpu: x.add_(torch.tensor([1.0] * x.shape[1])),
+    "a copy from the host": lambda x, gpu: gpu.upload(torch.zeros(3)),
+    "a copy to the host": lambda x, gpu: gpu.pinned(4).view(torch.float32).copy_(x[0, :1]),
+    "pinned memory": lambda x, gpu: gpu.pinned(4),
+    "chance": lambda x, gpu: torch.rand_like(x),
+    "a wait": lambda x, gpu: gpu.current_stream().record_event().synchronize(),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+@torch.inference_mode()
+def test_what_breaks_a_capture_is_refused(what: str) -> None:
+    """By the GPU of these tests, as by a real one: units are captured on it."""
+    gpu, x = RecordedGpu(), torch.ones(3, 4)
+    with gpu, pytest.raises(RuntimeError, match="can't be captured"):
+        gpu.capture(lambda: BREAKS[what](x, gpu), None)
+    with gpu:
+        assert BREAKS[what](x, gpu) is not gpu  # elsewhere it may be done
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "bloom"])
+@torch.inference_mode()
+def test_units_can_be_captured_and_keep_to_their_memory(
+    family: str, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Run twice, a unit reads and writes the same bytes, its own temporaries
+    aside; and nothing is collected meanwhile."""
+    _, model = load_model(tiny_checkpoint(family), device=CPU, dtype=torch.float32)
+    gpu = RecordedGpu()
+    with gpu:
+        graphs = StepGraphs(model, CPU, capture=True, max_rows=8, gpu=gpu)
+        graphs.prepare()
+        assert graphs.num_graphs == graphs.num_units * 4
+        lane = graphs.buffers(0)
+        for unit in range(graphs.num_units):
+            memory = [lane.x, lane.o, *(lane.outputs(unit)), lane.token_ids, lane.positions]
+            before = [x.data_ptr() for x in memory]
+            for _ in range(2):
+                graphs.unit(0, unit, 8)
+                assert [x.data_ptr() for x in memory] == before
+    assert not gpu.collected_while_capturing
+
+
 def test_what_cannot_be_captured_runs_as_it_is(
     tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:

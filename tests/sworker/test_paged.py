@@ -10,6 +10,7 @@ import pytest
 import torch
 from paged_sequences import BLOCK_SIZE, CPU, SPECS, Sequences
 
+from cpu_kernels.reference import quantize
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import KVSpec
 from sworker import paged
@@ -26,9 +27,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
 
 
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT8])
 @pytest.mark.parametrize("name", SPECS)
-def test_a_step_of_every_kind_of_row(name: str) -> None:
-    step = Sequences(SPECS[name], [40, 0, 15, 16, 3, 70, 33, 0, 0], [1, 1, 1, 1, 1, 9, 21, 30, 2])
+def test_a_step_of_every_kind_of_row(name: str, dtype: DType) -> None:
+    step = Sequences(
+        SPECS[name], [40, 0, 15, 16, 3, 70, 33, 0, 0], [1, 1, 1, 1, 1, 9, 21, 30, 2], dtype=dtype
+    )
     np.testing.assert_allclose(step.attend(), step.expected(), atol=1e-5)
 
 
@@ -42,23 +46,46 @@ def test_groups_of_decoded_tokens(name: str) -> None:
         np.testing.assert_allclose(step.attend(), step.expected(), atol=1e-5)
 
 
-@pytest.mark.parametrize("block_size", [16, 64, 128])  # tiles are of 64 tokens
+# Tiles are of 64 tokens.
+@pytest.mark.parametrize(
+    ("block_size", "dtype"), [(16, DType.FLOAT32), (64, DType.FLOAT32), (128, DType.INT8)]
+)
 @pytest.mark.parametrize("name", SPECS)
-def test_blocks_read_where_they_lie(name: str, block_size: int, interpreted: None) -> None:
+def test_blocks_read_where_they_lie(
+    name: str, block_size: int, dtype: DType, interpreted: None
+) -> None:
     step = Sequences(
-        SPECS[name], [5, 700, 64, 63, 0, 20], [1] * 6, device=DEVICE, block_size=block_size
-    )
-    step.cache._reads_blocks = True
+        SPECS[name], [5, 700, 64, 63, 0, 20], [1] * 6, device=DEVICE, block_size=block_size,
+        dtype=dtype,
+    )  # fmt: skip
+    from sworker.kernels import paged_triton
+
+    step.cache.kernels = paged_triton
     np.testing.assert_allclose(step.attend(), step.expected(), atol=1e-5)
 
 
 def test_splits_fill_the_gpu_but_are_worth_it(interpreted: None) -> None:
-    from sworker.paged_triton import MIN_SPLIT_TOKENS, num_splits
+    from sworker.kernels.paged_triton import MIN_SPLIT_TOKENS, num_splits
 
     assert num_splits(1, 100_000, 132) == 100_000 // MIN_SPLIT_TOKENS
     assert num_splits(8, 1 << 20, 132) == 66
     assert num_splits(8 * 256, 4096, 132) == 1
     assert num_splits(1, 10, 132) == 1
+
+
+def test_int8_as_an_r_worker_holds_it() -> None:
+    """Whole numbers and scales are those of the R-workers' kernels, to the bit."""
+    generator = torch.Generator().manual_seed(3)
+    k, v = torch.randn(2, 40, 3, 16, generator=generator).unbind(0)
+    k[7] = 0.0
+    cache = PagedKV(KVSpec(1, 3, 16, DType.INT8, BLOCK_SIZE), [SPECS["plain"]], 4, CPU)
+    slots = torch.randperm(4 * BLOCK_SIZE, generator=generator)[:40]
+    cache.store(0, k, v, slots)
+    assert cache.scales is not None
+    for half, x in enumerate((k, v)):
+        whole, scales = quantize(x.numpy(), "int8")
+        assert np.array_equal(cache.pool[0, half, slots].numpy(), whole)
+        assert np.array_equal(cache.scales[0, half, slots].numpy(), scales)
 
 
 def test_copied_blocks() -> None:

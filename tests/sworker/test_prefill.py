@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import sworker.kernels.tiled as tiled
 import sworker.prefill as prefill
-import sworker.tiled as tiled
 from fastdecode.core.spec import AttentionSpec
+from sworker.kernels.tiled import tile_shape
 from sworker.prefill import local_causal_attention, merge_attention
-from sworker.tiled import tile_shape
 
 
 def dense(

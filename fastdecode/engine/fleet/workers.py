@@ -24,6 +24,7 @@ from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:
     from fastdecode.engine.step.remote import Attention
+    from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Reached:
     nobody does."""
     kind: HolderKind = HolderKind.R_WORKER
     answers_at_once: bool = False
-    attention: Callable[[Fleet, Holder], Attention] | None = None
+    attention: Callable[[Fleet, Holder, SWorker], Attention] | None = None
     """Makes what attends, where that isn't done by sending q, k and v."""
     group: RHub | None = None
     """The R-workers, where the engine sees a group of them as one."""

@@ -286,7 +286,7 @@ def _attention(
     token_bytes = _kv_spec(spec, resolved).token_bytes
     holder = Holder(workers.kind, resolved.prompts_on_r, workers.answers_at_once, token_bytes)
     if workers.attention is not None:
-        return workers.attention(fleet, holder)
+        return workers.attention(fleet, holder, s_worker)
     holders = (holder,) * len(fleet)
     if device is not None:
         on_device = replace(

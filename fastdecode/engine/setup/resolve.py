@@ -129,12 +129,14 @@ def resolve(
     config = _placed(config)
     is_hybrid = config.r_part.kv_placement == "hybrid"
     is_local = config.r_part.kv_placement == "gpu"
-    if (is_local or is_hybrid) and not identity.kv_dtype.is_float:
+    if (is_local and identity.kv_dtype is DType.INT4) or (
+        is_hybrid and not identity.kv_dtype.is_float
+    ):
         raise ConfigError(
             Given("kv_dtype", identity.kv_dtype.value),
             " needs R-workers: with ",
             Given("kv_placement", config.r_part.kv_placement),
-            " choose float32, bfloat16 or float16",
+            f" choose {'int8, ' if is_local else ''}float32, bfloat16 or float16",
         )
     device = choose_device(config.s_part.device, rank)
     transport = _transport(config)

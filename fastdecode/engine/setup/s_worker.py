@@ -32,8 +32,8 @@ def make_s_worker(
     """The S-worker as it was configured."""
     graphs = prepare(model, resolved, ranks)
     if ranks is not None:
-        return ParallelSWorker(spec, model, ranks, graphs)
-    return SWorker(spec, model, resolved.device, graphs)
+        return ParallelSWorker(spec, model, ranks, graphs, resolved.most_lanes)
+    return SWorker(spec, model, resolved.device, graphs, num_lanes=resolved.most_lanes)
 
 
 def prepare(model: Model, resolved: ResolvedConfig, ranks: Ranks | None) -> StepGraphs | None:
@@ -74,6 +74,8 @@ def step_graphs(
         model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs
     )
     gc.collect()  # what is left of an engine before this one: its graphs and weights
+    if resolved.transport == "local":
+        return graphs  # whole steps are captured, once there is a cache
     with contextlib.nullcontext() if ranks is None else ranks.peers.exchanging():
         graphs.prepare()
     return graphs

@@ -46,7 +46,12 @@ from fastdecode.wire.taking_over import TakeOver, TruncateSequence
 from fastdecode.wire.traits import ForHolder
 from fastdecode.wire.transport import SoleHub, closed_error, timeout_error
 from rworker.books import Books, blocks_within
-from sworker.paged import PagedKV, PagedStep, Prompt
+from sworker.buffers import to_device
+from sworker.device import Gpu
+from sworker.model.skeleton import forward
+from sworker.paged import BlockKernels, PagedKV, PagedStep, Prompt
+from sworker.whole import WholeSteps
+from sworker.worker import Pass, SWorker
 
 _MEND = (
     "raise --kv-memory-gb or --gpu-memory-fraction, or keep the KV cache on R-workers "
@@ -54,14 +59,21 @@ _MEND = (
 )
 
 
-def reach_device(device: torch.device, kv_bytes: int) -> Reached:
+def reach_device(
+    device: torch.device,
+    kv_bytes: int,
+    gpu: Gpu | None = None,
+    kernels: BlockKernels | None = None,
+) -> Reached:
     """The device in the place of R-workers.
 
     Args:
         device: where K and V are kept.
         kv_bytes: memory for them; as many blocks as fit in it are offered.
+        gpu: the device's driver, in place of the one that torch has.
+        kernels: see ``PagedKV``.
     """
-    connection = LocalConnection(device, kv_bytes)
+    connection = LocalConnection(device, kv_bytes, gpu, kernels)
     return Reached(
         SoleHub(connection),
         lambda lost, timeout_s: connection.close(),
@@ -75,9 +87,15 @@ class LocalConnection:
     """Both sides of a connection: what is sent is done at once; see
     ``fastdecode.wire.transport.Connection``."""
 
-    def __init__(self, device: torch.device, kv_bytes: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        kv_bytes: int,
+        gpu: Gpu | None = None,
+        kernels: BlockKernels | None = None,
+    ) -> None:
         self.peer = f"the KV cache on {device}"
-        self._device = device
+        self._device, self._gpu, self._kernels = device, gpu, kernels
         self._kv_bytes = kv_bytes
         self._answers: deque[FromRWorker] = deque()
         self._books: Books | None = None
@@ -178,12 +196,14 @@ class LocalConnection:
         return self._to_device(table[places // size] * size + places % size)
 
     def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return to_device(torch.from_numpy(array), self._device, self._gpu)
 
     def _greet(self, hello: Hello) -> Welcome | Failed:
         try:
             num_blocks = blocks_within(self._kv_bytes, hello.kv.block_bytes, hello)
-            self._cache = PagedKV(hello.kv, hello.attention, num_blocks, self._device)
+            self._cache = PagedKV(
+                hello.kv, hello.attention, num_blocks, self._device, self._kernels
+            )
         except CapacityError as error:
             return Failed(self.peer, error.code, f"{error.message}; or {_MEND}")
         self._books = Books(hello, num_blocks)
@@ -191,27 +211,42 @@ class LocalConnection:
 
 
 class LocalAttention:
-    """Makes a lane's ``attend`` of every step; see ``fastdecode.engine.step.remote.Attention``."""
+    """Makes a lane's ``attend`` of every step; see ``fastdecode.engine.step.remote.Attention``.
 
-    def __init__(self, connection: LocalConnection, fleet: Fleet, device: Holder) -> None:
+    Args:
+        s_worker: whose decode steps are captured now, as a whole, if it
+            captures graphs.
+    """
+
+    def __init__(
+        self, connection: LocalConnection, fleet: Fleet, device: Holder, s_worker: SWorker
+    ) -> None:
         self.fleet = fleet
         self.holders = (device,)
         self._connection = connection
+        self._whole: WholeSteps | None = None
+        graphs, cache = s_worker.graphs, connection.cache
+        if graphs is not None and cache.kernels is not None:
+            self._whole = WholeSteps(graphs, cache, s_worker.spec.max_model_len)
+            self._whole.prepare()
 
     def begin(self, batch: StepBatch) -> LocalStep:
-        return LocalStep(self._connection, batch)
+        return LocalStep(self._connection, batch, self._whole)
 
 
 class LocalStep:
-    """One lane's step on the device: attended as soon as it is scattered; see
-    ``fastdecode.engine.step.remote.LaneAttention``."""
+    """One lane's step on the device: all of it at once, or attended as soon as
+    it is scattered; see ``fastdecode.engine.step.remote.LaneAttention``."""
 
-    def __init__(self, connection: LocalConnection, batch: StepBatch) -> None:
+    def __init__(
+        self, connection: LocalConnection, batch: StepBatch, whole: WholeSteps | None = None
+    ) -> None:
         (span,) = batch.spans
         self.batch = batch
         self._begin, self._holder = span.begin, span.holder
         self._books = connection.books
         self._cache = connection.cache
+        self._whole = whole
         self._paged = connection.begin_step(span.begin)
         self._o = torch.empty(0)
         self._is_timed = self._cache.pool.device.type == "cpu"
@@ -220,14 +255,30 @@ class LocalStep:
         self.sent_s: Seq[float] = ()
         self.lost: Collection[HolderId] = ()
 
+    def run_through(self, s_worker: SWorker) -> Pass | None:
+        """See ``LaneAttention``."""
+        batch, begin = self.batch, self._begin
+        rows = torch.from_numpy(np.stack((batch.token_ids, batch.positions)))
+        self._books.finish_step(begin.lane, begin.step)
+        if self._whole is not None and self._whole.takes(self._paged):
+            return s_worker.run_through(partial(self._whole.run, begin.lane, rows, self._paged))
+        token_ids, positions = to_device(rows, s_worker.device, s_worker.gpu)
+        return s_worker.run_through(
+            partial(forward, s_worker.model, token_ids, positions, self._attend)
+        )
+
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
     ) -> None:
-        started = time.perf_counter()
         self._books.finish_layer(self._begin.lane, self._begin.step, layer)
-        self._o = self._cache.attend(layer, q, k, v, self._paged)
+        self._o = self._attend(layer, q, k, v)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        started = time.perf_counter()
+        o = self._cache.attend(layer, q, k, v, self._paged)
         if self._is_timed:
             self.computed_s[self._holder] += time.perf_counter() - started
+        return o
 
     @property
     def r_compute_s(self) -> dict[HolderId, float]:

@@ -22,7 +22,7 @@ from fastdecode.engine.step.local import LocalConnection, LocalStep
 from fastdecode.engine.step.remote import AttentionPlan, LaneAttention, RemoteStep
 from fastdecode.wire.messages import AttendResult
 from sworker.device import Event, Gpu, gpu_of
-from sworker.worker import TIMED_LAYERS, DeviceTimer
+from sworker.worker import TIMED_LAYERS, DeviceTimer, Pass, SWorker
 
 _MOST_AHEAD = 2
 """Layers of a step that may be queued on a GPU while it computes another:
@@ -82,6 +82,10 @@ class HomeStep(LocalStep):
         self._queued: deque[Event] = deque()
         self._timer = DeviceTimer(gpu, every=TIMED_LAYERS)
 
+    def run_through(self, s_worker: SWorker) -> Pass | None:
+        """See ``LaneAttention``."""
+        return None
+
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
     ) -> None:
@@ -121,6 +125,9 @@ class MixedStep:
         self._home = home
         self._remote = remote
         self._rows = rows
+
+    def run_through(self, s_worker: SWorker) -> Pass | None:
+        return None
 
     @property
     def sent_s(self) -> Seq[float]:

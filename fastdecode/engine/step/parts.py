@@ -19,6 +19,7 @@ from torch import Tensor
 from fastdecode.engine.step.layout import HolderSpan, StepBatch
 from fastdecode.wire.messages import AttendResult
 from sworker.buffers import as_tensor, to_device
+from sworker.device import Gpu
 from sworker.prefill import merge_attention
 
 
@@ -28,10 +29,11 @@ class ClosedPartMerge:
     Args:
         batch: a step with closed parts.
         device: where o is.
+        gpu: its driver, in place of the one that torch has.
     """
 
-    def __init__(self, batch: StepBatch, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, batch: StepBatch, device: torch.device, gpu: Gpu | None = None) -> None:
+        self._device, self._gpu = device, gpu
         self._num_tokens = len(batch.token_ids)
         rows = np.unique(
             np.concatenate([closed.rows for span in batch.spans for closed in span.closed])
@@ -68,7 +70,7 @@ class ClosedPartMerge:
         lse = self._to_device(result.lse)
         self.lse[span.query_rows] = lse[:num_own]
         if span.closed:
-            o = to_device(as_tensor(result.o[num_own:], dtype), self._device)
+            o = to_device(as_tensor(result.o[num_own:], dtype), self._device, self._gpu)
             self._answers[span.holder] = o, lse[num_own:]
         return replace(result, o=result.o[:num_own], lse=result.lse[:num_own])
 
@@ -89,4 +91,5 @@ class ClosedPartMerge:
         self._answers.clear()
 
     def _to_device(self, array: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
-        return to_device(torch.from_numpy(np.ascontiguousarray(array)), self._device)
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        return to_device(host, self._device, self._gpu)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,19 @@ News: TypeAlias = "tuple[HolderId, Accepted | Refused | WorkerError]"
 
 Arrival: TypeAlias = "tuple[HolderId, Answer]"
 
+Draw: TypeAlias = "Callable[[LaneStep], Draws | None]"
+
+
+class Draws(Protocol):
+    """Tokens that are on their way to the host."""
+
+    @property
+    def done(self) -> bool:
+        """Whether they are there."""
+
+    def wait(self) -> None:
+        """Wait until they are."""
+
 
 @dataclass(eq=False)
 class LaneStep:
@@ -57,7 +70,11 @@ class LaneStep:
     logit_rows: NDArray[np.int64]  # [R]
     remote: LaneAttention
     forward: Pass
-    logits: Tensor | None = None  # [R, vocab], once finished
+    is_whole: bool = False
+    """All layers were run at once."""
+    logits: Tensor | None = None  # [R, vocab], once all layers are done
+    draws: Draws | None = None
+    """What was drawn from them, if something was."""
     s_compute_s: float = 0.0
     """All that the S-worker's thread did for it so far, messages included:
     where that is more than a GPU computes, it is what lanes share."""
@@ -69,6 +86,13 @@ class LaneStep:
     def step(self) -> int:
         """The step's number; unique among all lanes."""
         return self.batch.spans[0].begin.step
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the next layer may be computed, or the step is over."""
+        if self.logits is None:
+            return self.remote.ready
+        return self.remote.settled and (self.draws is None or self.draws.done)
 
     @property
     def r_compute_s(self) -> float:
@@ -146,19 +170,28 @@ class Pipeline:
         self, lane: int, batch: StepBatch, logit_rows: NDArray[np.int64], planned_s: float = 0.0
     ) -> None:
         """Start an idle lane's step: embed, the first layer's S-step, and off
-        to the R-workers. ``planned_s``: seconds that it has taken so far."""
+        to the R-workers; or all layers, where they aren't needed.
+        ``planned_s``: seconds that it has taken so far."""
         assert self._lanes[lane] is None
         started = time.perf_counter()
         remote = self._attention.begin(batch)
-        forward = self._s_worker.begin(batch.token_ids, batch.positions, lane)
+        whole = remote.run_through(self._s_worker)
+        forward = whole or self._s_worker.begin(batch.token_ids, batch.positions, lane)
         step = LaneStep(lane, batch, logit_rows, remote, forward, s_compute_s=planned_s)
+        step.is_whole = whole is not None
         self._lanes[lane] = step
-        self._scatter(step)
+        if not step.is_whole:
+            self._scatter(step)
         self._count_s_part(step, 0, started)
 
-    def run(self) -> LaneStep | None:
+    def run(self, draw: Draw | None = None) -> LaneStep | None:
         """Go on until some lane has finished its step, or there is news
-        (``take_news``); then None."""
+        (``take_news``); then None.
+
+        Args:
+            draw: called with a step as soon as it has logits. It starts to
+                draw, and other lanes go on while tokens come to the host.
+        """
         while True:
             self._dispatch()
             self._note_losses()
@@ -172,8 +205,8 @@ class Pipeline:
                 continue
             step = self._ready.popleft()
             if step.logits is None:
-                self._advance(step)
-            if step.logits is not None and step.remote.settled:
+                self._advance(step, draw)
+            if step.logits is not None and step.can_go_on:
                 self._lanes[step.lane] = None
                 # What isn't sent by now was for holders that are lost; others
                 # may be in their place soon.
@@ -193,14 +226,18 @@ class Pipeline:
                 step.remote.lose(holder)
             self._news.append((holder, error))
 
-    def _advance(self, step: LaneStep) -> None:
+    def _advance(self, step: LaneStep, draw: Draw | None) -> None:
         started = time.perf_counter()
-        if step.forward.advance(step.remote.take()):
+        if not step.is_whole and step.forward.advance(step.remote.take()):
             self._scatter(step)
             self._count_s_part(step, step.forward.layer, started)
         else:
             step.logits = step.forward.logits(step.logit_rows)
             self._count_s_part(step, None, started)
+            if draw is not None:
+                started = time.perf_counter()
+                step.draws = draw(step)
+                step.s_compute_s += time.perf_counter() - started
 
     def _count_s_part(self, step: LaneStep, layer: int | None, started: float) -> None:
         now = time.perf_counter()
@@ -228,8 +265,7 @@ class Pipeline:
     def _collect_ready(self) -> None:
         """Queue the lanes that have become able to go on."""
         for step in self.in_flight:
-            can_go_on = step.remote.ready if step.logits is None else step.remote.settled
-            if can_go_on and step not in self._ready:
+            if step.can_go_on and step not in self._ready:
                 self._ready.append(step)
 
     def receive(self) -> None:
@@ -241,30 +277,31 @@ class Pipeline:
         whichever is first, for the one while the other is here would keep a
         lane from running. An answer is returned, what is copied is sent."""
         fleet = self._attention.fleet
-        if not self._unsent and not self._is_hybrid:
+        copies = [step.draws for step in self.in_flight if step.draws and not step.draws.done]
+        if not self._unsent and not copies and not self._is_hybrid:
             return fleet.receive()
-        if not fleet.is_owed and self._unsent:
+        if not fleet.is_owed and not copies and self._unsent:
             self._unsent[0].remote.wait_for_copy()
             return None
-        found = look_until_found(partial(self._look, len(fleet.lost)), None)
+        if not fleet.is_owed and copies and not self._unsent and not self._is_hybrid:
+            copies[0].wait()
+            return None
+        found = look_until_found(partial(self._look, copies, len(fleet.lost)), None)
         return found[0] if found else None
 
-    def _look(self, num_lost: int) -> list[Arrival] | None:
-        """An answer, if one is here; none: something was sent, a lane can go
-        on, or somebody was lost; None: nothing has happened."""
+    def _look(self, copies: Seq[Draws], num_lost: int) -> list[Arrival] | None:
+        """An answer, if one is here; none: something was sent or drawn, a lane
+        can go on, or somebody was lost; None: nothing has happened."""
         fleet = self._attention.fleet
         received = fleet.receive(wait=False) if fleet.is_owed else None
         if received is not None:
             return [received]
-        has_come = self._dispatch() or self._can_go_on()
+        has_come = self._dispatch() or any(copy.done for copy in copies) or self._can_go_on()
         return [] if has_come or len(fleet.lost) > num_lost else None
 
     def _can_go_on(self) -> bool:
         """Whether a lane on the device can, which nobody says who isn't asked."""
-        return self._is_hybrid and any(
-            step.remote.ready if step.logits is None else step.remote.settled
-            for step in self.in_flight
-        )
+        return self._is_hybrid and any(step.can_go_on for step in self.in_flight)
 
     def _take_in_answers(self) -> None:
         """Take in what R-workers have answered by now, though a lane can go on:

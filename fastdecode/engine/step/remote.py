@@ -47,6 +47,7 @@ from sworker.buffers import (
 )
 from sworker.device import Gpu, gpu_of
 from sworker.prefill import as_cached, local_causal_attention, merge_attention
+from sworker.worker import Pass, SWorker
 
 # While an R-worker only stores a prompt's K and V, the S-worker computes ahead
 # of it by this many layers at most.
@@ -56,6 +57,10 @@ MAX_OWED_ANSWERS = LENT_LAYERS - 1
 class LaneAttention(Protocol):
     """Attention for one step of one lane, layer by layer: ``scatter``, until
     ``ready``, then ``take``."""
+
+    def run_through(self, s_worker: SWorker) -> Pass | None:
+        """Where nobody else is needed: run the whole step, all layers of it.
+        None: it goes layer by layer, as below."""
 
     @property
     def sent_s(self) -> Seq[float]:
@@ -172,7 +177,7 @@ class RemoteStep:
         self._later = {span.holder: _later_chunks(batch, span) for span in batch.spans}
         self._local_lse: dict[int, Tensor] = {}
         has_closed = any(span.closed for span in batch.spans)
-        self._closed = ClosedPartMerge(batch, plan.device) if has_closed else None
+        self._closed = ClosedPartMerge(batch, plan.device, plan.gpu) if has_closed else None
         self._o = torch.empty(0)
         self._checks = plan.checks.begin(batch)
         self._staging = plan.staging(batch.spans[0].begin.lane)
@@ -184,6 +189,10 @@ class RemoteStep:
         self.sent_s: list[float] = []
         for span in batch.spans:
             plan.fleet.send(span.holder, span.begin)
+
+    def run_through(self, s_worker: SWorker) -> Pass | None:
+        """See ``LaneAttention``."""
+        return None
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
@@ -342,9 +351,10 @@ class RemoteStep:
         if later is None:
             return
         assert result.lse is not None
-        remote = to_device(as_tensor(result.o[split:], self._o.dtype), self._o.device)
-        remote_lse = to_device(
-            torch.from_numpy(np.ascontiguousarray(result.lse[split:])), self._o.device
+        theirs = as_tensor(result.o[split:], self._o.dtype)
+        their_lse = torch.from_numpy(np.ascontiguousarray(result.lse[split:]))
+        remote, remote_lse = (
+            to_device(x, self._o.device, self._plan.gpu) for x in (theirs, their_lse)
         )
         self._o[later.rows], lse = merge_attention(
             self._o[later.rows], self._local_lse[later.rows.start], remote, remote_lse

@@ -1,0 +1,132 @@
+"""Whole engines whose S-worker is on a GPU that isn't there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import prompts
+from torch.utils._python_dispatch import TorchDispatchMode
+from traffic import schedule_options
+
+from fastdecode.core.delta import Delta, Listener, OutputFold
+from fastdecode.core.dtype import DType
+from fastdecode.core.holders import Holder
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.core.spec import KVSpec
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.workers import Reached, reach_threads
+from fastdecode.engine.step.local import reach_device
+from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.schedule.life.lifecycle import Lifecycle
+from fastdecode.schedule.modes import make_scheduler
+from fastdecode.text.codec import TextCodec
+from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
+from sworker.device import Gpu
+from sworker.graphs import StepGraphs
+from sworker.load.weights import load_model
+from sworker.model.skeleton import Model
+from sworker.worker import SWorker
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+KV_BYTES = 20_000_000
+
+
+@contextlib.contextmanager
+def device_engine(
+    path: Path,
+    gpu: Gpu | None,
+    **options: Any,
+) -> Iterator[Engine]:
+    """An engine of float32 on ``gpu``, which takes in operators from then on;
+    None: on the CPU."""
+    spec, model = load_model(path, device=CPU, dtype=torch.float32)
+    with gpu if isinstance(gpu, TorchDispatchMode) else contextlib.nullcontext():
+        yield from _running(spec, model, gpu, **options)
+
+
+def _running(
+    spec: ModelSpec,
+    model: Model,
+    gpu: Gpu | None,
+    *,
+    lanes: int = 1,
+    workers: int = 1,
+    kv_placement: str = "r",
+    kernels: Any = None,
+    captures: bool = False,
+    split_tokens: int | None = None,
+) -> Iterator[Engine]:
+    kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, BLOCK_SIZE)
+    is_local = kv_placement == "gpu"
+    reached: Reached = (
+        reach_device(CPU, KV_BYTES, gpu, kernels)
+        if is_local
+        else reach_threads(workers, kv_bytes=KV_BYTES, num_threads=1)
+    )
+    fleet = Fleet(reached.hub, timeout_s=60.0)
+    hello = Hello(PROTOCOL_VERSION, "late", kv, spec.attention, DType.FLOAT32)
+    blocks = tuple(welcome.num_blocks for welcome in fleet.greet(hello).values())
+    graphs = None
+    if captures:
+        graphs = StepGraphs(model, CPU, capture=True, num_lanes=lanes, max_rows=4, gpu=gpu)
+        if not is_local:
+            graphs.prepare()
+    s_worker = SWorker(spec, model, CPU, graphs, gpu, num_lanes=lanes)
+    holder = Holder(reached.kind, False, reached.answers_at_once, kv.token_bytes)
+    attention: Attention
+    if reached.attention is not None:
+        attention = reached.attention(fleet, holder, s_worker)
+    else:
+        plan = AttentionPlan(
+            spec.attention, DType.FLOAT32, fleet, CPU, (holder,) * workers, gpu=gpu, slot_bytes=4096
+        )
+        plan.prepare(lanes)
+        attention = plan
+    options = schedule_options(
+        "greedy", lanes, max_num_sequences=8, max_step_tokens=8 + 24, prefill_chunk=9,
+        split_tokens=split_tokens,
+    )  # fmt: skip
+    scheduler = make_scheduler(options, blocks, BLOCK_SIZE, opening_steps=0 if is_local else 1)
+    try:
+        yield Engine(
+            s_worker, Pipeline(s_worker, attention, lanes), fleet, Lifecycle(scheduler),
+            TextCodec(None), (spec.vocab_size,),
+        )  # fmt: skip
+    finally:
+        reached.close(fleet.lost, 30.0)
+
+
+def run(engine: Engine, lengths: Sequence[int], num_tokens: int) -> list[tuple[int, ...]]:
+    """What prompts of such lengths come to; every third is drawn, not greedy."""
+    outputs: dict[str, tuple[int, ...]] = {}
+    folds: dict[str, OutputFold] = {}
+
+    def take(delta: Delta) -> None:
+        output = folds[delta.request_id].add(delta)
+        if output is not None:
+            assert output.error is None, output.error
+            outputs[delta.request_id] = output.completions[0].token_ids
+
+    for i, prompt in enumerate(prompts(lengths, seed=2)):
+        temperature = 0.8 if i % 3 == 2 else 0.0
+        params = SamplingParams(
+            temperature=temperature, top_p=0.9, max_tokens=num_tokens, ignore_eos=True, seed=i
+        )
+        folds[str(i)] = OutputFold(str(i), None, tuple(prompt), 1)
+        engine.submit(
+            Request(str(i), tuple(prompt), params, num_tokens, seed=i),
+            Listener(take, every_step=True),
+        )
+    for _ in range(3000):
+        if not engine.num_unfinished:
+            return [outputs[str(i)] for i in range(len(lengths))]
+        engine.step()
+    raise AssertionError("it doesn't get on")

@@ -1,0 +1,37 @@
+"""``sworker.kernels.paged_triton`` in plain torch, so that it can be captured:
+nothing depends on what the tensors hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class TorchKernels:
+    """The last slot of a cache must be nobody's: what goes nowhere goes there."""
+
+    @staticmethod
+    def paged_store(
+        k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor, scales: Any
+    ) -> None:
+        assert scales is None
+        slots = slots.masked_fill(slots < 0, len(keys) - 1)
+        keys.index_copy_(0, slots, k)
+        values.index_copy_(0, slots, v)
+
+    @staticmethod
+    def paged_decode(
+        q: Tensor, keys: Tensor, values: Tensor, scales: Any, tables: Tensor, context_lens: Tensor,
+        spec: Any, slopes: Any, block_size: int, longest: int, *, out: Tensor,
+    ) -> None:  # fmt: skip
+        assert spec.sliding_window is None and slopes is None
+        places = torch.arange(longest, device=q.device)
+        slots = tables[:, places // block_size].long() * block_size + places % block_size
+        hidden = places >= context_lens[:, None]  # [N, c]
+        k, v = (x[slots].masked_fill(hidden[:, :, None, None], 0.0) for x in (keys, values))
+        k, v = (x.repeat_interleave(spec.group_size, dim=2) for x in (k, v))
+        scores = torch.einsum("nhd,nchd->nhc", q, k) * spec.scale
+        weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+        out.copy_(torch.einsum("nhc,nchd->nhd", weights, v))
