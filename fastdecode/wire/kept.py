@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +64,7 @@ class ForgetBlocks(ForHolder):
 
 KeptToRWorker: TypeAlias = KeepBlocks | ResumeSequence | ForgetBlocks
 
-KEPT_OPCODES: Mapping[type[KeptToRWorker], int] = {
+KEPT_OPCODES: Mapping[type[Any], int] = {
     KeepBlocks: 16,
     ResumeSequence: 17,
     ForgetBlocks: 18,
