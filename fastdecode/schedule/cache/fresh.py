@@ -17,7 +17,7 @@ from typing import Final
 _WORTH_IT: Final = 16
 """Of so many prompt tokens one must be a hit, or one missed for having been
 given up, for all memory to be worth it."""
-_MOST_GHOSTS: Final = 1 << 16
+_MOST_GHOSTS: Final = 1 << 14
 
 
 class FreshMemory:
