@@ -26,6 +26,7 @@ from fastdecode.core.host.openmp import bound_spinning
 if TYPE_CHECKING:
     from fastdecode.core.config.engine import EngineConfig as EngineConfig
     from fastdecode.core.errors import FastDecodeError as FastDecodeError
+    from fastdecode.core.sequence import CacheUse as CacheUse
     from fastdecode.core.sequence import Completion as Completion
     from fastdecode.core.sequence import PromptRequest as PromptRequest
     from fastdecode.core.sequence import RequestOutput as RequestOutput
@@ -42,6 +43,7 @@ _HOME = {
     "PromptRequest": "fastdecode.core.sequence",
     "RequestOutput": "fastdecode.core.sequence",
     "Completion": "fastdecode.core.sequence",
+    "CacheUse": "fastdecode.core.sequence",
     "EngineConfig": "fastdecode.core.config.engine",
     "FastDecodeError": "fastdecode.core.errors",
 }

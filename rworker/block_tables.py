@@ -65,6 +65,11 @@ class BlockTables:
     def blocks_for(self, num_tokens: IntsT) -> IntsT:
         return -(-num_tokens // self._block_size)
 
+    def growth(self, row: int) -> int:
+        """Blocks that the sequence may still take for tokens of its own."""
+        num_blocks: int = self.blocks_for(int(self.reserved[row]))
+        return num_blocks - int(self.widths[row])
+
     def slots(
         self, rows: Rows, past: NDArray[np.int64], num_new: NDArray[np.int32]
     ) -> NDArray[np.int64]:

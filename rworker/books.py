@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, AttentionSpec
+from fastdecode.wire.kept import KEY_WORDS, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     MAX_BLOCKS,
     MAX_HOLDERS,
@@ -73,7 +74,9 @@ class Books:
             int, int
         ] = {}  # sequence in an open step → tokens cached before that step
 
-    def reserve(self, message: OpenSequence | ForkSequence | ExtendSequence) -> Accepted | Refused:
+    def reserve(
+        self, message: OpenSequence | ForkSequence | ExtendSequence | ResumeSequence
+    ) -> Accepted | Refused:
         """Open a sequence, or enlarge its room."""
         store = self.store
         sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
@@ -85,6 +88,10 @@ class Books:
                 store.open(sequence, num_reserved)
             elif isinstance(message, ExtendSequence):
                 store.extend(sequence, num_reserved)
+            elif isinstance(message, ResumeSequence):
+                num_tokens = check_integer("num_tokens", message.num_tokens, 1, MAX_SEQUENCE_TOKENS)
+                blocks = store.cached.of_keys(_keys(message.keys))
+                store.resume(sequence, blocks, num_tokens, num_reserved)
             else:
                 self._check_settled(message)
                 store.fork(message.parent_id, sequence, message.num_shared_tokens, num_reserved)
@@ -131,6 +138,26 @@ class Books:
         """Raises ProtocolError if the sequence is in an open step."""
         if sequence in self._settled:
             raise ProtocolError(f"sequence {sequence} is in an open step")
+
+    def keep(self, message: KeepBlocks) -> None:
+        """Keep blocks of an open sequence, whose K and V are there in every
+        layer, when it is closed."""
+        sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
+        first = check_integer("first_block", message.first_block, 0, MAX_BLOCKS)
+        keys = _keys(message.keys)
+        row = self.store.tables.row(sequence)
+        num_settled = self._settled.get(sequence, int(self.store.tables.lengths[row]))
+        if first + len(keys) > num_settled // self.store.block_size:
+            raise ProtocolError(
+                f"blocks {first} to {first + len(keys) - 1} of sequence {sequence} are to be kept, "
+                f"which has {num_settled} tokens in every layer"
+            )
+        blocks = self.store.tables.of_row(row)[first : first + len(keys)].copy()
+        self.store.cached.keep(keys, blocks)
+
+    def forget(self, message: ForgetBlocks) -> None:
+        """Keep blocks no more."""
+        self.store.cached.forget(_keys(message.keys))
 
     def begin_step(self, begin: BeginStep) -> Appended:
         """Open a lane's step and make room for its tokens. Copies that it asks
@@ -364,6 +391,17 @@ def check_array(
         )
     if not array.flags.c_contiguous:
         raise ProtocolError(f"{name} must be C-contiguous")
+
+
+def _keys(keys: NDArray[np.int64]) -> list[bytes]:
+    """Of blocks, at least one."""
+    num_keys = len(keys) if np.ndim(keys) == 2 else 0
+    check_array("keys", keys, np.dtype(np.int64), (num_keys, KEY_WORDS))
+    if not num_keys:
+        raise ProtocolError("keys has none")
+    data = keys.tobytes()
+    size = len(data) // num_keys
+    return [data[at : at + size] for at in range(0, len(data), size)]
 
 
 def check_integer(name: str, value: int, low: int, high: int) -> int:

@@ -2,7 +2,8 @@
 sequence, and reservations. Bookkeeping only.
 
 A sequence's cached tokens fill its blocks in order; its block table lists them.
-A block is freed when the last sequence that refers to it is closed.
+A block is freed when the last sequence that refers to it is closed, if it isn't
+kept beyond that (``rworker.cached_blocks``).
 
 **Forks share blocks.** A block that several sequences refer to is never
 written: a sequence that appends into its partly filled last block (its
@@ -18,7 +19,8 @@ the pool never promises more than it has::
 
 The second sum is the copies that forks may still cost: of the ``refcount``
 sequences that refer to a block, ``num_tails`` have it as their tail and will
-copy it when they append, save for the last one left.
+copy it when they append, save for the last one left. Whoever keeps a block
+counts as a sequence that refers to it, and has it as no tail.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.wire.messages import MAX_BLOCKS
-from rworker.block_pool import BlockPool
+from rworker.block_pool import BlockPool, Blocks
 from rworker.block_tables import BlockTables
+from rworker.cached_blocks import CachedBlocks
 
 DEFAULT_MAX_SEQUENCES = 1 << 16
 
@@ -66,6 +69,7 @@ class KVStore:
         self.max_sequences = max_sequences
         self.pool: Final = BlockPool(num_blocks)
         self.tables: Final = BlockTables(block_size)
+        self.cached: Final = CachedBlocks(self.pool)
 
     def __contains__(self, sequence_id: int) -> bool:
         return sequence_id in self.tables.row_of
@@ -165,18 +169,53 @@ class KVStore:
                 f"sequence {sequence_id} reserves {num_reserved_tokens} tokens, fewer than the "
                 f"{num_shared_tokens} that it shares with sequence {parent_id}"
             )
-        num_blocks = self.tables.blocks_for(num_reserved_tokens)
-        num_shared = self.tables.blocks_for(num_shared_tokens)
-        has_tail = num_shared_tokens % self.block_size != 0
-        num_needed = num_blocks - num_shared + has_tail
+        num_shared = tables.blocks_for(num_shared_tokens)
+        had_tail = num_shared == tables.widths[parent] and num_cached % self.block_size != 0
+        shared = tables.blocks[parent, :num_shared].copy()
+        self._begin_with(sequence_id, shared, num_shared_tokens, num_reserved_tokens, had_tail)
+
+    def resume(
+        self, sequence_id: int, blocks: Blocks, num_tokens: int, num_reserved_tokens: int
+    ) -> None:
+        """A new sequence that starts with the ``num_tokens`` first tokens of
+        kept blocks, as many blocks as those fill; it may grow to
+        ``num_reserved_tokens`` tokens, those included.
+
+        Raises:
+            ProtocolError: the id is in use, or the numbers don't fit.
+            CapacityError: no room for the reservation (code
+                ``exceeds_capacity``: nor in an empty store).
+        """
+        self._check_new(sequence_id)
+        num_blocks = len(set(blocks.tolist()))
+        fits = num_blocks == len(blocks) == self.tables.blocks_for(num_tokens)
+        if not fits or not 1 <= num_tokens <= num_reserved_tokens:
+            raise ProtocolError(
+                f"sequence {sequence_id} would resume {num_tokens} tokens, with "
+                f"{num_reserved_tokens} reserved, in {num_blocks} different blocks of {len(blocks)}"
+            )
+        self._begin_with(sequence_id, blocks, num_tokens, num_reserved_tokens, had_tail=False)
+
+    def _begin_with(
+        self,
+        sequence_id: int,
+        shared: Blocks,
+        num_tokens: int,
+        num_reserved_tokens: int,
+        had_tail: bool,
+    ) -> None:
+        """A new sequence that refers to these blocks, too. ``had_tail``: see
+        ``BlockPool.share``."""
+        tables = self.tables
+        num_blocks = tables.blocks_for(num_reserved_tokens)
+        has_tail = num_tokens % self.block_size != 0
+        num_needed = num_blocks - len(shared) + has_tail
         self._check_room(num_reserved_tokens, num_blocks, num_needed)
         row = tables.add(sequence_id, num_reserved_tokens, num_blocks)
         self.pool.num_promised += num_needed
-        shared = tables.blocks[parent, :num_shared]
-        tables.blocks[row, :num_shared] = shared
-        tables.lengths[row] = num_shared_tokens
-        tables.widths[row] = num_shared
-        had_tail = num_shared == tables.widths[parent] and num_cached % self.block_size != 0
+        tables.blocks[row, : len(shared)] = shared
+        tables.lengths[row] = num_tokens
+        tables.widths[row] = len(shared)
         self.pool.share(shared, had_tail=had_tail, has_tail=has_tail)
 
     def close(self, sequence_id: int) -> None:
@@ -189,7 +228,7 @@ class KVStore:
         row = self.tables.row(sequence_id)
         blocks = self.tables.of_row(row)
         has_tail = self.tables.lengths[row] % self.block_size != 0
-        self.pool.num_promised -= self._growth(row)
+        self.pool.num_promised -= self.tables.growth(row)
         self.pool.leave(blocks, has_tail=has_tail)
         self.tables.remove(sequence_id)
 
@@ -280,12 +319,6 @@ class KVStore:
             fresh = self.pool.take(int(num_fresh.sum()))
             self.tables.lengthen(rows[growing], num_fresh[growing], fresh)
 
-    def _growth(self, row: int) -> int:
-        """Blocks that a sequence may still take for tokens of its own."""
-        tables = self.tables
-        num_blocks: int = tables.blocks_for(int(tables.reserved[row]))
-        return num_blocks - int(tables.widths[row])
-
     def _check_new(self, sequence_id: int) -> None:
         if sequence_id in self.tables.row_of:
             raise ProtocolError(f"sequence {sequence_id} is open already")
@@ -317,6 +350,8 @@ class KVStore:
         num_tails = np.zeros(self.num_blocks, np.int64)
         growth = 0
         tables = self.tables
+        refcount[self.cached.blocks] += 1
+        assert len(self.cached.blocks) == len(self.cached), "a block is kept twice"
         for row in tables.row_of.values():
             blocks = tables.of_row(row)
             length = int(tables.lengths[row])
@@ -328,6 +363,6 @@ class KVStore:
             refcount[blocks] += 1
             if length % self.block_size:
                 num_tails[blocks[-1]] += 1
-            growth += self._growth(row)
+            growth += tables.growth(row)
         self.pool.check_invariants(refcount, num_tails, growth)
         self.tables.check_invariants()

@@ -17,6 +17,7 @@ import numpy as np
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError
 from fastdecode.wire.chunks import ChunkToRWorker, ExpectTokens, FetchChunk, StoreChunk
+from fastdecode.wire.kept import ForgetBlocks, KeepBlocks, KeptToRWorker, ResumeSequence
 from fastdecode.wire.messages import (
     Attend,
     BeginStep,
@@ -167,7 +168,7 @@ class RWorkerState:
                 return (self._attend(number, message),)
             case BeginStep():
                 return self._begin_step(self._cache(number, message), message)
-            case OpenSequence() | ForkSequence() | ExtendSequence():
+            case OpenSequence() | ForkSequence() | ExtendSequence() | ResumeSequence():
                 return (Send(number, self._cache(number, message).books.reserve(message)),)
             case StoreChunk():
                 cache = self._cache(number, message)
@@ -187,6 +188,12 @@ class RWorkerState:
             case CloseSequence():
                 self._cache(number, message).books.close(message)
                 return ()
+            case KeepBlocks():
+                self._cache(number, message).books.keep(message)
+                return ()
+            case ForgetBlocks():
+                self._cache(number, message).books.forget(message)
+                return ()
             case Hello():
                 return self._hello(number, peer, message)
             case Inspect():
@@ -203,6 +210,7 @@ class RWorkerState:
         | ForkSequence
         | ExtendSequence
         | CloseSequence
+        | KeptToRWorker
         | BeginStep
         | Attend
         | ChunkToRWorker

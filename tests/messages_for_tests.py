@@ -20,6 +20,7 @@ from fastdecode.wire.chunks import (
     FetchedChunk,
     StoreChunk,
 )
+from fastdecode.wire.kept import ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -108,6 +109,9 @@ def to_r_worker() -> list[ToRWorker]:
         StoreChunk("a hash", kv, ChunkForm.BLOCKS, 1, 1, 0, 4, *pieces, data.repeat(300)),
         TruncateSequence(2, 7),
         TakeOver(1 << 62, *pieces[:2]),
+        KeepBlocks(1, 2, np.arange(6).reshape(3, 2)),
+        ResumeSequence(2, 100, 47, np.arange(6).reshape(3, 2)),
+        ForgetBlocks(np.arange(4).reshape(2, 2)),
         Inspect(),
         Shutdown(),
     ]

@@ -16,7 +16,7 @@ from examples import examples
 from fastdecode.core.config.groups import Batching
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId, Part
-from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.core.sequence import SHARED, CacheUse, Request, SamplingParams, Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.events import (
     Cancelled,
@@ -33,12 +33,14 @@ from fastdecode.schedule.life.events import (
     Lost,
     Open,
     Opened,
+    Resume,
     Run,
     StepDone,
     Submitted,
 )
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.options import ScheduleOptions
+from fastdecode.schedule.plan import Forget, Keep
 from rworker.kv_store import KVStore
 
 BLOCK_SIZE = 4
@@ -51,18 +53,58 @@ Requests: TypeAlias = "list[tuple[int, tuple[int, ...], int]]"
 
 
 class Store:
-    """An R-worker's real KV store, one sequence at a time."""
+    """An R-worker's real KV store, one sequence at a time, and a memory that
+    remembers what each slot was written for."""
 
     def __init__(self, num_blocks: int) -> None:
         self._store = KVStore(num_blocks, BLOCK_SIZE)
+        self._cells = np.full((num_blocks, BLOCK_SIZE), -1, np.int64)
         self.open, self.fork, self.extend = self._store.open, self._store.fork, self._store.extend
         self.close = self._store.close
 
-    def append(self, sequence_id: int, num_new: int) -> None:
-        self._store.append(np.array([sequence_id]), np.array([num_new], np.int32))
+    def append(self, sequence_id: int, contexts: list[int]) -> None:
+        """``contexts``: of each new token, what tells all tokens up to it."""
+        appended = self._store.append(np.array([sequence_id]), np.array([len(contexts)], np.int32))
+        self._cells[appended.copy_targets] = self._cells[appended.copy_sources]
+        self._cells.reshape(-1)[appended.slots] = contexts
+
+    def contexts(self, sequence_id: int) -> list[int]:
+        """What is in the slots of a sequence's tokens."""
+        table = self._store.block_tables(np.array([sequence_id]))[0]
+        contexts: list[int] = (
+            self._cells[table].reshape(-1)[: self.num_cached(sequence_id)].tolist()
+        )
+        return contexts
 
     def num_cached(self, sequence_id: int) -> int:
         return int(self._store.num_tokens(np.array([sequence_id]))[0])
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that nobody has and nobody was promised."""
+        return self._store.pool.num_available
+
+    def keep(self, sequence_id: int, first_block: int, keys: tuple[bytes, ...]) -> None:
+        table = self._store.tables.of_row(self._store.tables.row(sequence_id))
+        assert first_block + len(keys) <= self.num_cached(sequence_id) // BLOCK_SIZE
+        self._store.cached.keep(list(keys), table[first_block : first_block + len(keys)].copy())
+
+    def resume(self, part: Part, keys: tuple[bytes, ...], num_tokens: int) -> None:
+        blocks = self._store.cached.of_keys(keys)
+        self._store.resume(part.part_id, blocks, num_tokens, part.num_tokens)
+
+    def forget(self, keys: tuple[bytes, ...]) -> None:
+        self._store.cached.forget(list(keys))
+
+
+def contexts_of(sequence: Sequence) -> list[int]:
+    """Of each of a sequence's tokens, what tells its salt and all tokens up to it."""
+    context = hash(sequence.request.cache.salt)
+    contexts = []
+    for token in sequence.token_ids:
+        context = hash((context, token))
+        contexts.append(context)
+    return contexts
 
 
 @dataclass(eq=False)
@@ -92,6 +134,8 @@ class Harness:
     """Sequences that stepped together."""
     stepped: set[int] = field(default_factory=set)
     """Those that have, since they started last."""
+    has_forks: bool = False
+    num_resumed_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.lifecycle = Lifecycle(self.scheduler)
@@ -101,13 +145,21 @@ class Harness:
     def num_suspended(self) -> int:
         return self.lifecycle.num_suspended
 
-    def arrive(self, num_prompt_tokens: int, lengths: tuple[int, ...], max_tokens: int) -> bool:
+    def arrive(
+        self,
+        num_prompt_tokens: int,
+        lengths: tuple[int, ...],
+        max_tokens: int,
+        prompt: tuple[int, ...] | None = None,
+        cache: CacheUse = SHARED,
+    ) -> bool:
         """A request of one sequence a length. Returns whether it was taken."""
         first, n = self.num_arrived, len(lengths)
         self.num_arrived += n
-        request = Request(
-            str(first), tuple(range(num_prompt_tokens)), SamplingParams(n=n), max_tokens, seed=0
-        )
+        if prompt is None:
+            prompt = tuple(range(num_prompt_tokens))
+        params = SamplingParams(n=n)
+        request = Request(str(first), prompt, params, max_tokens, seed=0, cache=cache)
         try:
             self._tell(Submitted(request))
         except CapacityError:
@@ -145,7 +197,10 @@ class Harness:
                         store.num_cached(part.part_id)
                         == chunk.sequence.num_cached - part.first_token
                     )
-                    store.append(part.part_id, chunk.num_tokens)
+                    first = chunk.sequence.num_cached
+                    contexts = contexts_of(chunk.sequence)[first : first + chunk.num_tokens]
+                    store.append(part.part_id, contexts)
+                self._check_memory(chunk.sequence)
             return run
         return None
 
@@ -227,14 +282,38 @@ class Harness:
                         instruction.part.part_id, instruction.part.num_tokens
                     )
                     self.unanswered.append(instruction.part)
-                case Open() | Fork():
+                case Keep():
+                    self.stores[instruction.holder].keep(
+                        instruction.part.part_id, instruction.first_block, instruction.keys
+                    )
+                case Forget():
+                    self.stores[instruction.holder].forget(instruction.keys)
+                case Open() | Fork() | Resume():
                     assert lane is not None
                     self._open(instruction, lane)
                     left.append(instruction)
         self.lifecycle.check_invariants()
+        self._check_free_blocks()
         return left
 
-    def _open(self, instruction: Open | Fork, lane: int) -> None:
+    def _check_free_blocks(self) -> None:
+        """The S-worker's count is the R-workers', or errs on the safe side
+        where siblings share what isn't kept."""
+        ledger = self.scheduler.ledger
+        for holder in ledger.present:
+            said, there = ledger.free_blocks(holder), self.stores[holder].num_available
+            assert said <= there and (self.has_forks or said == there)
+
+    def _check_memory(self, sequence: Sequence) -> None:
+        """Whatever it attends to was written for it."""
+        assert sequence.residence is not None
+        contexts = contexts_of(sequence)
+        for part in sequence.residence.parts:
+            if part.holder not in self.lost:
+                there = self.stores[part.holder].contexts(part.part_id)
+                assert there == contexts[part.first_token : part.first_token + len(there)]
+
+    def _open(self, instruction: Open | Fork | Resume, lane: int) -> None:
         part = instruction.part
         (sequence,) = [
             s for s in self.live.values() if s.residence is not None and part in s.residence.parts
@@ -248,6 +327,10 @@ class Harness:
             assert instruction.parent.holder == part.holder
             parent_id, num_shared = instruction.parent.part_id, instruction.num_shared_tokens
             store.fork(parent_id, part.part_id, num_shared, part.num_tokens)
+            self.has_forks = True
+        elif isinstance(instruction, Resume):
+            store.resume(part, instruction.keys, instruction.num_tokens)
+            self.num_resumed_tokens += instruction.num_tokens
         else:
             store.open(part.part_id, part.num_tokens)
         self.unanswered.append(part)
@@ -259,7 +342,7 @@ class Harness:
 
     def _check_order(self, opened: list[Instruction]) -> None:
         """First come, first served."""
-        parts = [x.part.part_id for x in opened if isinstance(x, (Open, Fork))]
+        parts = [x.part.part_id for x in opened if isinstance(x, (Open, Fork, Resume))]
         started = [self._owners[part_id] for part_id in parts]
         waiting = [
             sequence_id for sequence_id, sequence in self.live.items() if sequence.residence is None

@@ -32,6 +32,9 @@ class Delta:
     """Given with the sequence's last delta."""
     error: FastDecodeError | None = None
     """Ends the whole request, all of its sequences."""
+    num_cached_tokens: int = 0
+    """Of the prompt, those that this sequence didn't run; told with its last
+    delta."""
 
     def then(self, later: Delta) -> Delta:
         """This and the next one of the same sequence as one."""
@@ -46,6 +49,7 @@ class Delta:
             logprobs,
             later.finish_reason,
             later.error,
+            later.num_cached_tokens,
         )
 
 
@@ -74,6 +78,7 @@ class OutputFold:
     num_sequences: int
     _parts: dict[int, list[Delta]] = field(default_factory=dict)
     _completions: list[Completion] = field(default_factory=list)
+    _num_cached_tokens: int = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -89,10 +94,17 @@ class OutputFold:
         if delta.finish_reason is not None:
             del self._parts[delta.index]
             self._completions.append(_completion(parts, delta.finish_reason))
+            self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
         if self.num_unfinished:
             return None
         completions = tuple(sorted(self._completions, key=lambda completion: completion.index))
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, completions)
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            completions,
+            num_cached_tokens=self._num_cached_tokens,
+        )
 
     def failed(self, error: FastDecodeError) -> RequestOutput:
         """What the request comes to when it ends with an error."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
+from fastdecode.core.block_keys import MAX_SALT_CHARS
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
 from fastdecode.core.holders import Residence, SequenceId
 
@@ -193,12 +194,48 @@ Prompt: TypeAlias = "str | abc.Sequence[int]"
 
 
 @dataclass(frozen=True)
+class CacheUse:
+    """What a request has to do with the KV cache of others.
+
+    Raises:
+        RequestError: (code ``invalid_cache``).
+    """
+
+    is_off: bool = False
+    """It leaves nothing behind, and takes nothing that others left."""
+    salt: str = ""
+    """It shares with requests of the same salt only."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.salt, str) or len(self.salt) > MAX_SALT_CHARS:
+            raise RequestError(
+                Given("cache_salt"),
+                f": must be a string of at most {MAX_SALT_CHARS} characters",
+                code="invalid_cache",
+            )
+
+    @classmethod
+    def of(cls, cache: object, salt: object) -> CacheUse:
+        """From what a request says; None: it doesn't."""
+        if cache not in (None, "on", "off"):
+            raise RequestError(
+                Given("cache", cache), ': must be "on" or "off"', code="invalid_cache"
+            )
+        return cls(cache == "off", "" if salt is None else cast(str, salt))
+
+
+SHARED = CacheUse()
+"""With all others of no salt."""
+
+
+@dataclass(frozen=True)
 class PromptRequest:
     """A request as it arrives: its prompt not yet tokenised or checked."""
 
     request_id: str
     prompt: Prompt
     params: SamplingParams
+    cache: CacheUse = SHARED
 
 
 @dataclass(frozen=True)
@@ -212,6 +249,7 @@ class Request:
     """``params.max_tokens`` with None resolved and the model's limit applied."""
     seed: int
     """``params.seed``, or the fresh seed drawn in its place."""
+    cache: CacheUse = SHARED
 
 
 @dataclass(frozen=True)
@@ -246,6 +284,9 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...] = ()
     error: FastDecodeError | None = None
+    num_cached_tokens: int = 0
+    """Of the prompt, tokens that weren't run, since the KV blocks of an earlier
+    request were reused."""
 
     @property
     def ok(self) -> bool:
@@ -281,6 +322,9 @@ class Sequence:
     """Leading tokens whose K and V are cached."""
     residence: Residence | None = None
     """Where they are, and where there is room for more; None while waiting."""
+    num_reused: int = 0
+    """Leading tokens that it didn't run when it started first, since others
+    had: those whose KV blocks were kept."""
     is_checked: bool = False
     """It came to logits that aren't finite: whoever attends it is looked at."""
 

@@ -73,4 +73,5 @@ class RequestChecker:
             params=params,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             seed=secrets.randbits(63) if params.seed is None else params.seed,
+            cache=arrived.cache,
         )

@@ -15,14 +15,14 @@ from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
-from fastdecode.engine.reservations import event_for, message_for
+from fastdecode.engine.reservations import event_for, holder_of, message_for
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import LaneStep, Pipeline
 from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
-from fastdecode.schedule.plan import Chunk
+from fastdecode.schedule.plan import Chunk, Forget, Keep
 from fastdecode.schedule.times import MeasuredTimes
 from sworker.sampler import Drawing
 from sworker.worker import SWorker
@@ -178,8 +178,16 @@ class Executor:
         """
         for instruction in self._lifecycle.handle(event):
             match instruction:
-                case events.Open() | events.Fork() | events.Extend() | events.Close():
-                    self._fleet.send(instruction.part.holder, message_for(instruction))
+                case (
+                    events.Open()
+                    | events.Fork()
+                    | events.Resume()
+                    | events.Extend()
+                    | events.Close()
+                    | Keep()
+                    | Forget()
+                ):
+                    self._fleet.send(holder_of(instruction), message_for(instruction))
                 case events.Finish():
                     self._requests.finish(instruction.sequence, instruction.reason, self._stats)
                 case events.Fail():
@@ -191,6 +199,7 @@ class Executor:
                     raise AssertionError("a lane runs when it is launched")
         self._stats.num_recomputed = self._lifecycle.num_recomputed
         self._stats.num_suspended = self._lifecycle.num_suspended
+        self._stats.num_cached_prompt_tokens = self._lifecycle.num_reused_tokens
 
     def _launch(self, lane: int) -> None:
         """Plan and start a lane's step, as far as anybody has room."""

@@ -17,7 +17,14 @@ from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, RequestError, WorkerError
 from fastdecode.core.progress import Progress
-from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, SamplingParams
+from fastdecode.core.sequence import (
+    SHARED,
+    CacheUse,
+    Prompt,
+    PromptRequest,
+    RequestOutput,
+    SamplingParams,
+)
 from fastdecode.core.trace import Trace
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.feed import Readings
@@ -142,6 +149,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache: CacheUse = SHARED,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue every prompt. Results stand in the order of the prompts.
@@ -150,6 +158,8 @@ class LLM:
             prompts: texts or lists of token ids; a single one is a batch of
                 one.
             params: for all prompts, or one each; None is ``SamplingParams()``.
+            cache: what KV blocks they share with other requests, if blocks are
+                kept (``prefix_cache``).
             progress: show on stderr how far it is.
 
         Returns:
@@ -164,7 +174,7 @@ class LLM:
                 being read.
         """
         batch = _as_batch(prompts)
-        return self._run_all(batch, _as_params(params, len(batch)), progress)
+        return self._run_all(batch, _as_params(params, len(batch)), progress, cache)
 
     def chat(
         self,
@@ -174,6 +184,7 @@ class LLM:
         chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        cache: CacheUse = SHARED,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue conversations by the model's chat template, as ``generate``
@@ -187,6 +198,7 @@ class LLM:
             add_generation_prompt: end prompts with what begins the assistant's
                 turn.
             variables: more names for the template.
+            cache: as of ``generate``.
 
         Raises:
             RequestError, ConfigError: as ``generate``; or there is no chat
@@ -207,7 +219,7 @@ class LLM:
                 chats, template, self.codec, add_generation_prompt, variables
             )
         answered = self._run_all(
-            list(prompts.values()), [every[place] for place in prompts], progress
+            list(prompts.values()), [every[place] for place in prompts], progress, cache
         )
         outputs = {p: replace(o, request_id=str(p)) for p, o in zip(prompts, answered, strict=True)}
         return [refused.get(place) or outputs[place] for place in range(len(chats))]
@@ -246,11 +258,15 @@ class LLM:
         self._readings.cancel_waiting()
 
     def _run_all(
-        self, prompts: list[Prompt], params: list[SamplingParams], progress: bool
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        progress: bool,
+        cache: CacheUse,
     ) -> list[RequestOutput]:
         """One output a prompt, in their order."""
         requests = (
-            PromptRequest(str(i), p, s)
+            PromptRequest(str(i), p, s, cache)
             for i, (p, s) in enumerate(zip(prompts, params, strict=True))
         )
         outputs: dict[str, RequestOutput] = {}

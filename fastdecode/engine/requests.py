@@ -77,6 +77,7 @@ class Generation:
             if sequence.request.params.logprobs is not None
             else None,
             finish_reason=reason,
+            num_cached_tokens=0 if reason is None else sequence.num_reused,
         )
 
 

@@ -19,6 +19,9 @@ class EngineStats:
     num_steps: int = 0
     num_prompt_tokens: int = 0
     """Prompt tokens run; those of a shared prompt count once, its last token once a sequence."""
+    num_cached_prompt_tokens: int = 0
+    """Tokens that sequences started with, and others had run: a prompt's, and
+    those of recomputed ones."""
     num_output_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0

@@ -203,7 +203,8 @@ class BatchJob:
                     for i, prompt in enumerate(prompts):
                         if stopping.wanted:
                             return
-                        yield PromptRequest(f"{number}.{i}", prompt, self._params(request, i))
+                        params = self._params(request, i)
+                        yield PromptRequest(f"{number}.{i}", prompt, params, request.cache)
                 if stopping.wanted:
                     return
             self._input_changed = reader.sha256 != self._survey.sha256

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError, RequestError
-from fastdecode.core.sequence import RequestOutput, SamplingParams
+from fastdecode.core.sequence import SHARED, CacheUse, RequestOutput, SamplingParams
 from fastdecode.openai.chat import Turn
 from fastdecode.openai.requests import BodyRequest
 from fastdecode.text.codec import TextCodec
@@ -26,6 +26,7 @@ class LineRequest:
     params: SamplingParams
     body: BodyRequest | None = None
     """The body that it is the line of, where lines have bodies."""
+    cache: CacheUse = SHARED
 
 
 class LineError(RequestError):

@@ -3,9 +3,13 @@ out.
 
 An input line is ``{"id": …, "prompt": "…"}`` or
 ``{"id": …, "prompt_token_ids": […]}``, with any sampling parameter beside it.
+``"cache": "off"`` keeps a line's KV blocks from others, ``"cache_salt"`` from
+lines with another one.
+
 An output line is ``{"id", "text", "token_ids", "finish_reason", "usage"}``
 (``"completions"`` instead of the middle three when n > 1, ``"logprobs"`` when
-asked for), or ``{"id", "error": {"code", "message"}}``.
+asked for), or ``{"id", "error": {"code", "message"}}``. Its usage tells
+``"cached_tokens"`` where prompt tokens weren't run, but reused.
 """
 
 from __future__ import annotations
@@ -16,13 +20,13 @@ from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 from fastdecode.core.errors import FastDecodeError, RequestError
-from fastdecode.core.sequence import Completion, Prompt, RequestOutput, SamplingParams
+from fastdecode.core.sequence import CacheUse, Completion, Prompt, RequestOutput, SamplingParams
 from fastdecode.jobs.line_format import LineError, LineId, LineRequest
 from fastdecode.jobs.lines import load_object, utf8
 from fastdecode.text.codec import TextCodec
 
 SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
-LINE_FIELDS = ("id", "prompt", "prompt_token_ids", *SAMPLING_FIELDS)
+LINE_FIELDS = ("id", "prompt", "prompt_token_ids", *SAMPLING_FIELDS, "cache", "cache_salt")
 
 
 def _refuse_unknown_fields(line: dict[str, Any]) -> None:
@@ -60,6 +64,8 @@ def output_fields(output: RequestOutput) -> dict[str, Any]:
         "completion_tokens": num_output,
         "total_tokens": len(output.prompt_token_ids) + num_output,
     }
+    if output.num_cached_tokens:
+        usage["cached_tokens"] = output.num_cached_tokens
     body = completions[0] if len(completions) == 1 else {"completions": completions}
     return {**body, "usage": usage}
 
@@ -108,7 +114,9 @@ class SimpleLines:
             _refuse_unknown_fields(line)
             # null is the same as not given
             overrides = {name: line[name] for name in SAMPLING_FIELDS if line.get(name) is not None}
-            return LineRequest(line_id, (_prompt_of(line),), replace(self._defaults, **overrides))
+            params = replace(self._defaults, **overrides)
+            cache = CacheUse.of(line.get("cache"), line.get("cache_salt"))
+            return LineRequest(line_id, (_prompt_of(line),), params, cache=cache)
         except RequestError as error:
             raise LineError(str(error), code=error.code, line_id=line_id) from None
 

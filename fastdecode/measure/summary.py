@@ -37,6 +37,7 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "total_s": time.perf_counter() - started_s,
         "steps": stats.num_steps,
         "prompt_tokens": stats.num_prompt_tokens,
+        "cached_prompt_tokens": stats.num_cached_prompt_tokens,
         "output_tokens": stats.num_output_tokens,
         "output_tokens_per_s": stats.num_output_tokens / step_s,
         "s_share": stats.s_compute_s / step_s,
@@ -114,6 +115,12 @@ def render(summary: dict[str, Any]) -> str:
             f"{s['r_workers_lost']} of {s['r_workers']} R-workers are lost, "
             f"{s['r_workers_rejoined']} were replaced; "
             f"{s['recomputed']} sequences were recomputed on others"
+        )
+    if s["cached_prompt_tokens"]:
+        told = s["prompt_tokens"] + s["cached_prompt_tokens"]
+        trouble.append(
+            f"{s['cached_prompt_tokens']} prompt tokens were reused and not run, "
+            f"{s['cached_prompt_tokens'] / told:.0%} of all"
         )
     return "\n".join(
         [

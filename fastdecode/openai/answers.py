@@ -49,21 +49,25 @@ def answer_body(
     }
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
-    """The tokens that all outputs together took."""
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """The tokens that all outputs together took; of the prompts' those that
+    weren't run, if there are any."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(
         len(completion.token_ids) for output in outputs for completion in output.completions
     )
-    return usage_of(num_prompt, num_output)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    return usage_of(num_prompt, num_output, num_cached)
 
 
-def usage_of(num_prompt: int, num_output: int) -> dict[str, int]:
+def usage_of(num_prompt: int, num_output: int, num_cached: int = 0) -> dict[str, Any]:
     """The same, of so many tokens."""
+    details = {"prompt_tokens_details": {"cached_tokens": num_cached}} if num_cached else {}
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
+        **details,
     }
 
 

@@ -61,6 +61,7 @@ class ChunkWriter:
         self._tokens = tokens
         self._prompts = prompts
         self._choices: dict[int, _Choice] = {}
+        self._num_cached = [0] * len(prompts)
         head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{answer_id}",
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
@@ -84,6 +85,7 @@ class ChunkWriter:
         self._choices[number] = choice
         choice.num_tokens += len(delta.token_ids)
         choice.num_chars += len(delta.text)
+        self._num_cached[place] = max(self._num_cached[place], delta.num_cached_tokens)
         logprobs = self._logprobs(choice, delta)
         is_silent = not (delta.text or logprobs or delta.finish_reason or self._with_token_ids)
         if is_silent and before is not None and not self._options.continuous_usage:
@@ -136,5 +138,6 @@ class ChunkWriter:
             return self._tail
         return f'], "usage": {json.dumps(self._usage())}}}'
 
-    def _usage(self) -> dict[str, int]:
-        return usage_of(sum(map(len, self._prompts)), self.num_tokens)
+    def _usage(self) -> dict[str, Any]:
+        num_prompt = sum(map(len, self._prompts))
+        return usage_of(num_prompt, self.num_tokens, sum(self._num_cached))

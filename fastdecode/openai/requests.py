@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from fastdecode.core.errors import RequestError
-from fastdecode.core.sequence import SamplingParams
+from fastdecode.core.sequence import SHARED, CacheUse, SamplingParams
 from fastdecode.openai.chat import Chat, Turn
 from fastdecode.text.chat_template import RESERVED
 
@@ -33,10 +33,12 @@ _SHOWN = 64
 # form; some are vLLM's additions to OpenAI's.
 SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "logprobs")
 FIELDS = {
-    COMPLETIONS_URL: ("model", "prompt", *SAMPLING_FIELDS, "logprobs", "return_token_ids"),
+    COMPLETIONS_URL: (
+        "model", "prompt", *SAMPLING_FIELDS, "logprobs", "return_token_ids", "cache", "cache_salt",
+    ),
     CHAT_URL: (
         "model", "messages", *SAMPLING_FIELDS, "max_completion_tokens", "logprobs", "top_logprobs",
-        "return_token_ids", "chat_template_kwargs", "add_generation_prompt",
+        "return_token_ids", "chat_template_kwargs", "add_generation_prompt", "cache", "cache_salt",
     ),
 }  # fmt: skip
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -90,6 +92,7 @@ class BodyRequest:
     want_token_ids: bool = False
     stream: StreamOptions | None = None
     """How to answer token by token; None: the answer comes when it is whole."""
+    cache: CacheUse = SHARED
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,8 @@ class RequestReader:
         want_token_ids = _boolean(body, "return_token_ids") is True
         prompts = (self._chat(body),) if is_chat else _prompts(body.get("prompt"))
         params = self._params(body, is_chat=is_chat)
-        return BodyRequest(prompts, params, is_chat, model, want_token_ids, stream)
+        cache = _cache_use(body)
+        return BodyRequest(prompts, params, is_chat, model, want_token_ids, stream, cache)
 
     def _params(self, body: dict[str, Any], *, is_chat: bool) -> SamplingParams:
         # null is the same as not given
@@ -183,6 +187,14 @@ class RequestReader:
 def refuse(param: str, problem: str, code: str = "invalid_value") -> NoReturn:
     """Raise BodyError."""
     raise BodyError(f"{param} {problem}", code=code, param=param)
+
+
+def _cache_use(body: dict[str, Any]) -> CacheUse:
+    try:
+        return CacheUse.of(body.get("cache"), body.get("cache_salt"))
+    except RequestError as error:
+        blamed = next(name for name in ("cache_salt", "cache") if str(error).startswith(name))
+        raise BodyError(str(error), code=error.code, param=blamed) from None
 
 
 def _boolean(body: dict[str, Any], name: str, more: str = "") -> bool | None:

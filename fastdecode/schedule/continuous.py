@@ -175,6 +175,7 @@ class ContinuousScheduler:
             self._interrupted.remove(sequence)
         else:
             self._waiting.remove(sequence)
+        self.ledger.cache.is_over(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
         """A running sequence has lost its cache: it waits again, at its old place in the queue."""
@@ -242,7 +243,7 @@ class ContinuousScheduler:
             run = lane.running.get(sequence.sequence_id)
             if run is not None:
                 lane.leave(run, at=lane.step + 1)
-                self.ledger.release(run.residence)
+                self.ledger.release(run.residence, sequence)
                 return True
         return False
 
@@ -250,6 +251,7 @@ class ContinuousScheduler:
         """Recount what is promised."""
         runs = [run for lane in self.lanes for run in lane.running.values()]
         self.ledger.check_invariants(run.residence for run in runs)
+        self.ledger.cache.check_invariants(run.sequence.sequence_id for run in runs)
         for lane in self.lanes:
             reserved = {holder: tokens for holder, tokens in lane.reserved_tokens.items() if tokens}
             parts = [part for run in lane.running.values() for part in run.residence.parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastdecode.schedule.admission.policies import Admission, FixedF, Greedy, Synchronized
 from fastdecode.schedule.admission.stabilized import Stabilized
+from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
 from fastdecode.schedule.hybrid.told import Teller
@@ -25,6 +26,7 @@ def make_scheduler(
     *,
     opening_steps: int = 0,
     hybrid: HybridOptions | None = None,
+    cache_identity: str | None = None,
 ) -> ContinuousScheduler:
     """A scheduler for holders of so many KV ``blocks`` each, of ``block_size``
     tokens.
@@ -36,6 +38,8 @@ def make_scheduler(
             full batch whose starts are spread evenly.
         hybrid: one of the holders is the device, the others are R-workers; with
             ``times``.
+        cache_identity: what K and V depend on beside tokens; None: no KV block
+            outlives its sequence.
 
     Raises:
         ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
@@ -61,7 +65,9 @@ def make_scheduler(
             for index in range(num_lanes)
         ]
 
-    ledger = BlockLedger(blocks, block_size, options.split_tokens, options.max_closed_rows)
+    cache = PrefixCache(len(blocks), block_size, cache_identity)
+    split, most_rows = options.split_tokens, options.max_closed_rows
+    ledger = BlockLedger(blocks, block_size, split, most_rows, cache)
     control = None
     if hybrid is not None:
         assert times is not None, "what goes where follows from step times"

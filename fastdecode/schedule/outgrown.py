@@ -79,7 +79,7 @@ class Outgrown:
             last = max(here, key=arrival)
             suspended.append(last)
             lane.leave(last, at=lane.step)
-            self._ledger.release(last.residence)
+            self._ledger.release(last.residence, last.sequence)
         return 0, suspended
 
     def _grow(self, run: Run, part: Part) -> int:

@@ -16,6 +16,8 @@ from typing import Final
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId, Part, Residence
+from fastdecode.core.sequence import Sequence
+from fastdecode.schedule.cache.prefix_cache import PrefixCache
 
 _NOTHING: Mapping[HolderId, int] = {}
 
@@ -75,6 +77,7 @@ class BlockLedger:
             ``block_size``. None: every sequence is whole.
         max_closed_parts: most closed parts, all but the last of each sequence,
             on one holder.
+        cache: what is kept beyond its sequence; None: nothing is.
     """
 
     def __init__(
@@ -83,12 +86,15 @@ class BlockLedger:
         block_size: int,
         part_tokens: int | None = None,
         max_closed_parts: int = 1 << 40,
+        cache: PrefixCache | None = None,
     ) -> None:
         assert blocks and min(blocks) >= 0 and block_size > 0
         assert part_tokens is None or (part_tokens > 0 and part_tokens % block_size == 0)
         self.shape: Final = PartShape(block_size, part_tokens)
         self._capacity = list(blocks)
         self._free = list(blocks)
+        """Blocks that aren't reserved, as if nothing were kept."""
+        self.cache: Final = cache or PrefixCache(len(blocks), block_size)
         self._max_closed_parts = max_closed_parts
         self._closed_parts = [0] * len(blocks)
         self._lost: set[HolderId] = set()
@@ -97,6 +103,7 @@ class BlockLedger:
 
     def lose(self, holder: HolderId) -> None:
         """The holder is gone: nothing fits on it any more."""
+        self.cache.lose(holder)
         self._lost.add(holder)
         self.is_deserted = len(self._lost) == len(self._capacity)
 
@@ -118,7 +125,8 @@ class BlockLedger:
     def check_possible(self, num_tokens: int) -> None:
         """Raises CapacityError unless ``is_possible``."""
         shape = self.shape
-        most = shape.most_blocks(self._present)
+        present = [self._capacity[holder] for holder in self.present]
+        most = shape.most_blocks(present)
         if shape.blocks_for(num_tokens) > most:
             if shape.part_tokens is None:
                 who = "the largest R-worker has"
@@ -135,7 +143,7 @@ class BlockLedger:
                 f"more memory (--kv-memory-gb), {more}"
             )
         sizes = shape.sizes(num_tokens)
-        most_parts = shape.most_parts(self._present, self._max_closed_parts)
+        most_parts = shape.most_parts(present, self._max_closed_parts)
         if len(sizes) > most_parts:
             raise CapacityError(
                 f"the sequence may grow to {num_tokens} cached tokens, {len(sizes)} parts of "
@@ -143,11 +151,6 @@ class BlockLedger:
                 "max_tokens, or let parts be longer (--split-tokens)",
                 code="too_many_parts",
             )
-
-    @property
-    def _present(self) -> list[int]:
-        """Capacities of the holders that aren't lost."""
-        return [self._capacity[holder] for holder in self.present]
 
     @property
     def present(self) -> list[HolderId]:
@@ -167,7 +170,8 @@ class BlockLedger:
         return self._capacity[holder]
 
     def free_blocks(self, holder: HolderId) -> int:
-        return self._free[holder]
+        """Blocks that are neither reserved nor kept."""
+        return self._free[holder] - self.cache.num_beside(holder)
 
     def holders_with_room(
         self, num_tokens: int, may_grow_to: int, taken: Mapping[HolderId, int] = _NOTHING
@@ -176,13 +180,18 @@ class BlockLedger:
         ``may_grow_to`` if they were empty; those with most free blocks first.
         ``taken``: holder → blocks that are as good as reserved."""
         blocks, most = self.shape.blocks_for(num_tokens), self.shape.blocks_for(may_grow_to)
-        present = (HolderId(h) for h in range(len(self._free)) if h not in self._lost)
-        free = {h: self._free[h] - taken.get(h, 0) for h in present}
+        # What is kept for nobody who runs is as good as free.
+        idle = self.cache.stock.num_idle
+        free = {h: self.free_blocks(h) + idle(h) - taken.get(h, 0) for h in self.present}
         fitting = (h for h in free if free[h] >= blocks and self._capacity[h] >= most)
         return sorted(fitting, key=lambda h: (-free[h], h))
 
     def candidates(
-        self, placed: Seq[HolderId], sizes: Seq[int], may_grow_to: Seq[int]
+        self,
+        placed: Seq[HolderId],
+        sizes: Seq[int],
+        may_grow_to: Seq[int],
+        credit: Mapping[HolderId, int] = _NOTHING,
     ) -> list[list[HolderId]]:
         """Where the next part of a sequence could go, those first that have
         fewest of its other parts, so that as many holders as possible attend to
@@ -193,6 +202,8 @@ class BlockLedger:
             placed: where its parts before this one go.
             sizes: tokens of each part.
             may_grow_to: tokens that each may have in the end.
+            credit: holder → blocks that need no room there, since they are
+                kept.
 
         Returns:
             Holders that have as many of its parts, together; a single empty
@@ -200,6 +211,7 @@ class BlockLedger:
         """
         part = len(placed)
         taken: Counter[HolderId] = Counter()
+        taken.subtract(credit)
         for holder, num_tokens in zip(placed, sizes, strict=False):
             taken[holder] += self.shape.blocks_for(num_tokens)
         fitting = self.holders_with_room(sizes[part], may_grow_to[part], taken)
@@ -213,20 +225,26 @@ class BlockLedger:
         return [list(tier) for _, tier in itertools.groupby(fitting, key=placed.count)] or [[]]
 
     def reserve(self, residence: Residence) -> None:
-        """Set aside what a sequence's parts need."""
+        """Set aside what a sequence's parts need. The cache knows already which
+        kept blocks it starts with."""
         self._hold(residence, 1)
-        assert all(self._free[part.holder] >= 0 for part in residence.parts)
+        for holder in dict.fromkeys(residence.holders):
+            self.cache.make_room(holder, self._free[holder])
 
     def grow(self, part: Part, num_tokens: int) -> bool:
         """Enlarge a part to so many tokens, if there is room; says whether there was."""
         blocks = self.shape.blocks_for(num_tokens) - self.shape.blocks_for(part.num_tokens)
-        if blocks > self._free[part.holder]:
+        if blocks > self.free_blocks(part.holder) + self.cache.stock.num_idle(part.holder):
             return False
         self._free[part.holder] -= blocks
+        self.cache.make_room(part.holder, self._free[part.holder])
         return True
 
-    def release(self, residence: Residence) -> None:
-        """Free what a sequence's parts have."""
+    def release(self, residence: Residence, sequence: Sequence | None = None) -> None:
+        """Free what a sequence's parts have, but for what is kept of it."""
+        if sequence is not None:
+            self.cache.keep(sequence)
+            self.cache.end(sequence)
         self._hold(residence, -1)
         assert all(
             self._free[part.holder] <= self._capacity[part.holder] for part in residence.parts
@@ -241,6 +259,9 @@ class BlockLedger:
             for part in residence.parts[:-1]:
                 closed[part.holder] += 1
         assert free == self._free and closed == self._closed_parts, "the ledger is wrong"
+        assert min(map(self.free_blocks, self.present), default=0) >= 0, (
+            "more is reserved than there is"
+        )
 
     def _hold(self, residence: Residence, sign: int) -> None:
         for part in residence.parts:

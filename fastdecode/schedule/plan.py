@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdecode.core.holders import Residence
+from fastdecode.core.holders import HolderId, Part, Residence
 from fastdecode.core.sequence import Sequence
 
 
@@ -23,6 +23,32 @@ class Start:
     """Room that is to be opened for it. Of a fork, the first parts are where the parent's are."""
     parent: Sequence | None = None
     num_shared_tokens: int = 0
+    """That it needn't run."""
+    kept: tuple[tuple[bytes, ...], ...] = ()
+    """It isn't a fork, and starts with kept blocks: of its first parts, the
+    keys of each."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Full blocks of a part that is open are kept when it is closed."""
+
+    part: Part
+    first_block: int
+    """Of the part."""
+    keys: tuple[bytes, ...]
+
+    @property
+    def holder(self) -> HolderId:
+        return self.part.holder
+
+
+@dataclass(frozen=True)
+class Forget:
+    """A holder keeps these blocks no more."""
+
+    holder: HolderId
+    keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)

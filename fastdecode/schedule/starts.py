@@ -11,17 +11,23 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fastdecode.core.holders import HolderId, PartId, new_residence
+from fastdecode.core.holders import HolderId, PartId, Residence, new_residence
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
+from fastdecode.schedule.cache.reuse import Reuse
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.plan import Start
 from fastdecode.schedule.running import Lane, Run, cached_at_end
+
+_TOKENS_A_TOKEN = 4
+"""To spare a holder's neighbour so many cached tokens more than others have is
+worth running one token of a prompt again."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +42,28 @@ class Wish:
     ahead: int
     """Steps until then; 0 is the one that is being planned."""
     parent: Run | None = None
+    reuse: Reuse | None = None
+    """The kept blocks that it starts with, if it is no fork."""
     num_shared: int = 0
-    """Tokens that it needn't run, since its parent has them."""
+    """Tokens that it needn't run, since its parent has them, or they are kept."""
 
     @property
     def is_split(self) -> bool:
         return len(self.sizes) > 1
 
     @property
-    def beside_parent(self) -> tuple[HolderId, ...]:
+    def fixed(self) -> tuple[HolderId, ...]:
         """Where its first parts have to be."""
+        if self.reuse is not None:
+            return self.reuse.holders
         if self.parent is None:
             return ()
         return self.parent.holders[: -(-self.num_shared // self.sizes[0])]
+
+    @property
+    def credit(self) -> Mapping[HolderId, int]:
+        """Blocks that need no room."""
+        return {} if self.reuse is None else self.reuse.credit
 
 
 @dataclass(frozen=True)
@@ -98,7 +113,22 @@ class Starts:
             fork = self._meet(lane, self._wish(sequence, ahead, recompute, sibling, num_shared))
             if fork is not None:
                 return fork
-        return self._meet(lane, self._wish(sequence, ahead, recompute))
+        return self._with_kept(lane, self._wish(sequence, ahead, recompute))
+
+    def _with_kept(self, lane: Lane, wish: Wish) -> Candidate | None:
+        """How the wish can be met with as many kept blocks as possible. None:
+        it can't, or some that it lacks are being computed just now."""
+        cache = self._ledger.cache
+        if cache.is_on:
+            found = cache.reuses(wish.sequence, wish.sizes)
+            if cache.is_coming(wish.sequence, found):
+                return None
+            for reuse in _worth_it(lane, self._ledger.present, found):
+                started = replace(wish, reuse=reuse, num_shared=reuse.num_tokens)
+                candidate = self._meet(lane, started)
+                if candidate is not None:
+                    return candidate
+        return self._meet(lane, wish)
 
     def start(self, lane: Lane, candidate: Candidate) -> Start:
         """Book and reserve all that the candidate needs. It runs in the lane from now on."""
@@ -106,6 +136,7 @@ class Starts:
         parts = holders if wish.is_split else None
         lane.budget.book(candidate.chunks, wish.num_shared, parts=parts, ahead=wish.ahead)
         residence = new_residence(holders, wish.sizes, self._part_ids)
+        self._begin(wish, residence)
         self._ledger.reserve(residence)
         if self._hybrid is not None:
             self._hybrid.started(wish.sequence)
@@ -114,7 +145,16 @@ class Starts:
         run = Run(wish.sequence, projected, chunks, lane.step + wish.ahead, until)
         lane.enter(run, residence)
         parent = None if wish.parent is None else wish.parent.sequence
-        return Start(wish.sequence, residence, parent, wish.num_shared)
+        kept = () if wish.reuse is None else wish.reuse.keys
+        return Start(wish.sequence, residence, parent, wish.num_shared, kept)
+
+    def _begin(self, wish: Wish, residence: Residence) -> None:
+        """Tell the cache what the sequence starts with."""
+        cache, sequence = self._ledger.cache, wish.sequence
+        if wish.parent is None:
+            cache.begin(sequence, residence, wish.reuse)
+        else:
+            cache.begin_fork(sequence, residence, wish.parent.sequence, wish.num_shared)
 
     def _wish(
         self,
@@ -129,14 +169,13 @@ class Starts:
         reserve = most
         if len(may_grow_to) == 1 and not recompute:
             reserve = cached_at_end(sequence, self._lengths.safe(sequence))
-        return Wish(
-            sequence, self._ledger.shape.sizes(reserve), may_grow_to, ahead, parent, num_shared
-        )
+        sizes = self._ledger.shape.sizes(reserve)
+        return Wish(sequence, sizes, may_grow_to, ahead, parent, num_shared=num_shared)
 
     def _meet(self, lane: Lane, wish: Wish) -> Candidate | None:
         """Chunks, load and places, as far as blocks, prefill budget and policy
         allow it; else None."""
-        candidate = self._settle(lane, wish, () if wish.is_split else None, wish.beside_parent)
+        candidate = self._settle(lane, wish, () if wish.is_split else None, wish.fixed)
         if candidate is None or not wish.is_split:
             return candidate
         return self._settle(lane, wish, candidate.holders, candidate.holders)
@@ -200,7 +239,7 @@ class Starts:
         """A holder for the part that comes after those that are ``placed``;
         ``shares``: the load of each part."""
         part = len(placed)
-        tiers = self._ledger.candidates(placed, wish.sizes, wish.may_grow_to)
+        tiers = self._ledger.candidates(placed, wish.sizes, wish.may_grow_to, wish.credit)
         if self._hybrid is not None:
             tiers = self._hybrid.among(lane.index, wish.sequence, tiers)
         if part < len(fixed):
@@ -216,6 +255,24 @@ class Starts:
             if chosen is not None:
                 return HolderId(chosen)
         return None
+
+
+def _worth_it(lane: Lane, present: Iterable[HolderId], found: Seq[Reuse]) -> list[Reuse]:
+    """Of whole sequences' reuses those that are on no holder much busier than
+    others, in the order in which they are to be tried: most tokens first, and
+    of as many tokens the least busy holder."""
+    least = min((lane.reserved_tokens[holder] for holder in present), default=0)
+    busy = [lane.reserved_tokens[reuse.holders[0]] - least for reuse in found]
+    return [
+        reuse
+        for reuse, more in sorted(zip(found, busy, strict=True), key=_worth)
+        if len(reuse.holders) > 1 or more <= reuse.num_tokens * _TOKENS_A_TOKEN
+    ]
+
+
+def _worth(option: tuple[Reuse, int]) -> tuple[int, int]:
+    reuse, busy = option
+    return -reuse.num_tokens, busy
 
 
 def _shares(wish: Wish, projected: MicroBatch) -> list[MicroBatch]:

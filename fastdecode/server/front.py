@@ -91,7 +91,7 @@ class Front:
         requests = []
         for place, turn in enumerate(asked.prompts):
             token_ids = self.tokens_of(turn)
-            arrived = PromptRequest(f"{number}.{place}", token_ids, asked.params)
+            arrived = PromptRequest(f"{number}.{place}", token_ids, asked.params, asked.cache)
             requests.append(self.checker.check(arrived, token_ids))
         return requests
 

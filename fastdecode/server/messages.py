@@ -37,7 +37,7 @@ from fastdecode.core.errors import (
     RequestError,
     WorkerError,
 )
-from fastdecode.core.sequence import Request, SamplingParams, TokenLogprob
+from fastdecode.core.sequence import CacheUse, Request, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -180,12 +180,14 @@ def _request_to_json(request: Request) -> list[Any]:
     params = {f.name: getattr(request.params, f.name) for f in fields(SamplingParams)}
     return [
         request.request_id, request.prompt_token_ids, params, request.max_tokens, request.seed,
+        request.cache.is_off, request.cache.salt,
     ]  # fmt: skip
 
 
 def _request_from_json(said: Any) -> Request:
-    request_id, token_ids, params, max_tokens, seed = said
-    return Request(request_id, tuple(token_ids), SamplingParams(**params), max_tokens, seed)
+    request_id, token_ids, params, max_tokens, seed, is_off, salt = said
+    cache = CacheUse(is_off is True, salt)
+    return Request(request_id, tuple(token_ids), SamplingParams(**params), max_tokens, seed, cache)
 
 
 def _delta_to_json(delta: Delta) -> list[Any]:
@@ -195,7 +197,7 @@ def _delta_to_json(delta: Delta) -> list[Any]:
     ]
     return [
         delta.request_id, delta.index, delta.text, delta.token_ids, logprobs, delta.finish_reason,
-        error,
+        error, delta.num_cached_tokens,
     ]  # fmt: skip
 
 
@@ -205,7 +207,7 @@ def _name_of(error: FastDecodeError) -> str:
 
 
 def _delta_from_json(said: Any) -> Delta:
-    request_id, index, text, token_ids, logprobs, finish_reason, error = said
+    request_id, index, text, token_ids, logprobs, finish_reason, error, num_cached = said
     steps = None
     if logprobs is not None:
         steps = tuple(
@@ -216,4 +218,5 @@ def _delta_from_json(said: Any) -> Delta:
     if error is not None:
         name, message, code = error
         raised = _ERRORS[name](message, code=code)
-    return Delta(request_id, index, text, tuple(token_ids), steps, finish_reason, raised)
+    tokens = tuple(token_ids)
+    return Delta(request_id, index, text, tokens, steps, finish_reason, raised, num_cached)

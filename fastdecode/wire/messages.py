@@ -16,6 +16,11 @@ message             direction  meaning, and the answer
 ``ExtendSequence``  S → R      enlarge an open sequence's room → ``Accepted`` or
                                ``Refused``
 ``CloseSequence``   S → R      free a sequence's blocks; no answer
+``KeepBlocks``      S → R      full blocks of a sequence are kept when it is closed,
+                               each by a key (``fastdecode.wire.kept``); no answer
+``ResumeSequence``  S → R      a new sequence that starts with kept blocks →
+                               ``Accepted`` or ``Refused``
+``ForgetBlocks``    S → R      blocks aren't kept any more; no answer
 ``BeginStep``       S → R      which sequences step, how many tokens each appends
                                and attends; travels once a step and lane, not once a
                                layer; no answer
@@ -83,9 +88,9 @@ nothing and only attend (``num_new = 0``, ``num_visible = num_past``), to
 queries that stand ``num_beyond`` tokens further on.
 
 From ``BeginStep`` to the step's last ``Attend``, its sequences may be neither
-closed nor stepped in another lane, and forked only at tokens that were cached
-before the step: the others' K and V are not there in every layer yet. A
-sequence never grows past its reservation.
+closed nor stepped in another lane, and forked or kept only as far as tokens
+were cached before the step: the others' K and V are not there in every layer
+yet. A sequence never grows past its reservation.
 """
 
 from __future__ import annotations
@@ -103,6 +108,7 @@ from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from fastdecode.core.words import make_printable
 from fastdecode.wire.chunks import CHUNK_OPCODES, ChunkAnswer, ChunkToRWorker
+from fastdecode.wire.kept import KEPT_OPCODES, KeptToRWorker
 from fastdecode.wire.reserving import Accepted as Accepted
 from fastdecode.wire.reserving import CloseSequence as CloseSequence
 from fastdecode.wire.reserving import Refused as Refused
@@ -334,6 +340,7 @@ ToRWorker: TypeAlias = (
     | ForkSequence
     | ExtendSequence
     | CloseSequence
+    | KeptToRWorker
     | BeginStep
     | Attend
     | ChunkToRWorker
@@ -366,6 +373,7 @@ OPCODES: Mapping[type[Message], int] = {
     Report: 70,
     **CHUNK_OPCODES,
     **TAKING_OVER_OPCODES,
+    **KEPT_OPCODES,
 }
 """What messages are called on the wire; from 65 on, those that R-workers send.
 A retired number isn't used again."""

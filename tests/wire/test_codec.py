@@ -32,6 +32,7 @@ from fastdecode.wire.chunks import (
     FetchedChunk,
     StoreChunk,
 )
+from fastdecode.wire.kept import ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     OPCODES,
     Accepted,
@@ -156,6 +157,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     ForkSequence: st.builds(ForkSequence, INTS, INTS, INTS, INTS),
     ExtendSequence: st.builds(ExtendSequence, INTS, INTS),
     CloseSequence: st.builds(CloseSequence, INTS),
+    KeepBlocks: st.builds(KeepBlocks, INTS, INTS, arrays_of(np.int64, (3, 2))),
+    ResumeSequence: st.builds(ResumeSequence, INTS, INTS, INTS, arrays_of(np.int64, (2, 2))),
+    ForgetBlocks: st.builds(ForgetBlocks, arrays_of(np.int64, (0, 2))),
     BeginStep: begin_steps(),
     Attend: attends(),
     TruncateSequence: st.builds(TruncateSequence, INTS, INTS),

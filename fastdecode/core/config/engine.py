@@ -77,6 +77,13 @@ class EngineConfig:
             self._check_both_sides()
         if self.r_part.kv_placement in ("r", "gpu"):
             self._check_one_side()
+        elif self.r_part.prefix_cache == "on":
+            raise ConfigError(
+                Given("prefix_cache", "on"),
+                " isn't there with ",
+                Given("kv_placement", self.r_part.kv_placement),
+                " yet: leave one of the two out, or keep KV on one side (r, gpu)",
+            )
 
     def _check_of_this_process(self) -> None:
         """R-workers at addresses have memory and threads of their own."""

@@ -147,6 +147,13 @@ class RPart:
         metavar="S",
     )
     block_size: int = option(64, "tokens in a KV block; a multiple of 16", low=16, high=256)
+    prefix_cache: str = option(
+        "off",
+        "keep KV blocks of requests that are over, as long as there is room, and reuse them where "
+        "prompts begin alike: on, off",
+        choices=("on", "off"),
+        metavar="MODE",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -209,6 +209,7 @@ class RunningEngine:
             times,
             opening_steps=0 if at_once else 1,
             hybrid=_hybrid_options(self._device is not None, resolved, attention.holders),
+            cache_identity=self._cache_identity(),
         )
         recovery = Recovery(self._fleet, replacements)
         lanes = scheduler.hybrid or _lane_control(resolved, times)
@@ -217,6 +218,15 @@ class RunningEngine:
         return Engine(
             s_worker, pipeline, self._fleet, Lifecycle(scheduler), self.codec, eos, recovery, watch
         )
+
+    def _cache_identity(self) -> str | None:
+        """What K and V of a token depend on beside the tokens, while R-workers
+        keep them; None: nothing is kept."""
+        resolved, options = self.resolved, self.resolved.config
+        if options.r_part.prefix_cache == "off":
+            return None
+        parts = (self._checkpoint.model_hash, resolved.dtype, resolved.kv_dtype)
+        return "/".join(map(str, (*parts, resolved.max_model_len, options.r_part.block_size)))
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """Those that the model's configs name, or else the tokenizer's."""

@@ -28,6 +28,7 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.chunks import ExpectTokens, FetchChunk, StoreChunk
+from fastdecode.wire.kept import ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     Attend,
     AttendResult,
@@ -111,10 +112,14 @@ class LocalConnection:
         match message:
             case Hello():
                 self._answers.append(self._greet(message))
-            case OpenSequence() | ForkSequence() | ExtendSequence():
+            case OpenSequence() | ForkSequence() | ExtendSequence() | ResumeSequence():
                 self._answers.append(self.books.reserve(message))
             case CloseSequence():
                 self.books.close(message)
+            case KeepBlocks():
+                self.books.keep(message)
+            case ForgetBlocks():
+                self.books.forget(message)
             case (
                 BeginStep()
                 | Attend()

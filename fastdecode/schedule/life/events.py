@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId, Part, PartId
 from fastdecode.core.sequence import FinishReason, Request, Sequence
-from fastdecode.schedule.plan import Chunk
+from fastdecode.schedule.plan import Chunk, Forget, Keep
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Submitted:
 @dataclass(frozen=True)
 class LaneIdle:
     """No step of the lane is in flight: what comes before its next one? →
-    ``Close``, ``Extend``, ``Open``, ``Fork``"""
+    ``Keep``, ``Forget``, ``Close``, ``Extend``, ``Open``, ``Fork``, ``Resume``"""
 
     lane: int
 
@@ -125,6 +125,15 @@ class Fork:
 
 
 @dataclass(frozen=True)
+class Resume:
+    """As ``Open``, with the first tokens of kept blocks."""
+
+    part: Part
+    keys: tuple[bytes, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class Extend:
     """Enlarge an open part. To be answered by ``Opened`` or ``Refused``."""
 
@@ -162,4 +171,6 @@ class Fail:
     error: FastDecodeError
 
 
-Instruction: TypeAlias = "Open | Fork | Extend | Close | Run | Finish | Fail"
+Instruction: TypeAlias = (
+    "Open | Fork | Resume | Extend | Close | Keep | Forget | Run | Finish | Fail"
+)

@@ -44,6 +44,7 @@ from fastdecode.schedule.life.events import (
     Opened,
     Refused,
     Regrouped,
+    Resume,
     Run,
     StepDone,
     Submitted,
@@ -70,8 +71,11 @@ class Lifecycle:
         """Sequences that had to start again: a holder was lost, or is doubted."""
         self.num_suspended = 0
         """Sequences whose blocks were taken back for others."""
+        self.num_reused_tokens = 0
+        """Tokens with which sequences started, since their KV blocks were kept."""
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._out: list[Instruction] = []
+        self._cache = scheduler.ledger.cache
         self._looks_for_room = False  # some that wait may fit nowhere any more
         self._was_refused = False  # since then nothing was freed
 
@@ -106,13 +110,18 @@ class Lifecycle:
             case Regrouped():
                 assert not self._flying
                 self.scheduler.regroup(event.num_lanes)
+        self._out += self._cache.stock.take_orders()
         instructions, self._out = self._out, []
         return instructions
 
     def _plan(self, lane: int) -> None:
         if self._looks_for_room:
             self._fail_unplaceable()
+        self._cache.stock.trim(self.lives.num_cached_tokens)
         plan = self.scheduler.plan(lane, may_start=not (self._was_refused and self._flying))
+        # Before anything is closed, since it may be kept, and opened, since it
+        # may need the room.
+        self._out += self._cache.stock.take_orders()
         for suspend in plan.suspends:
             life = self.lives.by_sequence[suspend.sequence.sequence_id]
             self.num_suspended += 1
@@ -128,6 +137,10 @@ class Lifecycle:
 
     def _start(self, life: Life, start: Start) -> None:
         sequence, parent = life.sequence, start.parent
+        if parent is None:
+            self.num_reused_tokens += start.num_shared_tokens
+            if life.status is Status.WAITING:
+                sequence.num_reused = start.num_shared_tokens
         self.lives.place(life, Status.OPENING, start.num_shared_tokens)
         sequence.residence = start.residence
         for index, part in enumerate(start.residence.parts):
@@ -135,6 +148,8 @@ class Lifecycle:
             num_shared = min(start.num_shared_tokens - part.first_token, part.num_tokens)
             if parent is not None and parent.residence is not None and num_shared > 0:
                 self._out.append(Fork(part, parent.residence.parts[index], num_shared))
+            elif parent is None and num_shared > 0:
+                self._out.append(Resume(part, start.kept[index], num_shared))
             else:
                 self._out.append(Open(part))
         self.lives.tell(life, f"opening on {', '.join(map(str, start.residence.holders))}")
@@ -182,9 +197,12 @@ class Lifecycle:
         lives = self.lives
         del lives.flying[lane]
         chunks = self._flying.pop(lane)
+        cache = self._cache
         for chunk in lives.wanted(chunks):
             chunk.sequence.num_cached += chunk.num_tokens
             lives.num_cached_tokens += chunk.num_tokens
+            if chunk.sequence.sequence_id in cache.computing:
+                cache.keep(chunk.sequence)
         if lives.num_fates:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
                 if life.fate is not None:
@@ -268,6 +286,7 @@ class Lifecycle:
 
     def _set_aside(self, life: Life) -> None:
         """Close what is open of a sequence, which waits again, or is over."""
+        self._out += self._cache.stock.take_orders()  # of blocks that are still open
         for part in self.grants.close(life):
             self._out.append(Close(part))
             self._was_refused = False

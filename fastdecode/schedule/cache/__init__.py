@@ -1,0 +1,1 @@
+"""Which KV blocks outlive their sequences: pure policy, with time passed in."""

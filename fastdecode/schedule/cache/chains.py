@@ -1,0 +1,50 @@
+"""Keys of the blocks that sequences fill, made as they are asked for."""
+
+from __future__ import annotations
+
+from fastdecode.core.block_keys import block_keys, root_key
+from fastdecode.core.holders import SequenceId
+from fastdecode.core.sequence import Sequence
+
+
+class Chains:
+    """Of all sequences that aren't over.
+
+    Args:
+        identity: what K and V depend on beside tokens; None: no block has a
+            key.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, identity: str | None, block_size: int) -> None:
+        self._identity = identity
+        self._block_size = block_size
+        self._keys: dict[SequenceId, list[bytes]] = {}
+
+    @property
+    def are_on(self) -> bool:
+        """Whether any block has a key."""
+        return self._identity is not None
+
+    def is_shared(self, sequence: Sequence) -> bool:
+        """Whether a sequence that starts leaves its blocks to others, and takes
+        theirs."""
+        return self.are_on and not sequence.request.cache.is_off and not sequence.is_checked
+
+    def keys(self, sequence: Sequence, num_blocks: int | None = None) -> list[bytes]:
+        """Of a sequence's first blocks; None: of all that its tokens fill."""
+        if self._identity is None:
+            return []
+        chain = self._keys.setdefault(sequence.sequence_id, [])
+        size = self._block_size
+        if num_blocks is None:
+            num_blocks = len(sequence.token_ids) // size
+        if len(chain) < num_blocks:
+            parent = chain[-1] if chain else root_key(self._identity, sequence.request.cache.salt)
+            tokens = sequence.token_ids[len(chain) * size : num_blocks * size]
+            chain += block_keys(parent, tokens, size)
+        return chain[:num_blocks]
+
+    def is_over(self, sequence: Sequence) -> None:
+        """Nobody asks for its blocks' keys any more."""
+        self._keys.pop(sequence.sequence_id, None)

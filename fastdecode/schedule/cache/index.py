@@ -1,0 +1,137 @@
+"""The kept blocks of one holder: which are in use, and in what order the others
+are given up.
+
+A block is **idle** when no running sequence uses it; only idle ones are given
+up. It was **hit** once a sequence has started with it that didn't compute it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Reversible
+from dataclasses import dataclass
+
+
+@dataclass(eq=False, slots=True)
+class KeptBlock:
+    num_users: int
+    """Running sequences that use it."""
+    was_hit: bool = False
+    is_condemned: bool = False
+    """Nobody may start with it any more; it is given up when it gets idle."""
+    idle_since: int = 0
+    """On a clock that counts how often blocks got idle."""
+
+
+class BlockIndex:
+    """The kept blocks of one holder, by key."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, KeptBlock] = {}
+        # Those idle for longest come first. Apart, since those that were never
+        # hit are given up first where it is memory that is saved.
+        self._hit: OrderedDict[bytes, KeptBlock] = OrderedDict()
+        self._unhit: OrderedDict[bytes, KeptBlock] = OrderedDict()
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a block has this key, be it of use or not."""
+        return key in self._blocks
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._hit) + len(self._unhit)
+
+    @property
+    def num_unhit(self) -> int:
+        """Idle ones that were never hit."""
+        return len(self._unhit)
+
+    def num_leading(self, keys: Iterable[bytes]) -> int:
+        """How many of a chain's first blocks are there, and may be used."""
+        count = 0
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None or block.is_condemned:
+                break
+            count += 1
+        return count
+
+    def num_idle_of(self, keys: Iterable[bytes]) -> int:
+        """How many of these blocks, all of which are there, are idle."""
+        return sum(self._blocks[key].num_users == 0 for key in keys)
+
+    def add(self, key: bytes) -> None:
+        """A running sequence has a new block."""
+        assert key not in self._blocks
+        self._blocks[key] = KeptBlock(num_users=1)
+
+    def use(self, keys: Iterable[bytes], *, as_hit: bool) -> None:
+        """A sequence starts that uses these blocks. ``as_hit``: not as the fork
+        of one that does."""
+        for key in keys:
+            block = self._blocks[key]
+            if block.num_users == 0:
+                del self._idle_like(block)[key]
+            block.num_users += 1
+            block.was_hit |= as_hit
+
+    def release(self, keys: Reversible[bytes]) -> list[bytes]:
+        """A sequence ends that used these blocks, in the order of its tokens:
+        of those that get idle, the later ones are given up first. Returns those
+        that are to be given up at once."""
+        condemned = []
+        for key in reversed(keys):
+            block = self._blocks[key]
+            block.num_users -= 1
+            if block.num_users:
+                continue
+            if block.is_condemned:
+                del self._blocks[key]
+                condemned.append(key)
+                continue
+            self._clock += 1
+            block.idle_since = self._clock
+            self._idle_like(block)[key] = block
+        return condemned
+
+    def condemn(self, keys: Iterable[bytes]) -> None:
+        """Nobody is to start with these blocks, which are in use."""
+        for key in keys:
+            self._blocks[key].is_condemned = True
+
+    def give_up(self, count: int) -> list[bytes]:
+        """So many idle blocks, those idle for longest."""
+        return [self._give_up_first(self._older()) for _ in range(count)]
+
+    def give_up_unhit(self, count: int) -> list[bytes]:
+        """So many of those that were never hit."""
+        return [self._give_up_first(self._unhit) for _ in range(count)]
+
+    def _older(self) -> OrderedDict[bytes, KeptBlock]:
+        """Where the one is that is idle for longest."""
+        if not self._hit or not self._unhit:
+            return self._hit or self._unhit
+        hit, unhit = next(iter(self._hit.values())), next(iter(self._unhit.values()))
+        return self._hit if hit.idle_since < unhit.idle_since else self._unhit
+
+    def _give_up_first(self, idle: OrderedDict[bytes, KeptBlock]) -> bytes:
+        key, _ = idle.popitem(last=False)
+        del self._blocks[key]
+        return key
+
+    def _idle_like(self, block: KeptBlock) -> OrderedDict[bytes, KeptBlock]:
+        return self._hit if block.was_hit else self._unhit
+
+    def check_invariants(self, used: Counter[bytes]) -> None:
+        """Recount. ``used``: how many running sequences use each block."""
+        users = {key: block.num_users for key, block in self._blocks.items() if block.num_users}
+        assert users == dict(used), "users are miscounted"
+        idle = {key for key, block in self._blocks.items() if not block.num_users}
+        assert idle == set(self._hit) | set(self._unhit) and not set(self._hit) & set(self._unhit)
+        assert all(block.was_hit for block in self._hit.values())
+        assert not any(block.was_hit for block in self._unhit.values())
+        assert not any(self._blocks[key].is_condemned for key in idle), "it was to be given up"

@@ -1,0 +1,61 @@
+"""What running sequences have to do with kept blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastdecode.core.holders import HolderId, Part, Residence
+
+
+@dataclass(eq=False)
+class KeptPart:
+    """A part of a running sequence. Its full blocks are kept, as far as they
+    have been looked at; but not those whose key is another block's already."""
+
+    part: Part
+    end: int | None
+    """The first token of the next part; None: it is the last one."""
+    names: list[bytes | None] = field(default_factory=list)
+    """Of the blocks that were looked at: its key, if it is kept by it."""
+    tail: bytes | None = None
+    """The kept block that is copied when the sequence's first token is run."""
+    is_lost: bool = False
+    """Its holder is."""
+
+    @property
+    def holder(self) -> HolderId:
+        return self.part.holder
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Of all kept blocks that it uses, in the order of its tokens."""
+        keys = [name for name in self.names if name is not None]
+        return keys if self.tail is None else [*keys, self.tail]
+
+    @property
+    def num_shared(self) -> int:
+        """Of its blocks, those that are kept."""
+        return sum(name is not None for name in self.names)
+
+    def num_full(self, num_cached: int, block_size: int) -> int:
+        """Of its blocks those that are full, when so many tokens of the
+        sequence are cached."""
+        end = num_cached if self.end is None else min(num_cached, self.end)
+        return max(0, end - self.part.first_token) // block_size
+
+
+@dataclass(eq=False)
+class Sharing:
+    """A running sequence that shares its blocks."""
+
+    parts: list[KeptPart]
+    coming: set[bytes] = field(default_factory=set)
+    """Keys of the blocks that it is computing before it draws."""
+
+    @classmethod
+    def of(cls, residence: Residence) -> Sharing:
+        """Of one that uses no kept blocks yet."""
+        ends = [part.first_token for part in residence.parts[1:]]
+        return cls(
+            [KeptPart(part, end) for part, end in zip(residence.parts, [*ends, None], strict=True)]
+        )

@@ -1,0 +1,194 @@
+"""Full KV blocks are kept when their sequences end, and sequences that begin
+with the same tokens start with them.
+
+Which holder keeps what is known here, on the S-worker, to the block, since
+starts count on it: holders are told by ``Keep`` and ``Forget`` (``Stock``) and
+decide nothing. What running sequences use is never given up; of the rest, what
+was used least recently is given up first, and of one sequence's blocks the last
+ones, since a later block is of no use without the earlier ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from fastdecode.core.holders import HolderId, Residence, SequenceId
+from fastdecode.core.sequence import Sequence
+from fastdecode.schedule.cache.chains import Chains
+from fastdecode.schedule.cache.parts import Sharing
+from fastdecode.schedule.cache.reuse import Reuse, reuses
+from fastdecode.schedule.cache.stock import Stock
+
+
+class PrefixCache:
+    """See the module.
+
+    Args:
+        num_holders: that there are.
+        block_size: tokens in a block.
+        identity: what K and V depend on beside tokens; None: nothing is kept.
+    """
+
+    def __init__(self, num_holders: int, block_size: int, identity: str | None = None) -> None:
+        self._block_size = block_size
+        self._chains = Chains(identity, block_size)
+        self.stock = Stock(num_holders, block_size)
+        """What is kept where."""
+        self._sharing: dict[SequenceId, Sharing] = {}
+        # Of the blocks in the tables of running sequences, summed over these,
+        # those that are kept.
+        self._num_shared = [0] * num_holders
+        self._coming: Counter[bytes] = Counter()
+        self.computing: set[SequenceId] = set()
+        """Running sequences that haven't computed all of the blocks yet that
+        they are to before they draw."""
+
+    @property
+    def is_on(self) -> bool:
+        return self._chains.are_on
+
+    def num_beside(self, holder: HolderId) -> int:
+        """Kept blocks, less those that running sequences have reserved room
+        for; negative where several use one."""
+        return self.stock.num_kept(holder) - self._num_shared[holder]
+
+    def make_room(self, holder: HolderId, num_unreserved: int) -> None:
+        """Keep no more than so many blocks allow that aren't reserved."""
+        lacking = self.num_beside(holder) - num_unreserved
+        if lacking > 0:
+            self.stock.give_up(holder, lacking)
+
+    def reuses(self, sequence: Sequence, sizes: Seq[int]) -> list[Reuse]:
+        """What the sequence could start with, most tokens first.
+
+        Args:
+            sizes: tokens to reserve for each of its parts.
+        """
+        if not self._chains.is_shared(sequence):
+            return []
+        keys = self._chains.keys(sequence)
+        return reuses(self.stock, keys, sizes, len(sequence.token_ids), self._block_size)
+
+    def is_coming(self, sequence: Sequence, found: Seq[Reuse]) -> bool:
+        """Whether a running sequence is computing the first block that this one
+        lacks.
+
+        Args:
+            found: what it could start with now.
+        """
+        if not self._coming or not self._chains.is_shared(sequence):
+            return False
+        keys = self._chains.keys(sequence)
+        num_there = sum(map(len, found[0].keys)) if found else 0
+        return num_there < len(keys) and keys[num_there] in self._coming
+
+    def begin(self, sequence: Sequence, residence: Residence, reuse: Reuse | None) -> None:
+        """The sequence starts, with kept blocks or none."""
+        if not self._chains.is_shared(sequence):
+            return
+        sharing = self._sharing[sequence.sequence_id] = Sharing.of(residence)
+        num_there = 0
+        if reuse is not None:
+            num_there = sum(map(len, reuse.keys))
+            for part, used in zip(sharing.parts, reuse.keys, strict=False):
+                self.stock.use(part.holder, used, as_hit=True)
+                part.names.extend(used)
+            if reuse.num_tokens % self._block_size:
+                last = sharing.parts[len(reuse.keys) - 1]
+                last.tail = last.names.pop()
+        for part in sharing.parts:
+            self._num_shared[part.holder] += part.num_shared
+        missing = self._chains.keys(sequence)[num_there:]
+        self._expect(sequence, sharing, missing)
+        num_hit = 0 if reuse is None else reuse.num_tokens
+        self.stock.fresh.started(missing, len(sequence.token_ids), num_hit)
+
+    def begin_fork(
+        self, sequence: Sequence, residence: Residence, parent: Sequence, num_tokens: int
+    ) -> None:
+        """The sequence starts with so many tokens of a running one."""
+        if not self._chains.is_shared(sequence):
+            return
+        sharing = self._sharing[sequence.sequence_id] = Sharing.of(residence)
+        theirs = self._sharing.get(parent.sequence_id)
+        for place, part in enumerate(sharing.parts):
+            num_full = part.num_full(num_tokens, self._block_size)
+            names = theirs.parts[place].names[:num_full] if theirs is not None and num_full else []
+            part.names = names + [None] * (num_full - len(names))
+            self.stock.use(part.holder, part.keys, as_hit=False)
+            self._num_shared[part.holder] += part.num_shared
+
+    def keep(self, sequence: Sequence) -> None:
+        """Keep the full blocks of a running sequence, which isn't stepping."""
+        sharing = self._sharing.get(sequence.sequence_id)
+        if sharing is None or sequence.is_checked:
+            return
+        for part in sharing.parts:
+            first = len(part.names)
+            num_full = part.num_full(sequence.num_cached, self._block_size)
+            if num_full > first and not part.is_lost:
+                at = part.part.first_token // self._block_size
+                keys = self._chains.keys(sequence, at + num_full)[at + first :]
+                names = self.stock.keep(part.part, first, keys)
+                part.names += names
+                self._num_shared[part.holder] += sum(name is not None for name in names)
+                self._arrived(sequence, sharing, keys)
+
+    def end(self, sequence: Sequence) -> None:
+        """The sequence runs no more. If it came to logits that aren't finite,
+        what it used is used no more."""
+        sharing = self._sharing.pop(sequence.sequence_id, None)
+        if sharing is None:
+            return
+        self._arrived(sequence, sharing, list(sharing.coming))
+        for part in sharing.parts:
+            self._num_shared[part.holder] -= part.num_shared
+            self.stock.release(part.holder, part.keys, for_good=sequence.is_checked)
+
+    def is_over(self, sequence: Sequence) -> None:
+        """The sequence doesn't run, and won't start again."""
+        self._chains.is_over(sequence)
+
+    def lose(self, holder: HolderId) -> None:
+        """A holder is gone, and all that it kept."""
+        self.stock.lose(holder)
+        self._num_shared[holder] = 0
+        for sharing in self._sharing.values():
+            for part in sharing.parts:
+                if part.holder == holder:
+                    part.names, part.tail, part.is_lost = [], None, True
+
+    def _expect(self, sequence: Sequence, sharing: Sharing, keys: Iterable[bytes]) -> None:
+        """A sequence is going to compute these blocks."""
+        sharing.coming.update(keys)
+        self._coming.update(sharing.coming)
+        if sharing.coming:
+            self.computing.add(sequence.sequence_id)
+
+    def _arrived(self, sequence: Sequence, sharing: Sharing, keys: Iterable[bytes]) -> None:
+        """It has computed these blocks, or won't."""
+        for key in keys:
+            if key in sharing.coming:
+                sharing.coming.remove(key)
+                self._coming[key] -= 1
+                if not self._coming[key]:
+                    del self._coming[key]
+        if not sharing.coming:
+            self.computing.discard(sequence.sequence_id)
+
+    def check_invariants(self, running: Iterable[SequenceId]) -> None:
+        """Recount. ``running``: those that are."""
+        assert set(self._sharing) <= set(running), "what doesn't run uses blocks"
+        num_shared = [0] * len(self._num_shared)
+        coming: Counter[bytes] = Counter()
+        users: list[Counter[bytes]] = [Counter() for _ in num_shared]
+        for sharing in self._sharing.values():
+            coming.update(sharing.coming)
+            for part in sharing.parts:
+                num_shared[part.holder] += part.num_shared
+                users[part.holder].update(part.keys)
+        assert num_shared == self._num_shared and coming == self._coming, "blocks are miscounted"
+        assert self.computing == {i for i, sharing in self._sharing.items() if sharing.coming}
+        self.stock.check_invariants(users)

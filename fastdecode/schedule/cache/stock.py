@@ -1,0 +1,113 @@
+"""The blocks that holders keep, and what holders are to be told about them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from fastdecode.core.holders import HolderId, Part
+from fastdecode.schedule.cache.fresh import FreshMemory
+from fastdecode.schedule.cache.index import BlockIndex
+from fastdecode.schedule.plan import Forget, Keep
+
+
+class Stock:
+    """Of all holders.
+
+    Args:
+        num_holders: that there are.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, num_holders: int, block_size: int) -> None:
+        self._indices = [BlockIndex() for _ in range(num_holders)]
+        self._orders: list[Keep | Forget] = []
+        self.fresh = FreshMemory(block_size)
+        """What memory kept blocks may take."""
+
+    @property
+    def holders(self) -> list[HolderId]:
+        return [HolderId(holder) for holder in range(len(self._indices))]
+
+    def num_kept(self, holder: HolderId) -> int:
+        """Kept blocks."""
+        return len(self._indices[holder])
+
+    def num_idle(self, holder: HolderId) -> int:
+        """Those of them that no running sequence uses."""
+        return self._indices[holder].num_idle
+
+    def take_orders(self) -> list[Keep | Forget]:
+        """What holders are to be told, in this order."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def num_leading(self, holder: HolderId, keys: Seq[bytes]) -> int:
+        """How many of these blocks, from the first one on, a sequence may use."""
+        return self._indices[holder].num_leading(keys)
+
+    def num_idle_of(self, holder: HolderId, keys: Iterable[bytes]) -> int:
+        """How many of these blocks, which are kept, are idle."""
+        return self._indices[holder].num_idle_of(keys)
+
+    def use(self, holder: HolderId, keys: Iterable[bytes], *, as_hit: bool) -> None:
+        """See ``BlockIndex.use``."""
+        self._indices[holder].use(keys, as_hit=as_hit)
+
+    def keep(self, part: Part, first_block: int, keys: Seq[bytes]) -> list[bytes | None]:
+        """A part has new blocks, from its ``first_block`` on. Returns by what
+        key each is kept; None: it isn't, since another one has the key."""
+        index = self._indices[part.holder]
+        names = [None if key in index else key for key in keys]
+        run: list[bytes] = []
+        for place, name in enumerate([*names, None], first_block):
+            if name is not None:
+                index.add(name)
+                run.append(name)
+            elif run:
+                self._orders.append(Keep(part, place - len(run), tuple(run)))
+                run = []
+        return names
+
+    def release(self, holder: HolderId, keys: Seq[bytes], *, for_good: bool) -> None:
+        """A sequence that used these blocks, in the order of its tokens, runs no
+        more. ``for_good``: nobody is to use them again."""
+        index = self._indices[holder]
+        if for_good:
+            index.condemn(keys)
+        self._forget(holder, index.release(keys))
+
+    def give_up(self, holder: HolderId, count: int) -> None:
+        """Make room: so many idle blocks are kept no more."""
+        self._forget(holder, self._indices[holder].give_up(count))
+
+    def trim(self, num_cached_tokens: int) -> None:
+        """Give up what would take memory that was never touched before, when so
+        many tokens of running sequences are cached."""
+        most = self.fresh.most_unhit(num_cached_tokens)
+        if most is None:
+            return
+        excess = sum(index.num_unhit for index in self._indices) - most
+        while excess > 0:
+            holder = max(self.holders, key=lambda h: self._indices[h].num_unhit)
+            count = min(excess, self._indices[holder].num_unhit)
+            given_up = self._indices[holder].give_up_unhit(count)
+            self._forget(holder, given_up)
+            self.fresh.gave_up(given_up)
+            excess -= count
+
+    def lose(self, holder: HolderId) -> None:
+        """A holder is gone, and all that it kept."""
+        self._indices[holder] = BlockIndex()
+        self._orders = [order for order in self._orders if order.holder != holder]
+
+    def _forget(self, holder: HolderId, keys: list[bytes]) -> None:
+        if keys:
+            self._orders.append(Forget(holder, tuple(keys)))
+
+    def check_invariants(self, users: Seq[Counter[bytes]]) -> None:
+        """Recount. ``users``: of each holder, how many running sequences use
+        each block."""
+        for index, used in zip(self._indices, users, strict=True):
+            index.check_invariants(used)

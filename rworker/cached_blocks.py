@@ -1,0 +1,83 @@
+"""Blocks that outlive their sequences, by key. Bookkeeping only.
+
+The cache refers to each of its blocks as a sequence does that never appends: a
+block that it has is neither free nor written, whoever else refers to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.errors import ProtocolError
+from rworker.block_pool import BlockPool, Blocks
+
+
+class CachedBlocks:
+    """The kept blocks of one cache. Every method that raises changes nothing.
+
+    Args:
+        pool: counts who refers to them.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._block_of: dict[bytes, int] = {}
+        self._kept: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._block_of
+
+    @property
+    def blocks(self) -> NDArray[np.int64]:
+        """All of them."""
+        return np.fromiter(self._kept, np.int64, len(self._kept))
+
+    def of_keys(self, keys: Iterable[bytes]) -> Blocks:
+        """The blocks of these keys, [N].
+
+        Raises:
+            ProtocolError: one isn't kept.
+        """
+        try:
+            return np.array([self._block_of[key] for key in keys], np.int32)
+        except KeyError as error:
+            raise ProtocolError(f"no block is kept by the key {error.args[0].hex()}") from None
+
+    def keep(self, keys: list[bytes], blocks: Blocks) -> None:
+        """Keep full blocks of one sequence.
+
+        Args:
+            blocks: [N], one for each key, each once.
+
+        Raises:
+            ProtocolError: a key is used already, or given twice; or a block is
+                kept already.
+        """
+        ids: list[int] = blocks.tolist()
+        if len(set(keys)) < len(keys) or not self._block_of.keys().isdisjoint(keys):
+            raise ProtocolError("a key of the blocks to keep is another block's")
+        if not self._kept.isdisjoint(ids):
+            raise ProtocolError("one of the blocks to keep is kept by another key")
+        self._pool.share(blocks, had_tail=False, has_tail=False)
+        self._block_of.update(zip(keys, ids, strict=True))
+        self._kept.update(ids)
+
+    def forget(self, keys: list[bytes]) -> None:
+        """Keep these blocks no more.
+
+        Raises:
+            ProtocolError: one isn't kept, or is named twice.
+        """
+        blocks = self.of_keys(keys)
+        if len(set(keys)) < len(keys):
+            raise ProtocolError("a block is to be forgotten twice")
+        self._pool.leave(blocks, has_tail=False)
+        for key in keys:
+            del self._block_of[key]
+        self._kept.difference_update(blocks.tolist())

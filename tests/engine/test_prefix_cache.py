@@ -1,0 +1,160 @@
+"""Kept KV blocks change no token: not by hits, evictions, losses, or whoever
+keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from checkpoints import FAMILIES, prompts
+from trouble import crash_after
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.sequence import CacheUse, RequestOutput
+
+Said: TypeAlias = "list[list[list[int]]]"
+GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=9, n=3, ignore_eos=True)
+ANYBODY = CacheUse()
+COMMON = 130
+"""More than two blocks of 64."""
+OWN = (0, 1, 17, 62, 33)
+NEW = (3, 20, 1, 16, 8)
+SHARED: dict[str, Any] = {
+    "dtype": "float32",
+    "r_threads": 1,
+    "kv_memory_gb": 0.02,
+}
+WAYS: list[dict[str, Any]] = [
+    {"prefill_chunk": 23},
+    {"prompt_attention": "s"},
+    {"r_workers": 3, "prefill_chunk": 16, "prompt_attention": "s"},
+    {"r_workers": 3, "lanes": 2, "max_num_sequences": 5},
+    {"r_workers": 2, "lanes": 2, "schedule": "stabilized", "load_limit": 2000},
+    {"length_quantile": 0.5, "schedule": "synchronized"},
+    {"kv_placement": "gpu", "prefill_chunk": 16},
+    {"r_workers": 2, "r_partition": "heads", "prefill_chunk": 16},
+    {"r_workers": 3, "split_tokens": 32, "prompt_attention": "s"},
+    {"r_workers": 2, "split_tokens": 64, "prefill_chunk": 23, "lanes": 2},
+    {"kv_memory_gb": 0.0002, "max_num_sequences": 2},  # 16 blocks: hardly more than one needs
+]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> Said:
+    return [[list(one.token_ids) for one in output.completions] for output in outputs]
+
+
+def script(llm: LLM, cache: CacheUse = ANYBODY) -> Said:
+    """Requests that begin alike, the same again, and turns that go on from
+    their answers."""
+    (common,) = prompts((COMMON,), seed=3)
+    asked = [common + own for own in prompts(OWN, seed=4)]
+    first = llm.generate([*asked, asked[2]], [*[GREEDY] * len(asked), DRAWN], cache=cache)
+    assert all(output.ok for output in first)
+    again = llm.generate(asked, GREEDY, cache=cache)
+    assert tokens_of(first)[:-1] == tokens_of(again)
+    turns = [
+        prompt + list(output.completions[0].token_ids) + new
+        for prompt, output, new in zip(asked, first, prompts(NEW, seed=5), strict=False)
+    ]
+    return tokens_of([*first, *llm.generate(turns, GREEDY, cache=cache)])
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_checkpoint: Callable[..., Path]) -> Said:
+    """What the script comes to without a cache."""
+    with LLM(str(tiny_checkpoint("llama")), **SHARED) as llm:
+        said = script(llm)
+        assert llm.stats.num_cached_prompt_tokens == 0
+    return said
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_says_the_same(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    with LLM(str(tiny_checkpoint(family)), **SHARED, prefix_cache="on") as llm:
+        alone = script(llm, CacheUse(is_off=True))
+        assert llm.stats.num_cached_prompt_tokens == 0
+        assert script(llm) == alone
+        assert llm.stats.num_cached_prompt_tokens > 12 * 128
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_way_of_keeping_kv_says_the_same(
+    way: dict[str, Any],
+    tiny_checkpoint: Callable[..., Path],
+    plain: Said,
+) -> None:
+    options = {**SHARED, "block_size": 16, "prefix_cache": "on", **way}
+    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+        assert script(llm) == plain
+        assert llm.stats.num_cached_prompt_tokens > 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_quantised_blocks_are_kept_as_they_are(
+    kv_dtype: str, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """What is kept says the same each time. (What is run in another batch is
+    rounded otherwise, with or without a cache.)"""
+    asked = [own + own for own in prompts((40, 90), seed=6)]
+    options = {**SHARED, "block_size": 16, "kv_dtype": kv_dtype, "prefix_cache": "on"}
+    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+        llm.generate(asked, GREEDY)
+        kept = [tokens_of([llm.generate(prompt, GREEDY)[0] for prompt in asked]) for _ in range(3)]
+        assert kept[0] == kept[1] == kept[2]
+        assert llm.stats.num_cached_prompt_tokens == 3 * (79 + 176)
+
+
+def test_a_lost_r_workers_blocks_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_checkpoint: Callable[..., Path],
+    plain: Said,
+) -> None:
+    crash_after(monkeypatch, {"r1": 60})
+    options = {**SHARED, "block_size": 16, "r_workers": 3, "prefix_cache": "on"}
+    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+        assert script(llm) == plain
+        assert script(llm) == plain
+        assert llm.snapshot().engine.num_live_r_workers == 2
+
+
+def test_many_requests_with_a_common_beginning_run_it_once(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """64 of them, with 1,024 common and 32 own tokens."""
+    path = str(tiny_checkpoint("llama", max_position_embeddings=2048))
+    (common,) = prompts((1024,), seed=8)
+    asked = [common + own for own in prompts((32,) * 64, seed=9)]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with LLM(path, dtype="float32", r_threads=1, kv_memory_gb=0.05, prefix_cache="on") as llm:
+        outputs = llm.generate(asked, params)
+        assert llm.stats.num_prompt_tokens <= 1024 + 64 * 33 + 64
+    assert [output.num_cached_tokens for output in outputs] == [0] + [1024] * 63
+
+
+def test_kv_on_both_sides_is_refused_by_name() -> None:
+    for placement in ("hybrid", "auto"):
+        with pytest.raises(ConfigError, match="prefix_cache='on' isn't there with kv_placement"):
+            EngineConfig.of("dir", prefix_cache="on", kv_placement=placement)
+
+
+def test_outputs_tell_what_was_reused_and_private_requests_leave_nothing(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    (prompt,) = prompts((40,), seed=2)
+    options = {**SHARED, "block_size": 16, "prefix_cache": "on"}
+    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+
+        def cached(**use: Any) -> int:
+            (output,) = llm.generate(prompt, GREEDY, cache=CacheUse(**use))
+            return output.num_cached_tokens
+
+        assert cached(is_off=True) == 0 == cached()
+        assert cached() == 32 and cached(salt="a") == 0 and cached(salt="a") == 32
+        assert cached(is_off=True) == 0
+        stats = llm.stats
+        assert stats.num_cached_prompt_tokens == 64

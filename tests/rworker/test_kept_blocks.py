@@ -1,0 +1,180 @@
+"""Blocks that outlive their sequences, against a memory that remembers what
+each slot was written for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+from state_machine import BLOCK_SIZE, HELLO, Worker, step_of
+from store_machine import BLOCK_SIZE as STORE_BLOCK
+from store_machine import NUM_BLOCKS, KVStoreMachine, counts, ids, refuses_unchanged
+
+from fastdecode.core.errors import CapacityError, ProtocolError
+from fastdecode.wire.kept import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.messages import Accepted, CloseSequence, OpenSequence, Refused
+from rworker.kv_store import KVStore
+
+
+class KeepingMachine(KVStoreMachine):
+    """Keep full blocks, resume from any of them, and forget them, beside all
+    else that befalls sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[bytes, tuple[int, tuple[int, ...]]] = {}
+        """Key → block, and the tokens in it."""
+        self.num_keys = 0
+
+    def _new_key(self) -> bytes:
+        self.num_keys += 1
+        return self.num_keys.to_bytes(16, "little")
+
+    @precondition(lambda self: any(len(t) >= STORE_BLOCK for t in self.tokens.values()))
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        full = [s for s, tokens in self.tokens.items() if len(tokens) >= STORE_BLOCK]
+        sequence = data.draw(st.sampled_from(full), "sequence")
+        place = data.draw(st.integers(0, len(self.tokens[sequence]) // STORE_BLOCK - 1), "place")
+        table = self.store.tables.of_row(self.store.tables.row(sequence))
+        block, key = table[place : place + 1].copy(), self._new_key()
+        if int(block[0]) in {kept for kept, _ in self.kept.values()}:
+            refuses_unchanged(
+                self.store, ProtocolError, lambda: self.store.cached.keep([key], block)
+            )
+            return
+        self.store.cached.keep([key], block)
+        first = place * STORE_BLOCK
+        tokens = tuple(self.tokens[sequence][first : first + STORE_BLOCK])
+        self.kept[key] = int(block[0]), tokens
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data(), less=st.integers(0, STORE_BLOCK - 1), more=st.integers(0, 9))
+    def resume(self, data: st.DataObject, less: int, more: int) -> None:
+        """Of any kept blocks in any order: a store knows nothing of chains."""
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.kept)), min_size=1, unique=True))
+        tokens = [token for key in keys for token in self.kept[key][1]][: -less or None]
+        blocks = self.store.cached.of_keys(keys)
+        assert blocks.tolist() == [self.kept[key][0] for key in keys]
+        self._try(
+            lambda new: self.store.resume(new, blocks, len(tokens), len(tokens) + more),
+            tokens,
+            len(tokens) + more,
+        )
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.kept)), "key")
+        self.store.cached.forget([key])
+        del self.kept[key]
+        refuses_unchanged(self.store, ProtocolError, lambda: self.store.cached.forget([key]))
+
+    @invariant()
+    def kept_blocks_hold_what_they_held(self) -> None:
+        for block, tokens in self.kept.values():
+            assert tuple(self.memory.cells[block].tolist()) == tokens
+
+    @invariant()
+    def sharing_never_costs_blocks(self) -> None:
+        num_used = NUM_BLOCKS - self.store.pool.num_free
+        own = sum(-(-len(tokens) // STORE_BLOCK) for tokens in self.tokens.values())
+        assert num_used <= own + len(self.kept)
+
+    @invariant()
+    def promises_are_no_dearer_than_without_sharing(self) -> None:
+        num_held = NUM_BLOCKS - self.store.pool.num_available
+        own = sum(-(-tokens // STORE_BLOCK) for tokens in self.reserved.values())
+        assert num_held <= own + len(self.kept)
+
+    def teardown(self) -> None:
+        if self.kept:
+            self.store.cached.forget(list(self.kept))
+        super().teardown()
+
+
+KeepingMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestKeepingMachine = KeepingMachine.TestCase
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * 16
+
+
+def keys(*numbers: int) -> np.ndarray:
+    return np.frombuffer(b"".join(map(key, numbers)), np.int64).reshape(-1, 2)
+
+
+def test_a_store_without_room_for_the_rest_refuses_to_resume() -> None:
+    store = KVStore(4, STORE_BLOCK)
+    store.open(0, 8)
+    store.append(ids(0), counts(8))
+    store.cached.keep([key(1), key(2)], store.tables.of_row(store.tables.row(0)).copy())
+    store.close(0)
+    assert store.pool.num_available == 2 and len(store.cached) == 2
+    blocks = store.cached.of_keys([key(1), key(2)])
+    refuses_unchanged(store, CapacityError, lambda: store.resume(1, blocks, 8, 17))
+    refuses_unchanged(store, CapacityError, lambda: store.resume(1, blocks, 7, 16)), "the tail's"
+    store.resume(1, blocks, 8, 16)
+    assert store.pool.num_available == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (KeepBlocks(1, 0, keys(1)), "sequence 1 is not open"),
+        (KeepBlocks(0, 1, keys(1, 2)), "has 8 tokens in every layer"),
+        (KeepBlocks(0, -1, keys(1)), "first_block"),
+        (KeepBlocks(0, 0, keys(1, 1)), "another block's"),
+        (KeepBlocks(0, 0, keys(9)), "another block's"),
+        (KeepBlocks(0, 1, keys(1)), "kept by another key"),
+        (KeepBlocks(0, 0, keys()), "none"),
+        (KeepBlocks(0, 0, np.zeros((1, 3), np.int64)), "shape"),
+        (KeepBlocks(0, 0, np.zeros((1, 2), np.int32)), "int64"),
+        (ResumeSequence(1, 9, 8, keys(9, 1)), "no block is kept"),
+        (ResumeSequence(1, 9, 5, keys(9)), "would resume 5 tokens"),
+        (ResumeSequence(1, 3, 4, keys(9)), "would resume 4 tokens"),
+        (ResumeSequence(0, 9, 4, keys(9)), "is open already"),
+        (ForgetBlocks(keys(1)), "no block is kept"),
+        (ForgetBlocks(keys(9, 9)), "twice"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(message: Any, reason: str) -> None:
+    worker = Worker()
+    worker.tell(HELLO)
+    worker.answer(OpenSequence(0, 20))
+    worker.run_step(step_of((0, 0, 8)))
+    worker.tell(KeepBlocks(0, 1, keys(9)))
+    worker.fails(message, reason)
+
+
+def test_a_block_is_kept_only_when_it_is_there_in_every_layer() -> None:
+    worker = Worker()
+    worker.tell(HELLO)
+    worker.answer(OpenSequence(0, 20))
+    worker.tell(step_of((0, 0, BLOCK_SIZE)))
+    worker.fails(KeepBlocks(0, 0, keys(1)), "has 0 tokens in every layer")
+
+
+def test_a_resumed_sequence_steps_from_where_its_blocks_end() -> None:
+    worker = Worker()
+    worker.tell(HELLO)
+    worker.answer(OpenSequence(0, 20))
+    worker.run_step(step_of((0, 0, 2 * BLOCK_SIZE)))
+    worker.tell(KeepBlocks(0, 0, keys(1, 2)))
+    worker.tell(CloseSequence(0))
+    resume = ResumeSequence(1, 20, 2 * BLOCK_SIZE - 1, keys(1, 2))
+    assert worker.answer(resume) == Accepted(1) and resume.undo() == CloseSequence(1)
+    copy, *_ = worker.tell(step_of((1, 2 * BLOCK_SIZE - 1, 1), step=1))
+    assert (copy.source_ids, copy.target_ids) == ([1], [2]), "what is kept isn't written"
+    far = replace(resume, sequence_id=2, num_reserved_tokens=1 << 20)
+    refused = worker.answer(far)
+    assert isinstance(refused, Refused) and refused.code == "exceeds_capacity"

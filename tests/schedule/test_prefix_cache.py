@@ -1,0 +1,198 @@
+"""The prefix cache, put to work: on R-workers' real KV stores, with a memory
+that remembers what each slot was written for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traffic import (
+    BLOCK_SIZE,
+    Harness,
+    Requests,
+    Store,
+    options,
+    play,
+    traffic,
+)
+
+from examples import examples
+from fastdecode.core.errors import RequestError
+from fastdecode.core.holders import HolderId
+from fastdecode.core.sequence import CacheUse
+from fastdecode.schedule.life.events import Drawn, LaneIdle, Resume, StepDone
+from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.options import MODES
+
+BLOCKS = (12, 20)
+briefly = settings(max_examples=examples(280))
+
+
+def harness(
+    blocks: tuple[int, ...] = BLOCKS,
+    mode: str = "greedy",
+    lanes: int = 1,
+    opening: int = 0,
+    **more: object,
+) -> Harness:
+    scheduler = make_scheduler(
+        options(mode, lanes, **more), blocks, BLOCK_SIZE, opening_steps=opening, cache_identity="a"
+    )
+    return Harness(scheduler, [Store(count) for count in blocks], lanes)
+
+
+@briefly
+@given(
+    st.data(),
+    traffic(forks=False),
+    st.sampled_from(MODES),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_nobody_reads_what_was_not_written_for_it_and_counts_agree(
+    data: st.DataObject, requests: Requests, mode: str, num_lanes: int, lose: bool, late: bool
+) -> None:
+    """Prompts all begin alike. Counts are compared after every event."""
+    busy = harness(mode=mode, lanes=num_lanes, opening=int(late))
+    play(data, busy, requests, lose=lose)
+    assert busy.num_suspended == 0
+
+
+@briefly
+@given(st.data(), traffic(forks=True), st.integers(1, 2), st.booleans())
+def test_siblings_share_kept_blocks(
+    data: st.DataObject, requests: Requests, num_lanes: int, lose: bool
+) -> None:
+    play(data, harness(lanes=num_lanes), requests, lose=lose)
+
+
+@briefly
+@given(st.data(), traffic(forks=False), st.sampled_from((0.1, 0.5)), st.integers(1, 2))
+def test_who_is_suspended_goes_on_with_what_was_kept(
+    data: st.DataObject, requests: Requests, quantile: float, num_lanes: int
+) -> None:
+    play(data, harness((9,), lanes=num_lanes, length_quantile=quantile), requests, lose=False)
+
+
+@briefly
+@given(st.data(), traffic(forks=True), st.integers(1, 2), st.booleans())
+def test_split_sequences_start_with_whole_parts_and_a_piece_of_the_next(
+    data: st.DataObject, requests: Requests, num_lanes: int, lose: bool
+) -> None:
+    play(data, harness((9, 9, 9), lanes=num_lanes, split_tokens=8), requests, lose=lose)
+
+
+def turn(
+    chat: Harness, prompt: tuple[int, ...], length: int = 3, **more: object
+) -> tuple[tuple[int, ...], int]:
+    """Run a request alone. Returns its tokens, and how many of them it was spared."""
+    before, name = chat.num_resumed_tokens, chat.num_arrived
+    assert chat.arrive(0, (length,), length, prompt=prompt, **more)  # type: ignore[arg-type]
+    chat.run_out()
+    return prompt + tuple(chat.finished[name]), chat.num_resumed_tokens - before
+
+
+def test_a_turn_runs_what_is_no_full_block_of_the_last_one() -> None:
+    chat = harness()
+    tokens, spared = turn(chat, tuple(range(9)))
+    assert spared == 0
+    for new in (1, 6, 2):
+        full = (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        tokens, spared = turn(chat, tokens + (7,) * new)
+        assert spared == full, "generated blocks, too; the last token was never run"
+
+
+def test_of_a_wholly_cached_prompt_one_token_runs() -> None:
+    chat = harness()
+    for expected in (0, 7, 7):
+        _, spared = turn(chat, tuple(range(8)))
+        assert spared == expected
+
+
+def test_equal_prefixes_that_arrive_together_run_once() -> None:
+    crowd = harness((60,))
+    common = tuple(range(12))
+    for own in range(5):
+        assert crowd.arrive(0, (2,), 2, prompt=(*common, 100 + own, 0, 1))
+    crowd.run_out()
+    assert crowd.num_resumed_tokens == 4 * 12
+
+
+def test_who_waits_for_a_prefix_does_so_only_until_it_is_there() -> None:
+    crowd = harness((60,))
+    assert crowd.arrive(0, (24,), 24, prompt=tuple(range(13)))
+    assert crowd.arrive(0, (1,), 1, prompt=(*range(12), 5, 5, 5))
+    for _ in range(8):
+        crowd.turn(0)
+    assert 1 in crowd.finished and 0 in crowd.live
+
+
+def test_salts_and_private_requests_share_nothing() -> None:
+    chat = harness()
+    prompt = tuple(range(9))
+    assert turn(chat, prompt, cache=CacheUse(is_off=True))[1] == 0
+    assert turn(chat, prompt)[1] == 0, "it left nothing behind"
+    assert turn(chat, prompt, cache=CacheUse(salt="a"))[1] == 0
+    assert turn(chat, prompt, cache=CacheUse(salt="a"))[1] == 8
+    assert turn(chat, prompt, cache=CacheUse(salt="a", is_off=True))[1] == 0
+
+
+def test_a_salt_is_a_string_that_is_not_too_long() -> None:
+    for salt in (3, "x" * 1025):
+        with pytest.raises(RequestError, match="cache_salt"):
+            CacheUse.of(None, salt)
+    with pytest.raises(RequestError, match='"on" or "off"'):
+        CacheUse.of("maybe", None)
+    assert CacheUse.of("off", "a") == CacheUse(True, "a")
+
+
+def test_what_was_used_least_recently_makes_room_first_and_its_end_before_its_beginning() -> None:
+    chat = harness((6,))
+    first, second = tuple(range(8)), tuple(range(50, 58))
+    turn(chat, first, 1)
+    turn(chat, second, 1)
+    turn(chat, second, 1)  # prompts come again: memory is no reason to give up blocks
+    turn(chat, first, 1)
+    assert turn(chat, tuple(range(80, 91)), 1)[1] == 0, "three blocks, where two are free"
+    assert turn(chat, first, 1)[1] == 7
+    assert turn(chat, second, 1)[1] == 4
+
+
+def test_blocks_that_nobody_has_hit_take_no_memory_that_was_never_touched() -> None:
+    chat = harness((20,))
+    for start in range(0, 500, 50):
+        turn(chat, tuple(range(start, start + 11)), 1)
+    ledger = chat.scheduler.ledger
+    assert ledger.cache.stock.num_kept(HolderId(0)) <= 3
+    for _ in range(2):  # what was given up for it is asked for again: it is worth the memory
+        for start in range(0, 500, 50):
+            turn(chat, tuple(range(start, start + 11)), 1)
+    assert ledger.cache.stock.num_kept(HolderId(0)) > 15
+
+
+def test_a_holder_that_is_much_busier_than_others_is_left_alone() -> None:
+    crowd = harness((60, 60))
+    for own in range(7):
+        assert crowd.arrive(0, (20,), 20, prompt=(*range(8), 100 + own))
+    for _ in range(24):
+        crowd.turn(0)
+    load = crowd.scheduler.lanes[0].reserved_tokens
+    assert load[HolderId(0)] and load[HolderId(1)]
+    crowd.run_out()
+
+
+def test_what_came_to_no_finite_logits_is_used_by_nobody_again() -> None:
+    chat = harness()
+    prompt = tuple(range(9))
+    turn(chat, prompt)
+    assert chat.arrive(0, (2,), 2, prompt=prompt)
+    run = chat.begin(0)
+    assert run is not None and chat.num_resumed_tokens == 8
+    (chunk,) = run.chunks
+    chat.in_flight.clear()
+    chat._tell(StepDone(0, (Drawn(chunk.sequence, is_doubted=True),)))
+    opened = [x for x in chat._tell(LaneIdle(0), 0) if isinstance(x, Resume)]
+    assert not opened, "it is recomputed from its first token on"
+    chat.run_out()
+    assert turn(chat, prompt)[1] == 0
