@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, AttentionSpec
-from fastdecode.wire.kept import KEY_WORDS, ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.kept import KEY_WORDS, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     MAX_BLOCKS,
     MAX_HOLDERS,

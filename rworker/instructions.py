@@ -16,7 +16,7 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.wire.chunks import FetchChunk, StoreChunk
+from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
 from fastdecode.wire.messages import Activations, FromRWorker
 
 

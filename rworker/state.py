@@ -16,8 +16,9 @@ import numpy as np
 
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError
-from fastdecode.wire.chunks import ChunkToRWorker, ExpectTokens, FetchChunk, StoreChunk
-from fastdecode.wire.kept import ForgetBlocks, KeepBlocks, KeptToRWorker, ResumeSequence
+from fastdecode.wire.kv.chunks import ChunkToRWorker, ExpectTokens, FetchChunk, StoreChunk
+from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, KeptToRWorker, ResumeSequence
+from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Attend,
     BeginStep,
@@ -32,7 +33,6 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.traits import Role
 from rworker.books import check_hello
 from rworker.caches import NOBODY, Cache, Caches

@@ -13,8 +13,8 @@ from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.host.facts import this_host
 from fastdecode.wire.arrays import Array
-from fastdecode.wire.chunks import ChunkStored, FetchedChunk
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
+from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     AttendResult,

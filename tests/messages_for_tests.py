@@ -13,14 +13,15 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire import codec
-from fastdecode.wire.chunks import (
+from fastdecode.wire.kv.chunks import (
     ChunkForm,
     ChunkStored,
     FetchChunk,
     FetchedChunk,
     StoreChunk,
 )
-from fastdecode.wire.kept import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -42,7 +43,6 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.taking_over import TakenOver, TakeOver, TruncateSequence
 from rworker.stream.chunks import expectation
 
 

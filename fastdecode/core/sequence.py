@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, cast
 
-from fastdecode.core.block_keys import MAX_SALT_CHARS
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
 from fastdecode.core.holders import Residence, SequenceId
+from fastdecode.core.model.block_keys import MAX_SALT_CHARS
 
 FinishReason = Literal["stop", "length"]
 

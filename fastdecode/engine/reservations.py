@@ -11,7 +11,7 @@ from fastdecode.core.holders import HolderId, PartId
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.events import Close, Extend, Fork, Open, Resume
 from fastdecode.schedule.plan import Forget, Keep
-from fastdecode.wire.kept import KEY_WORDS, ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.kept import KEY_WORDS, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,

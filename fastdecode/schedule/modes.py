@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastdecode.core.config.groups import Batching
 from fastdecode.schedule.admission.policies import Admission, FixedF, Greedy, Synchronized
 from fastdecode.schedule.admission.stabilized import Stabilized
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
@@ -46,10 +47,7 @@ def make_scheduler(
     """
     batching = options.batching
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
-    lengths: LengthPredictor = LongestLengths()
-    if batching.learn_lengths:
-        guess = batching.expected_output_tokens
-        lengths = LearntLengths(batching.length_quantile, first_guess=guess)
+    lengths = _lengths(batching)
 
     def make_lanes(num_lanes: int) -> list[Lane]:
         # With a home lane there are no shares: that one may have all.
@@ -68,21 +66,36 @@ def make_scheduler(
     cache = PrefixCache(len(blocks), block_size, cache_identity)
     split, most_rows = options.split_tokens, options.max_closed_rows
     ledger = BlockLedger(blocks, block_size, split, most_rows, cache)
-    control = None
-    if hybrid is not None:
-        assert times is not None, "what goes where follows from step times"
-        most = batching.max_num_sequences
-        teller = Teller(hybrid.device, ledger, lengths, times, hybrid.guess, most)
-        control = HybridControl(hybrid, ledger, teller)
+    most = batching.max_num_sequences
     return ContinuousScheduler(
         ledger,
         make_lanes,
         lengths,
         num_lanes=options.num_lanes,
-        max_num_sequences=batching.max_num_sequences,
+        max_num_sequences=most,
         opening_steps=opening_steps,
-        hybrid=control,
+        hybrid=None if hybrid is None else _control(hybrid, ledger, lengths, times, most),
     )
+
+
+def _lengths(batching: Batching) -> LengthPredictor:
+    if not batching.learn_lengths:
+        return LongestLengths()
+    guess = batching.expected_output_tokens
+    return LearntLengths(batching.length_quantile, first_guess=guess)
+
+
+def _control(
+    hybrid: HybridOptions,
+    ledger: BlockLedger,
+    lengths: LengthPredictor,
+    times: StepTimes | None,
+    most_sequences: int,
+) -> HybridControl:
+    """What decides on which side a sequence's KV is."""
+    assert times is not None, "what goes where follows from step times"
+    teller = Teller(hybrid.device, ledger, lengths, times, hybrid.guess, most_sequences)
+    return HybridControl(hybrid, ledger, teller)
 
 
 def _admission(

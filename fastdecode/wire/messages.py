@@ -17,7 +17,7 @@ message             direction  meaning, and the answer
                                ``Refused``
 ``CloseSequence``   S → R      free a sequence's blocks; no answer
 ``KeepBlocks``      S → R      full blocks of a sequence are kept when it is closed,
-                               each by a key (``fastdecode.wire.kept``); no answer
+                               each by a key (``fastdecode.wire.kv.kept``); no answer
 ``ResumeSequence``  S → R      a new sequence that starts with kept blocks →
                                ``Accepted`` or ``Refused``
 ``ForgetBlocks``    S → R      blocks aren't kept any more; no answer
@@ -42,8 +42,8 @@ message             direction  meaning, and the answer
                                comes unasked
 ==================  =========  =====================================================
 
-Those that move K and V between caches are in ``fastdecode.wire.chunks``, those by
-which a cache outlives who used it in ``fastdecode.wire.taking_over``.
+Those that move K and V between caches are in ``fastdecode.wire.kv.chunks``, those by
+which a cache outlives who used it in ``fastdecode.wire.kv.taking_over``.
 
 **Peers and roles.** An R-worker has several peers, and a peer's first message
 says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` a
@@ -107,13 +107,13 @@ from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from fastdecode.core.words import make_printable
-from fastdecode.wire.chunks import CHUNK_OPCODES, ChunkAnswer, ChunkToRWorker
-from fastdecode.wire.kept import KEPT_OPCODES, KeptToRWorker
-from fastdecode.wire.reserving import Accepted as Accepted
-from fastdecode.wire.reserving import CloseSequence as CloseSequence
-from fastdecode.wire.reserving import Refused as Refused
-from fastdecode.wire.reserving import Reserving
-from fastdecode.wire.taking_over import TAKING_OVER_OPCODES, TakenOver, TakingOverToRWorker
+from fastdecode.wire.kv.chunks import CHUNK_OPCODES, ChunkAnswer, ChunkToRWorker
+from fastdecode.wire.kv.kept import KEPT_OPCODES, KeptToRWorker
+from fastdecode.wire.kv.reserving import Accepted as Accepted
+from fastdecode.wire.kv.reserving import CloseSequence as CloseSequence
+from fastdecode.wire.kv.reserving import Refused as Refused
+from fastdecode.wire.kv.reserving import Reserving
+from fastdecode.wire.kv.taking_over import TAKING_OVER_OPCODES, TakenOver, TakingOverToRWorker
 from fastdecode.wire.traits import (
     ANYBODY,
     OWNERS,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
-from fastdecode.wire.chunks import (
+from fastdecode.wire.kv.chunks import (
     MAX_CHUNK_BYTES,
     MAX_PIECES,
     ChunkForm,

@@ -11,7 +11,7 @@ import numpy as np
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.arrays import Array
-from fastdecode.wire.chunks import (
+from fastdecode.wire.kv.chunks import (
     MAX_CHUNK_BYTES,
     MAX_PIECES,
     ChunkForm,

@@ -29,7 +29,7 @@ from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.wire import codec
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
-from fastdecode.wire.chunks import MAX_CHUNK_BYTES, ExpectTokens, StoreChunk
+from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES, ExpectTokens, StoreChunk
 from rworker.stream.chunks import expectation
 from rworker.stream.cutting import CacheKind
 from rworker.stream.places import Sink

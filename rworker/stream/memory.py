@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import cpu_kernels
 from cpu_kernels import BlockLayout
-from fastdecode.wire.chunks import ChunkForm, FetchChunk, StoreChunk
+from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, StoreChunk
 from rworker.stream.chunks import ChunkShape, head_bytes_of
 
 if TYPE_CHECKING:

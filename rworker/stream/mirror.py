@@ -25,7 +25,7 @@ import numpy as np
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.chunks import (
+from fastdecode.wire.kv.chunks import (
     MAX_CHUNK_BYTES,
     MAX_PIECES,
     ChunkForm,
@@ -34,6 +34,7 @@ from fastdecode.wire.chunks import (
     FetchChunk,
     StoreChunk,
 )
+from fastdecode.wire.kv.taking_over import TruncateSequence
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -43,7 +44,6 @@ from fastdecode.wire.messages import (
     Hello,
     OpenSequence,
 )
-from fastdecode.wire.taking_over import TruncateSequence
 from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.books import Books
 from rworker.stream.chunks import ChunkShape, expectation, layout_of

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
-from fastdecode.wire.chunks import (
+from fastdecode.wire.kv.chunks import (
     MAX_CHUNK_BYTES,
     ChunkAnswer,
     ChunkStored,

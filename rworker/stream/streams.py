@@ -9,7 +9,7 @@ from itertools import repeat
 from typing import Final, TypeAlias, TypeVar
 
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.chunks import MAX_CHUNK_BYTES
+from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
 from rworker.stream.cutting import Cut, cut_pieces
 from rworker.stream.pieces import Piece, turns
 from rworker.stream.places import Sink, Source

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
+from fastdecode.wire.kv.taking_over import MISSING, TakeOver, TruncateSequence
 from fastdecode.wire.messages import MAX_ID, Accepted, CloseSequence, Refused
-from fastdecode.wire.taking_over import MISSING, TakeOver, TruncateSequence
 from fastdecode.wire.traits import Role
 from rworker.books import Books, check_array, check_integer
 

@@ -27,7 +27,8 @@ from stream_suite import Memory
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire import codec
-from fastdecode.wire.chunks import ChunkForm, FetchChunk
+from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk
+from fastdecode.wire.kv.taking_over import TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Accepted,
     Attend,
@@ -42,7 +43,6 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.taking_over import TakeOver, TruncateSequence
 from fastdecode.wire.zmq.hub import ZmqHub
 from fastdecode.wire.zmq.listener import ZmqListener
 from rworker.attention import AttentionExecutor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdecode.core.block_keys import KEY_BYTES, block_keys, root_key
+from fastdecode.core.model.block_keys import KEY_BYTES, block_keys, root_key
 
 
 def test_a_key_says_all_tokens_up_to_its_blocks_end() -> None:

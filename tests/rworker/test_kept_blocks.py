@@ -16,7 +16,7 @@ from store_machine import BLOCK_SIZE as STORE_BLOCK
 from store_machine import NUM_BLOCKS, KVStoreMachine, counts, ids, refuses_unchanged
 
 from fastdecode.core.errors import CapacityError, ProtocolError
-from fastdecode.wire.kept import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import Accepted, CloseSequence, OpenSequence, Refused
 from rworker.kv_store import KVStore
 

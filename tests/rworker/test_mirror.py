@@ -27,7 +27,8 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.chunks import ChunkStored, ExpectTokens, StoreChunk
+from fastdecode.wire.kv.chunks import ChunkStored, ExpectTokens, StoreChunk
+from fastdecode.wire.kv.taking_over import TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -38,7 +39,6 @@ from fastdecode.wire.messages import (
     Refused,
     Welcome,
 )
-from fastdecode.wire.taking_over import TakeOver, TruncateSequence
 from rworker.caches import Caches
 from rworker.instructions import CopyBlocks, Drop, PlaceChunk, Prepare, Send
 from rworker.state import RWorkerState

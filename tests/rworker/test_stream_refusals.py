@@ -23,7 +23,7 @@ from stream_suite import Memory, assert_same, move, pieces_between
 from examples import examples
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.chunks import ChunkForm, FetchChunk, StoreChunk
+from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, StoreChunk
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,

@@ -10,7 +10,8 @@ import pytest
 from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.wire.chunks import ChunkForm, ChunkStored, StoreChunk
+from fastdecode.wire.kv.chunks import ChunkForm, ChunkStored, StoreChunk
+from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -21,7 +22,6 @@ from fastdecode.wire.messages import (
     Shutdown,
     Welcome,
 )
-from fastdecode.wire.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.traits import Role
 from rworker.instructions import Drop, HangUp, Send, Stop
 from rworker.stream.chunks import expectation

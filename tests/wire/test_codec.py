@@ -24,7 +24,7 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire import arrays, codec, fields
-from fastdecode.wire.chunks import (
+from fastdecode.wire.kv.chunks import (
     ChunkForm,
     ChunkStored,
     ExpectTokens,
@@ -32,7 +32,8 @@ from fastdecode.wire.chunks import (
     FetchedChunk,
     StoreChunk,
 )
-from fastdecode.wire.kept import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     OPCODES,
     Accepted,
@@ -54,7 +55,6 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.taking_over import TakenOver, TakeOver, TruncateSequence
 
 INTS = st.integers(-(1 << 63), (1 << 63) - 1)
 FLOATS = st.floats(allow_nan=False)

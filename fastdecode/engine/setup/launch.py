@@ -110,30 +110,30 @@ class RunningEngine:
         )
         self.num_r_workers = workers.num_r_workers
         try:
-            model = self._load_model(tell)
-            where = f"; before them, {self._device.peer}" if self._device is not None else ""
-            tell(workers.greeting + where)
-            hello = _hello(self._checkpoint, self.spec, self.resolved)
-            deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
-            replacements = workers.replacements and workers.replacements(hello, deadlines)
-            welcomes = self._greet(hello, replacements)
-            self.welcomes = tuple(welcomes.values())
-            blocks = tuple(
-                welcomes[i].num_blocks if i in welcomes else 0
-                for i in map(HolderId, range(len(self._fleet)))
-            )
-            self.engine = self._make_engine(
-                model,
-                workers,
-                blocks,
-                replacements,
-                trace,
-                MeasuredTimes() if times is None else times,
-            )
+            self.engine = self._start(tell, trace, MeasuredTimes() if times is None else times)
         except BaseException:
             self.close()
             raise
         self.load_s = time.perf_counter() - started
+
+    def _start(
+        self, tell: Callable[[str], None], trace: Trace | None, times: MeasuredTimes
+    ) -> Engine:
+        """Load the model, greet all holders, and make the engine of them."""
+        workers, cluster = self._workers, self.resolved.config.cluster
+        model = self._load_model(tell)
+        where = f"; before them, {self._device.peer}" if self._device is not None else ""
+        tell(workers.greeting + where)
+        hello = _hello(self._checkpoint, self.spec, self.resolved)
+        deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
+        replacements = workers.replacements and workers.replacements(hello, deadlines)
+        welcomes = self._greet(hello, replacements)
+        self.welcomes = tuple(welcomes.values())
+        blocks = tuple(
+            welcomes[i].num_blocks if i in welcomes else 0
+            for i in map(HolderId, range(len(self._fleet)))
+        )
+        return self._make_engine(model, workers, blocks, replacements, trace, times)
 
     def _load_model(self, tell: Callable[[str], None]) -> Model:
         """The model, or this rank's part of it once the others have been met."""

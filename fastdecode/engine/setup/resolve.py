@@ -129,15 +129,7 @@ def resolve(
     config = _placed(config)
     is_hybrid = config.r_part.kv_placement == "hybrid"
     is_local = config.r_part.kv_placement == "gpu"
-    if (is_local and identity.kv_dtype is DType.INT4) or (
-        is_hybrid and not identity.kv_dtype.is_float
-    ):
-        raise ConfigError(
-            Given("kv_dtype", identity.kv_dtype.value),
-            " needs R-workers: with ",
-            Given("kv_placement", config.r_part.kv_placement),
-            f" choose {'int8, ' if is_local else ''}float32, bfloat16 or float16",
-        )
+    _check_kv_dtype(identity.kv_dtype, config.r_part.kv_placement)
     device = choose_device(config.s_part.device, rank)
     transport = _transport(config)
     # Where S-part and R-part share their hardware, lanes would only get into
@@ -173,6 +165,21 @@ def resolve(
         device_kv_bytes=plan.memory.device_kv_bytes,
         transport=transport,
     )
+
+
+def _check_kv_dtype(kv_dtype: DType, placement: str) -> None:
+    """Raises ConfigError: the device doesn't know it."""
+    if placement == "gpu":
+        is_known = kv_dtype is not DType.INT4
+    else:
+        is_known = placement != "hybrid" or kv_dtype.is_float
+    if not is_known:
+        raise ConfigError(
+            Given("kv_dtype", kv_dtype.value),
+            " needs R-workers: with ",
+            Given("kv_placement", placement),
+            f" choose {'int8, ' if placement == 'gpu' else ''}float32, bfloat16 or float16",
+        )
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.wire.chunks import ExpectTokens, FetchChunk, StoreChunk
-from fastdecode.wire.kept import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.chunks import ExpectTokens, FetchChunk, StoreChunk
+from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.taking_over import TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Attend,
     AttendResult,
@@ -43,7 +44,6 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.taking_over import TakeOver, TruncateSequence
 from fastdecode.wire.traits import ForHolder
 from fastdecode.wire.transport import SoleHub, closed_error, timeout_error
 from rworker.books import Books, blocks_within

@@ -36,10 +36,10 @@ from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.remote import Attention, LaneAttention
 from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
-from fastdecode.wire.chunks import ChunkStored, FetchedChunk
+from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
+from fastdecode.wire.kv.taking_over import TakenOver
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
 from fastdecode.wire.patience import look_until_found
-from fastdecode.wire.taking_over import TakenOver
 from sworker.worker import Pass, SWorker
 
 News: TypeAlias = "tuple[HolderId, Accepted | Refused | WorkerError]"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fastdecode.core.block_keys import block_keys, root_key
 from fastdecode.core.holders import SequenceId
+from fastdecode.core.model.block_keys import block_keys, root_key
 from fastdecode.core.sequence import Sequence
 
 

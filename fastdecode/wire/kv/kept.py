@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.wire.reserving import CloseSequence, Reserving
+from fastdecode.wire.kv.reserving import CloseSequence, Reserving
 from fastdecode.wire.traits import THE_ONLY, ForHolder
 
 KEY_WORDS: Final = 2

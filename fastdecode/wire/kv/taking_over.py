@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.wire.reserving import Reserving
+from fastdecode.wire.kv.reserving import Reserving
 from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder
 
 MISSING: Final = -1

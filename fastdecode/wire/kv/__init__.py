@@ -1,0 +1,1 @@
+"""Messages that reserve, keep and move KV."""
