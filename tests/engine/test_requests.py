@@ -234,7 +234,7 @@ def test_an_s_worker_that_fails_answers_every_request(
     error: RuntimeError, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
-        with mock.patch.object(SWorker, "sample", side_effect=error):
+        with mock.patch.object(SWorker, "drawn", side_effect=error):
             outputs = llm.generate([[5], [6, 7]], GREEDY)
         (later,) = llm.generate([[5]], GREEDY)
     assert [str(output.error) for output in (*outputs, later)] == [
@@ -246,7 +246,7 @@ def test_an_s_worker_that_fails_answers_every_request(
 def test_a_mistake_of_ours_raises_as_it_is(tiny_checkpoint: Callable[..., Path]) -> None:
     with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
         with (
-            mock.patch.object(SWorker, "sample", side_effect=RuntimeError("shapes differ")),
+            mock.patch.object(SWorker, "drawn", side_effect=RuntimeError("shapes differ")),
             pytest.raises(RuntimeError, match=r"^shapes differ$"),
         ):
             llm.generate([[5], [6, 7]], GREEDY)
