@@ -99,7 +99,9 @@ class _Server(uvicorn.Server):
 
 def _config(options: ServeOptions, guard: Guard) -> uvicorn.Config:
     """Raises OSError: TLS's files are of no use."""
-    limits = ConnectionLimits(options.header_timeout_s, options.max_connections)
+    limits = ConnectionLimits(
+        options.header_timeout_s, options.write_timeout_s, options.max_connections
+    )
     return uvicorn.Config(
         guard,
         http=protocol_of(limits),  # type: ignore[arg-type]  # makes one

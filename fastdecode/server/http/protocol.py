@@ -1,6 +1,5 @@
-"""uvicorn's HTTP/1.1, with deadlines and limits that it lacks: time and size of
-headers, number of connections, errors in OpenAI's form; and a way to cut a
-connection whose reader has stopped."""
+"""A connection with deadlines and limits that uvicorn lacks: time and size of
+headers, number of connections, errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -9,46 +8,33 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
+from fastdecode.server.http.connection import WatchfulProtocol
 from fastdecode.server.http.errors import Refused
 from fastdecode.server.http.exchange import CONNECTION
 
 MAX_HEADER_BYTES = 64 << 10
-_PHRASES = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
     header_timeout_s: float
+    write_timeout_s: float
     most_connections: int
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class GuardedProtocol(WatchfulProtocol):
     """A connection."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **more: Any) -> None:
-        super().__init__(*args, **more)
+        super().__init__(*args, write_timeout_s=limits.write_timeout_s, **more)
         self._limits = limits
         self._deadline: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
+        """That came since a header or a piece of a body was complete."""
         self._is_in_header = True
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether it takes more at once."""
-        return not self.flow.write_paused
-
-    def abort(self) -> None:
-        """Cut it, with what hasn't been taken."""
-        self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -65,12 +51,16 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_in_header:
-            self._num_header_bytes += len(data)
+        if self.is_deaf:
+            return
+        self._num_header_bytes += len(data)
         super().data_received(data)
-        if self._is_in_header and self._num_header_bytes > MAX_HEADER_BYTES:
+        if self._num_header_bytes > MAX_HEADER_BYTES:
             text = f"the header has more than {MAX_HEADER_BYTES} bytes"
             self._end_with(Refused(431, text, "header_too_large"))
+        elif self._is_in_header and not self.is_answering:
+            # Whatever came has ended uvicorn's time-out between two requests.
+            self._arm()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -78,15 +68,30 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_header = True
         self._arm()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_header:  # and not in a trailer
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._disarm()
         self._is_in_header = False
         self._num_header_bytes = 0
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._num_header_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._disarm()
+        self._num_header_bytes = 0
         self._is_in_header = True
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.is_answering and self.cycle.more_body:
+            self._arm()  # the rest of the body is for nobody
 
     def send_400_response(self, msg: str) -> None:
         self._end_with(Refused(400, "this is no HTTP request", "invalid_http"))
@@ -103,22 +108,31 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _is_late(self) -> None:
         self._deadline = None
+        if not self._is_in_header:
+            self.transport.close()
+            return
         text = f"the header didn't come within {self._limits.header_timeout_s:g} s"
         self._end_with(Refused(408, text, "header_timeout"))
 
     def _end_with(self, error: Refused) -> None:
-        """Answer what hasn't got as far as a route, unless another answer is
-        under way, and close the connection."""
+        """Answer what hasn't got as far as a route, and close the connection.
+        An answer under way to a whole request is ended first, in place of it."""
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
-            body = json.dumps(error.body).encode()
-            head = [f"HTTP/1.1 {error.status} {_PHRASES[error.status]}"]
-            head += [f"{name}: {value}" for name, value in error.headers.items()]
-            head += ["content-type: application/json", f"content-length: {len(body)}"]
-            head += ["connection: close", "", ""]
-            self.transport.write("\r\n".join(head).encode() + body)
+        if self._answering is not None and self.is_answering:
+            if self._answering.more_body:
+                self.transport.close()
+            else:
+                self.read_no_more()
+            return
+        body = json.dumps(error.body).encode()
+        head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        head += [f"{name}: {value}" for name, value in error.headers.items()]
+        head += ["content-type: application/json", f"content-length: {len(body)}"]
+        head += ["connection: close", "", ""]
+        self.transport.write("\r\n".join(head).encode() + body)
         self.transport.close()
+        self.watch_unsent()
 
 
 def protocol_of(limits: ConnectionLimits) -> Callable[..., asyncio.Protocol]:

@@ -1,0 +1,142 @@
+"""Connections whose clients pipeline, dawdle or stop reading: none outlives its
+use, and none keeps anything of the engine."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
+
+from server_process import Server, scripted_server
+
+from fastdecode.server.http.connection import MAX_REQUESTS_AHEAD
+from fastdecode.server.http.protocol import MAX_HEADER_BYTES
+
+IS_WORDY = 1003
+LIVE = b"GET /live HTTP/1.1\r\nhost: localhost\r\n"
+LAST = LIVE + b"connection: close\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Its longest answer takes minutes."""
+    limits = ("--header-timeout-s", "1", "--write-timeout-s", "1", "--step-s", "0.05")
+    with scripted_server(*limits) as server:
+        yield server
+
+
+def connect(server: Server, receive_buffer: int | None = None) -> socket.socket:
+    connection = socket.socket()
+    connection.settimeout(30)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", server.port))
+    return connection
+
+
+def completion(**more: object) -> bytes:
+    body = json.dumps({"prompt": [1, 2], **more}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+    return f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """What comes until the server closes: it doesn't matter how."""
+    said = b""
+    try:
+        while piece := connection.recv(65536):
+            said += piece
+    except ConnectionError:
+        pass
+    return said
+
+
+def first_answer(connection: socket.socket) -> bytes:
+    """Of one to ``LIVE``."""
+    said = b""
+    while not said.endswith(b"}"):
+        said += connection.recv(4096)
+    return said
+
+
+def test_who_pipelines_and_leaves_frees_what_he_had(server: Server) -> None:
+    server.wait_until_idle()
+    with connect(server) as connection:
+        connection.sendall(completion(max_tokens=4000, stream=True) + LIVE + b"\r\n")
+        server.wait_until(lambda: server.status()["num_running"] == 1)
+    server.wait_until_idle()
+    assert "socket.send() raised" not in server.job.output()
+
+
+def test_requests_that_wait_for_their_turn_are_answered(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(completion(max_tokens=20) + LIVE + b"\r\n")
+        server.wait_until(lambda: server.status()["num_open"] == 1)
+        connection.sendall(LAST)
+        assert until_closed(connection).count(b"HTTP/1.1 200") == 3
+
+
+def test_too_many_requests_ahead_end_with_the_answer_under_way(server: Server) -> None:
+    with connect(server) as connection:
+        ahead = (LIVE + b"\r\n") * (MAX_REQUESTS_AHEAD + 1)
+        connection.sendall(completion(max_tokens=20) + ahead)
+        said = until_closed(connection)
+    assert said.count(b"HTTP/1.1 200") == 1 and b'"finish_reason": "length"' in said
+    with connect(server) as connection:
+        connection.sendall(completion(max_tokens=20) + LIVE + b"\r\n")
+        server.wait_until(lambda: server.status()["num_open"] == 1)
+        connection.sendall(b"nonsense\r\n\r\n")
+        said = until_closed(connection)
+    assert said.count(b"HTTP/1.1") == 1 and b'"finish_reason": "length"' in said
+
+
+def test_trailers_are_bounded_and_no_headers(server: Server) -> None:
+    chunked = LIVE + b"transfer-encoding: chunked\r\n\r\n0\r\n"
+    with connect(server) as connection:
+        connection.sendall(chunked + b"host: a.example\r\n\r\n")
+        assert b" 200 OK" in first_answer(connection)
+    with connect(server) as connection:
+        connection.sendall(chunked)
+        assert b" 200 OK" in first_answer(connection)
+        try:
+            connection.sendall(b"x: y\r\n" * (MAX_HEADER_BYTES // 6 + 1))
+        except ConnectionError:
+            return
+        until_closed(connection)
+
+
+@pytest.mark.parametrize(
+    ("request_", "later"),
+    [
+        (LIVE + b"\r\n", b"\r\n"),
+        (LIVE + b"content-length: 999999999\r\n\r\n", b"x"),
+        (LIVE + b"transfer-encoding: chunked\r\n\r\n", b"0\r\nx: "),
+        (LIVE + b"content-length: 1\r\n\r\n", b"x"),
+    ],
+)
+def test_after_an_answer_a_connection_ends_too(
+    server: Server, request_: bytes, later: bytes
+) -> None:
+    with connect(server) as connection:
+        connection.sendall(request_)
+        first_answer(connection)
+        connection.sendall(later)
+        until_closed(connection)
+
+
+def test_the_last_bytes_are_not_offered_for_ever(server: Server) -> None:
+    http = server.process("http")
+    with connect(server, receive_buffer=4096) as connection:
+        port = connection.getsockname()[1]
+        connection.sendall(completion(prompt=[IS_WORDY], max_tokens=20, n=100))
+
+        def is_there() -> bool:
+            return any(each.raddr and each.raddr.port == port for each in http.net_connections())
+
+        server.wait_until(is_there)
+        server.wait_until(lambda: not is_there())
+    server.wait_until_idle()
