@@ -3,9 +3,12 @@ use, and none keeps anything of the engine."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 from server_process import Server, scripted_server
 
 from fastdecode.server.http.connection import MAX_REQUESTS_AHEAD
+from fastdecode.server.http.exchange import CONNECTION, Exchange, WriteTimeout
 from fastdecode.server.http.protocol import MAX_HEADER_BYTES
 
 IS_WORDY = 1003
@@ -130,6 +134,7 @@ def test_after_an_answer_a_connection_ends_too(
 
 def test_the_last_bytes_are_not_offered_for_ever(server: Server) -> None:
     http = server.process("http")
+    num_succeeded = server.status()["num_succeeded"]
     with connect(server, receive_buffer=4096) as connection:
         port = connection.getsockname()[1]
         connection.sendall(completion(prompt=[IS_WORDY], max_tokens=20, n=100))
@@ -137,6 +142,52 @@ def test_the_last_bytes_are_not_offered_for_ever(server: Server) -> None:
         def is_there() -> bool:
             return any(each.raddr and each.raddr.port == port for each in http.net_connections())
 
-        server.wait_until(is_there)
+        server.wait_until(lambda: server.status()["num_succeeded"] > num_succeeded)
         server.wait_until(lambda: not is_there())
     server.wait_until_idle()
+
+
+class SlowConnection:
+    """Takes a little between any two looks, and all of it in the end."""
+
+    is_writable = False
+    was_cut = False
+
+    def __init__(self, num_unsent_bytes: int, pace: int) -> None:
+        self._left = num_unsent_bytes
+        self._pace = pace
+        self.is_empty = asyncio.Event()
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        self._left -= self._pace
+        if self._left <= 0:
+            self.is_empty.set()
+        return self._left
+
+    def abort(self) -> None:
+        self.was_cut = True
+        self.is_empty.set()
+
+
+@pytest.mark.parametrize("pace", [1, 0])
+def test_a_slow_reader_is_none_that_has_stopped(pace: int) -> None:
+    async def send() -> tuple[SlowConnection, list[Any]]:
+        connection = SlowConnection(8, pace)
+        sent = []
+
+        async def take(message: MutableMapping[str, Any]) -> None:
+            await connection.is_empty.wait()
+            sent.append(message)
+
+        scope = {"extensions": {CONNECTION: connection}}
+        exchange = Exchange(scope, receive, take, write_timeout_s=0.01)
+        with contextlib.suppress(WriteTimeout):
+            await exchange.send_part(b"x")
+        return connection, sent
+
+    async def receive() -> MutableMapping[str, Any]:
+        raise AssertionError
+
+    connection, sent = asyncio.run(send())
+    assert (connection.was_cut, len(sent)) == ((False, 1) if pace else (True, 0))

@@ -170,6 +170,7 @@ def test_request_ids(server: Server) -> None:
         ("GET /v1/models/ HTTP/1.1", 404),
         ("GET /v1/models/%00%0d%0aset-cookie:x HTTP/1.1", 404),
         ("GET /../../etc/passwd HTTP/1.1", 404),
+        ("GET /page.js%0A HTTP/1.1", 404),
         ("CONNECT evil:443 HTTP/1.1", 400),
         ("GET /%ff HTTP/1.1", 404),
         ("GET /\x01 HTTP/1.1", 400),

@@ -85,7 +85,7 @@ class _Endpoint:
             pass
         except Exception as error:
             # Without its traceback's values, which may hold a prompt.
-            logger.error("%s failed: %s", scope["path"][:100], type(error).__name__)
+            logger.error("%r failed: %s", scope["path"][:100], type(error).__name__)
             logger.debug("", exc_info=True)
             if exchange.status is not None:
                 exchange.abort()

@@ -14,7 +14,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 CONNECTION = "fastdecode.connection"
-"""Among a scope's extensions: the connection, as ``Connection``."""
+"""Among a scope's extensions: the connection, as ``WatchfulProtocol``."""
 
 
 class WriteTimeout(Exception):  # noqa: N818  (nobody is left to be told)
@@ -98,11 +98,17 @@ class Exchange:
         if self._connection is None or self._connection.is_writable:
             await self._send(message)
             return
+        sending = asyncio.ensure_future(self._send(message))
         try:
-            await asyncio.wait_for(self._send(message), self._write_timeout_s)
-        except asyncio.TimeoutError:
-            self.abort()
-            raise WriteTimeout from None
+            while not sending.done():
+                before = self._connection.num_unsent_bytes
+                await asyncio.wait({sending}, timeout=self._write_timeout_s)
+                if not sending.done() and self._connection.num_unsent_bytes >= before:
+                    self.abort()
+                    raise WriteTimeout
+            await sending
+        finally:
+            sending.cancel()
 
 
 async def send_error(send: Send, error: Refused) -> None:

@@ -58,6 +58,9 @@ class Guard:
 
         try:
             self._check(scope)
+            if not scope["path"].isprintable():
+                # A newline at the end is none to the routes' patterns.
+                raise Refused(404, "there is nothing at this path", "not_found")
         except Refused as error:
             await send_error(send_with_headers, error)
         else:
