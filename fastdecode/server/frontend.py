@@ -25,6 +25,7 @@ from fastdecode.server.client import EngineClient
 from fastdecode.server.front import Front, draining_error
 from fastdecode.server.http.app import make_app
 from fastdecode.server.http.guard import Guard
+from fastdecode.server.http.open_files import room_for_connections
 from fastdecode.server.http.protocol import ConnectionLimits, protocol_of
 from fastdecode.server.messages import (
     Cut,
@@ -99,9 +100,15 @@ class _Server(uvicorn.Server):
 
 def _config(options: ServeOptions, guard: Guard) -> uvicorn.Config:
     """Raises OSError: TLS's files are of no use."""
-    limits = ConnectionLimits(
-        options.header_timeout_s, options.write_timeout_s, options.max_connections
-    )
+    most_connections = room_for_connections(options.max_connections)
+    if most_connections < options.max_connections:
+        logger.warning(
+            "more than %d connections are refused, for want of open files (--max-connections %d): "
+            "raise ulimit -n",
+            most_connections,
+            options.max_connections,
+        )
+    limits = ConnectionLimits(options.header_timeout_s, options.write_timeout_s, most_connections)
     return uvicorn.Config(
         guard,
         http=protocol_of(limits),  # type: ignore[arg-type]  # makes one
@@ -202,8 +209,7 @@ class _Obeying:
             case Keys(keys):
                 self._guard.keys = tuple(keys)
             case Reopen():
-                with contextlib.suppress(ConfigError):
-                    front.log.open()
+                front.log.reopen()
             case Drain() | Cut():
                 front.outlook = replace(front.outlook, is_draining=True)
                 if isinstance(message, Cut):

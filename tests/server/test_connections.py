@@ -7,17 +7,21 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 from collections.abc import Iterator, MutableMapping
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
-from server_process import Server, scripted_server
+from server_process import Server, scripted_server, serving
 
 from fastdecode.server.http.connection import MAX_REQUESTS_AHEAD
 from fastdecode.server.http.exchange import CONNECTION, Exchange, WriteTimeout
+from fastdecode.server.http.open_files import SPARE_FILES
 from fastdecode.server.http.protocol import MAX_HEADER_BYTES
 
 IS_WORDY = 1003
@@ -145,6 +149,32 @@ def test_the_last_bytes_are_not_offered_for_ever(server: Server) -> None:
         server.wait_until(lambda: server.status()["num_succeeded"] > num_succeeded)
         server.wait_until(lambda: not is_there())
     server.wait_until_idle()
+
+
+def test_open_files_bound_connections_and_their_limit_is_raised() -> None:
+    few = SPARE_FILES + 12
+    script = str(Path(__file__).parents[1] / "scripted_serving.py")
+    limited = [
+        "sh",
+        "-c",
+        f'ulimit -Sn {few - 20}; ulimit -Hn {few}; exec "$0" "$@"',
+        sys.executable,
+    ]
+    with serving([*limited, script, "--port", "0"]) as server, contextlib.ExitStack() as stack:
+        assert server.process("http").rlimit(psutil.RLIMIT_NOFILE) == (few, few)
+        assert "more than 12 connections are refused" in server.job.output()
+        held = [stack.enter_context(connect(server)) for _ in range(20)]
+        assert b"too_many_connections" in until_closed(held[-1])
+        for connection in held:
+            connection.close()
+        server.wait_until(lambda: b" 200 " in live(server))
+
+
+def live(server: Server) -> bytes:
+    with connect(server) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(LAST)
+        return until_closed(connection)
+    return b""
 
 
 class SlowConnection:
