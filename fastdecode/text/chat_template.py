@@ -12,6 +12,7 @@ counts).
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 from fastdecode.core.errors import CheckpointError, ConfigError, MissingExtraError, RequestError
 from fastdecode.core.model.files import read_model_file, read_model_json
 from fastdecode.text.child import ChildFailedError, LimitedChild, Limits
+
+logger = logging.getLogger(__name__)
 
 MAX_TEMPLATE_BYTES = 1 << 20
 LIMITS = Limits(memory_bytes=1 << 30, cpu_s=10, open_cpu_s=10)
@@ -42,7 +45,7 @@ class ChatTemplate:
 
     Args:
         source: the Jinja program.
-        origin: where it comes from, for messages.
+        origin: where it comes from, for the log and errors at the start.
         special_tokens: {"bos_token": "<s>", …}, as far as the model has them.
         limits: what compiling and rendering may take.
 
@@ -140,7 +143,11 @@ class ChatTemplate:
         try:
             text = self._child.ask(question)
         except ChildFailedError as error:
-            what = "refuses" if error.refused else f"({self._origin}) was stopped on"
+            what = "refuses"
+            if not error.refused:
+                # Whoever asked may be a server's client: a path is for the log.
+                logger.warning("a conversation stopped %s: %s", self._origin, error)
+                what = "was stopped on"
             raise RequestError(
                 f"the chat template {what} these messages: {error}", code="chat_template_failed"
             ) from None
