@@ -21,7 +21,7 @@ from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import LaneStep, Pipeline
-from fastdecode.engine.step.remote import AttentionPlan
+from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import Attend, AttendResult, BeginStep
 from sworker.graphs import StepGraphs
@@ -162,7 +162,7 @@ class Run:
         self.spec = spec_of(self.num_layers)
         self.fleet = LateFleet(self.gpu, self.at_once)
         fleet: Any = self.fleet
-        self.plan = AttentionPlan(
+        self.remote = AttentionPlan(
             self.spec.attention,
             DType.FLOAT32,
             fleet,
@@ -171,6 +171,7 @@ class Run:
             gpu=self.gpu,
             slot_bytes=4096,
         )
+        self.plan: Attention = self.remote
 
     def run(
         self,
@@ -191,7 +192,7 @@ class Run:
             )
             self.plan.prepare(self.lanes)
             for lane in range(self.lanes):
-                self._record_landing(self.plan.staging(lane))
+                self._record_landing(self.remote.staging(lane))
                 if graphs is not None:
                     self.gpu.stays(graphs.buffers(lane).o)
             self.graphs_of, self.s_worker = graphs, pipeline._s_worker

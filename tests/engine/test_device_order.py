@@ -79,7 +79,7 @@ def computed_before_it_arrived(run: Run) -> None:
 
 def no_wait_for_compute(run: Run) -> None:
     for lane in range(run.lanes):
-        run.plan.staging(lane)._out_stream.wait_stream = lambda other: None  # type: ignore[method-assign]
+        run.remote.staging(lane)._out_stream.wait_stream = lambda other: None  # type: ignore[method-assign]
 
 
 def sent_before_copied(run: Run) -> None:
@@ -91,7 +91,7 @@ def sent_before_copied(run: Run) -> None:
 
 def short_ring(run: Run) -> None:
     for lane in range(run.lanes):
-        del run.plan.staging(lane)._slots[2:]
+        del run.remote.staging(lane)._slots[2:]
 
 
 def packed_over_what_is_copied(run: Run) -> None:
@@ -108,7 +108,7 @@ def shared(name: str) -> Callable[[Run], None]:
     """Two lanes have the same memory."""
 
     def mistake(run: Run) -> None:
-        first, second = (run.plan.staging(lane) for lane in (0, 1))
+        first, second = (run.remote.staging(lane) for lane in (0, 1))
         setattr(second, name, getattr(first, name))
 
     mistake.__name__ = f"shared{name}"

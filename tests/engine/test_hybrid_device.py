@@ -5,7 +5,6 @@ only."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -44,9 +43,8 @@ class HybridRun(Run):
         hello = Hello(PROTOCOL_VERSION, "m", kv, self.spec.attention, DType.FLOAT32)
         self.connection.send(hello)
         assert isinstance(self.connection.poll(), Welcome)
-        plan: Any = self.plan
-        object.__setattr__(plan, "holders", HOLDERS)
-        self.plan = MixedAttention(plan, self.connection, self.gpu)  # type: ignore[assignment]
+        object.__setattr__(self.remote, "holders", HOLDERS)
+        self.plan = MixedAttention(self.remote, self.connection, self.gpu)
         self.opened: set[int] = set()
 
     def _batch(self, lane: int, num_rows: int, step: int) -> StepBatch:
