@@ -1,0 +1,39 @@
+"""``fastdecode serve`` as a command: what it says, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import pytest
+from mpi_launch import needs_mpi
+
+pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
+
+from server_process import CHECKPOINT, FASTDECODE, serving
+
+SERVE = ["serve", "--model", str(CHECKPOINT), "--port", "0", "--dtype", "float32"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_while_it_loads_it_has_answered_all_that_ran(number: signal.Signals) -> None:
+    pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # an R-worker that says nothing
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        command = [*FASTDECODE, *SERVE, "--r-worker", address]
+        with serving(command, is_ready=False) as server:
+            assert server.ask("GET", "/health")[0] == 503
+            os.kill(server.job.pid, number)
+            outcome = server.job.wait(60, grace_s=30)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+    assert "asked to stop while it started" in outcome.output
+
+
+@needs_mpi
+def test_a_job_that_is_stopped_while_it_loads() -> None:
+    launch = [*FASTDECODE, "launch", "--hosts", "localhost:1", "--kv-memory-gb", "0.01", "--"]
+    with serving([*launch, *SERVE], is_ready=False) as server:
+        os.kill(server.job.pid, signal.SIGTERM)
+        outcome = server.job.wait(60, grace_s=30)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
