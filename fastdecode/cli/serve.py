@@ -161,7 +161,7 @@ def _serve(llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes) -
             say(f"keys that let in: {len(keys) or 'none is needed'}")
         bridge.send(Reopen())
         if options.request_log not in (None, "-"):
-            say(f"{options.request_log} is opened anew")
+            say(f"opening {options.request_log} anew")
 
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
