@@ -13,6 +13,8 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 
 from server_process import CHECKPOINT, FASTDECODE, serving
 
+from fastdecode.cli.main import main
+
 SERVE = ["serve", "--model", str(CHECKPOINT), "--port", "0", "--dtype", "float32"]
 
 
@@ -28,6 +30,12 @@ def test_stopped_while_it_loads_it_has_answered_all_that_ran(number: signal.Sign
             outcome = server.job.wait(60, grace_s=30)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert "asked to stop while it started" in outcome.output
+
+
+def test_a_template_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SERVE, "--chat-template", "/nonexistent"]) == 2
+    told = capsys.readouterr().err
+    assert "--chat-template /nonexistent: can't read it" in told and "Fetch" not in told
 
 
 @needs_mpi
