@@ -64,8 +64,12 @@ def add_serve(commands: Any) -> None:
     parser.set_defaults(run=run_serve)
     _add_model(parser)
     add_options(parser.add_argument_group("server"), ServeOptions)
-    add_engine_options(parser)
-    add_sampling_options(parser)
+    unlearned = "with --no-learn-lengths by max_tokens"
+    add_engine_options(parser, {
+        "length_quantile": f"{LENGTH_QUANTILE}; {unlearned}",
+        "expected_output_tokens": f"{EXPECTED_OUTPUT_TOKENS}; {unlearned}",
+    })  # fmt: skip
+    add_sampling_options(parser, "requests", has_chats=True)
     add_exit_code_option(parser)
     add_log_level_option(parser)
 

@@ -38,6 +38,17 @@ def test_a_template_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--chat-template /nonexistent: can't read it" in told and "Fetch" not in told
 
 
+def test_help_tells_the_defaults_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "defaults for requests that don't say it themselves" in told
+    assert "(default: 16; of chats: the model's limit)" in told
+    for default in ("0.9", "256"):
+        assert f"; default: {default}; with --no-learn-lengths by max_tokens" in told
+    assert "default: its max_tokens" not in told and "default: for max_tokens" not in told
+
+
 @needs_mpi
 def test_a_job_that_is_stopped_while_it_loads() -> None:
     launch = [*FASTDECODE, "launch", "--hosts", "localhost:1", "--kv-memory-gb", "0.01", "--"]
