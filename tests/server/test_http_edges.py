@@ -111,7 +111,7 @@ def test_bodies_that_are_refused(server: Server, body: bytes, status: int, code:
         ("/v1/completions", {"messages": []}, "messages", "belongs to /v1/chat/completions"),
         ("/v1/chat/completions", {"prompt": "x"}, "prompt", "belongs to /v1/completions"),
         ("/v1/completions", {"prompt": [1], "frobnicate": 1}, "frobnicate",
-         "return_token_ids, stream, stream_options, user, metadata"),
+         "stream, stream_options, user, metadata"),
         ("/v1/completions", {"prompt": [1], "streem": True}, "streem", "'stream'"),
         ("/v1/completions", {"prompt": [1], "stream": True,
                              "stream_options": {"include_obfuscation": True}},
