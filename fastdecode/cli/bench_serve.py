@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.cli.options import EXIT_SOME_FAILED, add_log_level_option, tell
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import write_json
+from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
 
 if TYPE_CHECKING:
     from fastdecode.measure.serving.client import Endpoint, Record
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from fastdecode.measure.serving.report import Slo
 
 MAX_REQUESTS = 10_000_000
-KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 def add_bench_serve(commands: Any) -> None:
@@ -33,6 +33,10 @@ def add_bench_serve(commands: Any) -> None:
     parser.add_argument("--base-url", required=True, metavar="URL", help="http://HOST:PORT")
     parser.add_argument("--model", metavar="NAME", help="default: the first that is served")
     _add_load(parser.add_argument_group("load"))
+    parser.add_argument(
+        "--timeout-s", type=float, default=TIMEOUT_S, metavar="S",
+        help=f"a request that takes longer is given up, an error (default: {TIMEOUT_S:g})",
+    )  # fmt: skip
     goals = parser.add_argument_group("goodput")
     goals.add_argument("--slo", metavar="LIMITS", help="such as ttft=400ms,tpot=40ms")
     goals.add_argument(
@@ -84,7 +88,7 @@ def run_bench_serve(args: argparse.Namespace) -> int:
 
     _check(args)
     slo = None if args.slo is None else Slo.parse(args.slo)
-    endpoint = Endpoint(args.base_url, os.environ.get(KEY_VARIABLE))
+    endpoint = Endpoint(args.base_url, os.environ.get(KEY_VARIABLE), args.timeout_s)
     model = args.model or asyncio.run(endpoint.model())
     figures = _measured(args, endpoint, model, slo)
     if args.json is not None:
@@ -155,6 +159,7 @@ def _check(args: argparse.Namespace) -> None:
         ("requests", 1, MAX_REQUESTS), ("prompt_tokens", 1, 1 << 24), ("output_tokens", 1, 1 << 24),
         ("vocab_size", 11, 1 << 24), ("seed", 0, 1 << 62), ("spread", 0, 5), ("cv", 0, 100),
         ("speed", 1e-3, 1e6), ("attainment", 0, 1), ("rate", 1e-6, 1e6), ("concurrency", 1, 65536),
+        ("timeout_s", 0.1, 1e6),
     )  # fmt: skip
     for name, low, high in limits:
         value = getattr(args, name)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fastdecode.core.config.engine import GROUPS, EngineConfig
@@ -20,26 +21,38 @@ EXIT_WORKERS_LOST = 4
 EXIT_INTERRUPTED = 130
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``EngineConfig``, a group of theirs for each of its groups."""
+def add_engine_options(
+    parser: argparse.ArgumentParser, defaults: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """The options of ``EngineConfig``, a group of theirs for each of its groups.
+
+    Args:
+        defaults: what help says of those that the command chooses itself.
+    """
     for title, group in zip(
         ("S-part", "R-part", "batching", "cluster"), GROUPS.values(), strict=True
     ):
-        add_options(parser.add_argument_group(title), group)
+        add_options(parser.add_argument_group(title), group, defaults=defaults)
 
 
 def add_options(
-    arguments: argparse._ArgumentGroup, group: type[Any], *, leave_out: Collection[str] = ()
+    arguments: argparse._ArgumentGroup,
+    group: type[Any],
+    *,
+    leave_out: Collection[str] = (),
+    defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """The options that a dataclass declares, but for some."""
+    """The options that a dataclass declares, but for some. ``defaults``: as above."""
     for each in declared(group):
         if each.name not in leave_out:
-            _add_option(arguments, each)
+            _add_option(arguments, each, defaults.get(each.name))
 
 
-def _add_option(arguments: argparse._ArgumentGroup, each: Declared) -> None:
+def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str | None) -> None:
     text = each.option.help.replace("%", "%%")
-    if each.default not in (None, ()) and "default" not in text:
+    if default is not None:
+        text = f"{text.rpartition('; default: ')[0] or text}; default: {default}"
+    elif each.default not in (None, ()) and "default" not in text:
         text += f" (default: {'yes' if each.default is True else each.default})"
     if each.kind is bool:
         arguments.add_argument(
@@ -89,10 +102,18 @@ def add_exit_code_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of ``SamplingParams`` that makes sense for every line of a file."""
-    group = parser.add_argument_group("sampling", "defaults for lines that don't say it themselves")
+def add_sampling_options(
+    parser: argparse.ArgumentParser, askers: str = "lines", *, has_chats: bool = False
+) -> None:
+    """One option for each field of ``SamplingParams`` that makes sense for every
+    line of a file, or whatever else asks. ``has_chats``: some may be chats,
+    which have no limit of their own."""
+    group = parser.add_argument_group(
+        "sampling", f"defaults for {askers} that don't say it themselves"
+    )
     default = SamplingParams()
+    limits = {"max_tokens": f"{default.max_tokens}; of chats: the model's limit"}
+    told = limits if has_chats else {}
 
     def add(flag: str, kind: Callable[[str], Any], text: str, metavar: str = "X") -> None:
         name = flag.removeprefix("--").replace("-", "_")
@@ -101,7 +122,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
             type=kind,
             default=argparse.SUPPRESS,
             metavar=metavar,
-            help=f"{text} (default: {getattr(default, name)})",
+            help=f"{text} (default: {told.get(name, getattr(default, name))})",
         )
 
     add("--temperature", float, "0 is greedy")

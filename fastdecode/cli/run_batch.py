@@ -57,7 +57,7 @@ def add_run_batch(commands: Any) -> None:
     _add_files(parser)
     _add_job(parser)
     add_engine_options(parser)
-    add_sampling_options(parser)
+    add_sampling_options(parser, has_chats=True)
     add_exit_code_option(parser)
     add_log_level_option(parser)
 

@@ -1,9 +1,9 @@
 """``fastdecode serve``: an OpenAI-compatible server.
 
-Exit codes: 0 it was asked to stop, and answered all that ran; 2 options, or the
-model directory; 3 it was asked to stop, and some requests were cut off; 4 the
-engine or its R-workers were lost; 5 the HTTP process was; 130 interrupted while
-it started.
+Exit codes: 0 it was asked to stop, and answered all that ran, which is nothing
+while it starts; 2 options, or the model directory; 3 it was asked to stop, and
+some requests were cut off; 4 the engine or its R-workers were lost; 5 the HTTP
+process was.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
 from fastdecode.jobs.stopping import stop_signals
 from fastdecode.server.options import ServeOptions, key_hashes
-from fastdecode.wire.mpi import launcher
+from fastdecode.wire.mpi import joining, launcher
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -62,12 +62,26 @@ def add_serve(commands: Any) -> None:
         "second time at once.",
     )
     parser.set_defaults(run=run_serve)
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face model directory")
+    _add_model(parser)
     add_options(parser.add_argument_group("server"), ServeOptions)
-    add_engine_options(parser)
-    add_sampling_options(parser)
+    unlearned = "with --no-learn-lengths by max_tokens"
+    add_engine_options(parser, {
+        "length_quantile": f"{LENGTH_QUANTILE}; {unlearned}",
+        "expected_output_tokens": f"{EXPECTED_OUTPUT_TOKENS}; {unlearned}",
+    })  # fmt: skip
+    add_sampling_options(parser, "requests", has_chats=True)
     add_exit_code_option(parser)
     add_log_level_option(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """The model directory, given by its place or, as other servers have it, by
+    ``--model``: one of the two."""
+    given = parser.add_mutually_exclusive_group(required=True)
+    text = "Hugging Face model directory"
+    absent = argparse.SUPPRESS  # or the one that isn't given would take the other's place
+    given.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=text)
+    given.add_argument("--model", dest="model", metavar="MODEL", default=absent, help="the same")
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:
@@ -79,7 +93,6 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until asked to stop. Returns the exit code."""
     from fastdecode.core.host.logs import keep_traces_out
-    from fastdecode.server.process import HttpProcess
     from fastdecode.server.serving import Wishes
 
     if args.log_level != "debug":
@@ -88,6 +101,25 @@ def run_serve(args: argparse.Namespace) -> int:
     check_options(args)
     options = serve_options(args)
     keys = key_hashes(options)
+    wishes = Wishes()
+    try:
+        return _start(args, options, keys, wishes)
+    except KeyboardInterrupt:
+        if wishes.is_ending:
+            raise
+    tell(f"{COMMAND}: asked to stop while it started; it has answered nothing")
+    # The other ranks of an MPI job wait for our goodbye.
+    joining.joined_at_last(wanted=True)
+    return 0
+
+
+def _start(
+    args: argparse.Namespace, options: ServeOptions, keys: tuple[str, ...], wishes: Wishes
+) -> int:
+    """Start, and serve until asked to stop. Returns the exit code. Raises
+    KeyboardInterrupt: asked while it starts."""
+    from fastdecode.server.process import HttpProcess
+
     with contextlib.ExitStack() as stack:
         http: HttpProcess | None = None
         if launcher.launched_rank() in (None, 0):
@@ -101,7 +133,6 @@ def run_serve(args: argparse.Namespace) -> int:
         with imports_for(f"{COMMAND} (an S-worker)"):
             from fastdecode.engine.llm import LLM
         with LLM(args.model, progress=tell, **engine_options(args)) as llm:
-            wishes = Wishes()
             stack.enter_context(_heard(wishes))
             code = _serve(llm, http, options, wishes)
             _end_later(code)  # should a step never end
@@ -126,10 +157,15 @@ def _serve(llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes) -
 
     def reload() -> None:
         try:
-            bridge.send(Keys(key_hashes(options)))
+            keys = key_hashes(options)
         except FastDecodeError as error:
-            tell(f"{COMMAND}: the keys stay as they are: {error}")
+            say(f"the keys stay as they are: {error}")
+        else:
+            bridge.send(Keys(keys))
+            say(f"keys that let in: {len(keys) or 'none is needed'}")
         bridge.send(Reopen())
+        if options.request_log not in (None, "-"):
+            say(f"opening {options.request_log} anew")
 
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")

@@ -46,8 +46,8 @@ class RequestChecker:
         for place, token in enumerate(token_ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise RequestError(
-                    f"{why}prompt_token_ids[{place}]={token!r} is not a token id of this model (0 "
-                    f"to {vocab_size - 1})",
+                    f"{why}token {place} of the prompt, {token!r}, is not a token id of this model "
+                    f"(0 to {vocab_size - 1})",
                     code="invalid_token_id",
                 )
         return tuple(token_ids)

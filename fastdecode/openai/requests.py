@@ -13,7 +13,7 @@ A body is what one would post to ``/v1/completions`` or
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
@@ -59,7 +59,8 @@ NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
     "mm_processor_kwargs": (),
 }  # fmt: skip
 STREAM_FIELDS = ("stream", "stream_options")
-STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
+# OpenAI's obfuscation pads chunks against whoever watches their sizes; we send none.
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 TEMPLATE_FIELDS = ("chat_template", "template", "tokenize")
 # What may stand in a chat message beside role and content, as long as it is null or empty.
 EMPTY_MESSAGE_FIELDS = (
@@ -155,8 +156,7 @@ class RequestReader:
         try:
             return SamplingParams(**{**defaults, **said})
         except RequestError as error:
-            blamed = next((name for name in said if str(error).startswith(name)), None)
-            raise BodyError(str(error), code=error.code, param=blamed) from None
+            raise BodyError(str(error), code=error.code, param=blamed(error, said)) from None
 
     def _chat(self, body: dict[str, Any]) -> Chat:
         if not self.has_chat_template:
@@ -189,12 +189,18 @@ def refuse(param: str, problem: str, code: str = "invalid_value") -> NoReturn:
     raise BodyError(f"{param} {problem}", code=code, param=param)
 
 
+def blamed(error: RequestError, names: Iterable[str]) -> str | None:
+    """The sampling parameter that an error begins with."""
+    begun = [name for name in names if str(error).startswith(name)]
+    return max(begun, key=len, default=None)  # not stop, where it is stop_token_ids
+
+
 def _cache_use(body: dict[str, Any]) -> CacheUse:
     try:
         return CacheUse.of(body.get("cache"), body.get("cache_salt"))
     except RequestError as error:
-        blamed = next(name for name in ("cache_salt", "cache") if str(error).startswith(name))
-        raise BodyError(str(error), code=error.code, param=blamed) from None
+        param = blamed(error, ("cache_salt", "cache"))
+        raise BodyError(str(error), code=error.code, param=param) from None
 
 
 def _boolean(body: dict[str, Any], name: str, more: str = "") -> bool | None:
@@ -205,7 +211,7 @@ def _boolean(body: dict[str, Any], name: str, more: str = "") -> bool | None:
 
 
 def refuse_unknown(
-    given: dict[str, Any], known: Sequence[str], also: Sequence[str], where: str
+    given: dict[str, Any], known: Sequence[str], also: Collection[str], where: str
 ) -> None:
     """Raise BodyError if a name is neither known nor one of the others."""
     for name in given:
@@ -234,18 +240,29 @@ def _stream(body: dict[str, Any]) -> StreamOptions | None:
             refuse(f"stream_options.{name}", f"is unknown: known are {known}", "unknown_field")
         if value is not None and not isinstance(value, bool):
             refuse(f"stream_options.{name}", "must be true or false")
+    if options.get("include_obfuscation"):
+        refuse(
+            "stream_options.include_obfuscation",
+            "is not supported: leave it out",
+            "unsupported_field",
+        )
     continuous = options.get("continuous_usage_stats") is True
     return StreamOptions(options.get("include_usage") is True, continuous)
 
 
 def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> None:
+    """Raise BodyError if the body has what we don't do or don't know. ``also``:
+    what we do beside ``FIELDS``."""
     for name, value in body.items():
         nothing = [body.get("n") or 1] if name == "best_of" else NOT_SUPPORTED.get(name)
         if name in also:
             continue
         if nothing is not None and value is not None and value not in nothing:
             refuse(name, "is not supported: leave it out", "unsupported_field")
-    refuse_unknown(body, FIELDS[url], (*LABELS, *NOT_SUPPORTED), "the body")
+    for name, its_url in (("prompt", COMPLETIONS_URL), ("messages", CHAT_URL)):
+        if name in body and url != its_url:
+            refuse(name, f"belongs to {its_url}, not to {url}", "unknown_field")
+    refuse_unknown(body, (*FIELDS[url], *also, *LABELS), NOT_SUPPORTED, "the body")
 
 
 def _prompts(prompt: object) -> tuple[Turn, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -13,7 +14,13 @@ from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import PromptRequest, Request
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.chat import Chat, Turn
-from fastdecode.openai.requests import BodyRequest, RequestReader
+from fastdecode.openai.requests import (
+    SAMPLING_FIELDS,
+    BodyError,
+    BodyRequest,
+    RequestReader,
+    blamed,
+)
 from fastdecode.server.admission import Admission
 from fastdecode.server.client import EngineClient, OpenRequests
 from fastdecode.server.health import Outlook, trouble
@@ -90,9 +97,10 @@ class Front:
             )
         requests = []
         for place, turn in enumerate(asked.prompts):
-            token_ids = self.tokens_of(turn)
-            arrived = PromptRequest(f"{number}.{place}", token_ids, asked.params, asked.cache)
-            requests.append(self.checker.check(arrived, token_ids))
+            with _blaming_the_prompt(is_chat=asked.is_chat):
+                token_ids = self.tokens_of(turn)
+                arrived = PromptRequest(f"{number}.{place}", token_ids, asked.params, asked.cache)
+                requests.append(self.checker.check(arrived, token_ids))
         return requests
 
     def tokens_of(self, turn: Turn) -> tuple[int, ...]:
@@ -126,6 +134,19 @@ class Front:
         if self.template is not None:
             self.template.close()
         self.log.close()
+
+
+@contextlib.contextmanager
+def _blaming_the_prompt(*, is_chat: bool) -> Iterator[None]:
+    """Inside, errors name the field of the body that they come of."""
+    try:
+        yield
+    except RequestError as error:
+        if error.code == "invalid_sampling_params":
+            param = blamed(error, SAMPLING_FIELDS)
+        else:
+            param = "messages" if is_chat else "prompt"
+        raise BodyError(str(error), code=error.code, param=param) from None
 
 
 def draining_error() -> FastDecodeError:

@@ -27,6 +27,7 @@ from fastdecode.server.http.app import make_app
 from fastdecode.server.http.guard import Guard
 from fastdecode.server.http.open_files import room_for_connections
 from fastdecode.server.http.protocol import ConnectionLimits, protocol_of
+from fastdecode.server.http.refusals import Refusals
 from fastdecode.server.messages import (
     Cut,
     Drain,
@@ -75,7 +76,7 @@ async def _serve(connected: socket.socket) -> None:
         listener, address = _listen(options)
         front = _open_front(opening, options, channel)
         guard = Guard(make_app(front), opening.keys, open_metrics=options.open_metrics)
-        server = _Server(_config(options, guard))
+        server = _Server(_config(options, Refusals(guard, front)))
         server.config.load()
     except (FastDecodeError, OSError) as error:
         channel.send(Unfit(str(error)))
@@ -98,7 +99,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _config(options: ServeOptions, guard: Guard) -> uvicorn.Config:
+def _config(options: ServeOptions, app: Refusals) -> uvicorn.Config:
     """Raises OSError: TLS's files are of no use."""
     most_connections = room_for_connections(options.max_connections)
     if most_connections < options.max_connections:
@@ -110,7 +111,7 @@ def _config(options: ServeOptions, guard: Guard) -> uvicorn.Config:
         )
     limits = ConnectionLimits(options.header_timeout_s, options.write_timeout_s, most_connections)
     return uvicorn.Config(
-        guard,
+        app,
         http=protocol_of(limits),  # type: ignore[arg-type]  # makes one
         ws="none",
         lifespan="off",

@@ -20,7 +20,10 @@ from fastdecode.server.metrics import (
     length_buckets,
 )
 
-REJECTIONS = ("queue_full", "draining", "starting", "stalled", "broken", "no_r_worker", "invalid")
+REJECTIONS = (
+    "queue_full", "draining", "starting", "stalled", "broken", "no_r_worker", "invalid",
+    "invalid_api_key", "forbidden",
+)  # fmt: skip
 STAGES = ("waiting", "decoding")
 
 
@@ -32,9 +35,10 @@ class Observations:
         tokens = length_buckets(max_model_len)
         self.prompt_tokens = Counter("Prompt tokens of requests that were answered.")
         self.generation_tokens = Counter("Tokens generated.")
-        self.succeeded = Counter(
-            "Requests that were answered.", "finished_reason", ("stop", "length", "abort", "error")
+        self.ended = Counter(
+            "Requests that are over.", "finished_reason", ("stop", "length", "abort", "error")
         )
+        self.succeeded = Counter("Requests that were answered.")
         self.ttft = Histogram("Seconds from acceptance to the first token.", TTFT_BUCKETS)
         self.itl = Histogram("Seconds between tokens of a sequence.", TOKEN_BUCKETS)
         self.tpot = Histogram("Mean seconds per token after the first.", TOKEN_BUCKETS)
@@ -61,10 +65,13 @@ class Observations:
 
     def finished(self, opened: OpenRequests, reason: str) -> None:
         """A request is over: stop, length, abort or error."""
-        self.succeeded.add(1, reason)
+        self.ended.add(1, reason)
+        if reason in ("abort", "error"):
+            return
+        self.succeeded.add(1)
         requests = opened.requests
         first_s, last_s = opened.first_s, opened.last_s
-        if reason in ("abort", "error") or first_s is None or last_s is None:
+        if first_s is None or last_s is None:
             return
         num_prompt = sum(len(request.prompt_token_ids) for request in requests)
         self.prompt_tokens.add(num_prompt)
@@ -86,7 +93,7 @@ class Observations:
         own: dict[str, Counter | Histogram | Gauge] = {
             "vllm:prompt_tokens_total": self.prompt_tokens,
             "vllm:generation_tokens_total": self.generation_tokens,
-            "vllm:request_success_total": self.succeeded,
+            "vllm:request_success_total": self.ended,
             "vllm:time_to_first_token_seconds": self.ttft,
             "vllm:inter_token_latency_seconds": self.itl,
             "vllm:request_time_per_output_token_seconds": self.tpot,

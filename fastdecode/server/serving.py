@@ -103,8 +103,7 @@ class Serving:
             return EXIT_ENGINE_LOST
         if self._bridge.is_gone.is_set():
             return EXIT_HTTP_LOST
-        if self._bridge.num_cut:
-            self._tell(f"{self._bridge.num_cut} requests were cut off")
+        self._tell(_ending(self._bridge.num_cut, is_heard=is_heard))
         return 0 if is_heard and not self._bridge.num_cut else EXIT_SOME_CUT
 
     def _cut(self) -> None:
@@ -117,6 +116,15 @@ class Serving:
             and time.monotonic() < end_s
         ):
             self._service.take(self._nothing, _LOOK_EVERY_S)
+
+
+def _ending(num_cut: int, *, is_heard: bool) -> str:
+    """How a server ended that was asked to."""
+    if not is_heard:
+        return "ended; the HTTP process didn't say in time how many requests were cut off"
+    if num_cut:
+        return f"ended; {num_cut} {'request was' if num_cut == 1 else 'requests were'} cut off"
+    return "ended; all that ran was answered"
 
 
 def _told(error: FastDecodeError | None) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.core.errors import CheckpointError, ConfigError, MissingExtraError, RequestError
+from fastdecode.core.json_file import read_bytes
 from fastdecode.core.model.files import read_model_file, read_model_json
 from fastdecode.text.child import ChildFailedError, LimitedChild, Limits
 
@@ -93,7 +94,7 @@ class ChatTemplate:
         special_tokens = _special_tokens({**config, **older})
         if override is not None:
             try:
-                return cls(_read_text(override), str(override), special_tokens)
+                return cls(_read_override(override), str(override), special_tokens)
             except CheckpointError as error:
                 raise ConfigError(f"--chat-template: {error}") from None
         path = model_dir / "chat_template.jinja"
@@ -166,6 +167,18 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(content, str):
             tokens[name] = content
     return tokens
+
+
+def _read_override(path: Path) -> str:
+    """Raises ConfigError: it is somebody's own file, not one of the model's."""
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"--chat-template {path}: {why}")
+
+    try:
+        return read_bytes(path, most_bytes=MAX_TEMPLATE_BYTES, refuse=refuse).decode()
+    except UnicodeDecodeError as error:
+        raise refuse(f"it is no text: {error}") from None
 
 
 def _read_text(path: Path) -> str:

@@ -14,7 +14,7 @@ from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.measure.serving.client import Endpoint, Record
 from fastdecode.measure.serving.load import LoadShape, arriving, closed, traced
-from fastdecode.measure.serving.report import Slo, report
+from fastdecode.measure.serving.report import Slo, report, told
 from fastdecode.measure.serving.run import find_goodput, run_closed, run_open
 
 SHAPE = LoadShape(num_requests=4000, prompt_tokens=5, output_tokens=7)
@@ -116,11 +116,95 @@ def test_open_and_closed_loads_are_run() -> None:
     asyncio.run(run())
 
 
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunked(*parts: bytes) -> bytes:
+    return HEAD + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (*parts, b""))
+
+
+def ran_against(raw: bytes, *, hangs: bool = False, key: str | None = None) -> tuple[Record, str]:
+    """What becomes of a request that is answered with these bytes, and of the question for a
+    model."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(raw)
+        await writer.drain()
+        if hangs:
+            await reader.read()  # until the client has gone
+        writer.close()
+
+    async def run() -> tuple[Record, str]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        endpoint = Endpoint(f"http://127.0.0.1:{port}", key, 0.3 if hangs else 30.0)
+        record = await endpoint.run(closed(LoadShape(1, 3, 2))[0], "m", 0.0)
+        try:
+            model = await endpoint.model()
+        except ConfigError as error:
+            model = str(error)
+        server.close()
+        await server.wait_closed()
+        return record, model
+
+    return asyncio.run(run())
+
+
+def test_chunks_of_http_end_where_they_like_and_are_tokens_where_none_are_counted() -> None:
+    event = b'data: {"choices": [{"text": "10"}]}\n\n'
+    parts = event[:9], event[9:] + event[:-1], b"\n", b"data: [DONE]\n\n"
+    record, _ = ran_against(chunked(*parts))
+    assert (record.error, record.num_tokens, len(record.chunk_s)) == (None, 2, 2)
+    assert record.tpot_s is not None and not record.has_usage
+    figures = report([record], Slo.parse("tpot=30s"))
+    assert (figures["without_usage"], figures["attainment"]) == (1, 1.0)
+    assert "answers without usage: 1;" in told(figures)
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "message"),
+    [
+        (b"HTTP/1.1 401 No\r\n\r\n" + b'{"error": {"message": "a key"}}', "status 401",
+         "401: a key (set OPENAI_API_KEY)"),
+        (b"HTTP/1.1 404 No\r\ncontent-length: 3\r\n\r\nno\x1b", "status 404", "404: no?"),
+        (chunked(b'data: {"error": {"message": "gone"}}\n\n'), "error event", "gone"),
+        (chunked(b"data: [1]\n\n"), "malformed", "ValueError: an event is no JSON object"),
+        (chunked(b'data: {"usage": {"x": 1}}\n\n'), "malformed", "KeyError: 'completion_tokens'"),
+        (chunked(b'data: {"choices": [1]}\n\n'), "cut off", ""),
+        (HEAD + b"ff\r\nabc", "cut off", ""),
+        (HEAD + b"-5\r\nabc", "malformed", "ValueError: a chunk of HTTP is too large"),
+        (b"220 mail.example ESMTP\r\n", "malformed", "ValueError: what came is no answer of HTTP"),
+    ],
+)  # fmt: skip
+def test_servers_that_err_are_quoted(raw: bytes, kind: str, message: str) -> None:
+    record, _ = ran_against(raw)
+    assert (record.error, record.message) == (kind, message)
+    text = told(report([record], None))
+    assert f"errors: {kind}: 1" in text and message in text
+
+
+def test_a_server_that_says_nothing_is_given_up() -> None:
+    record, model = ran_against(b"", hangs=True)
+    assert record.error == "timeout" and "--timeout-s" in record.message
+    assert "it doesn't answer" in model
+
+
+def test_the_question_for_a_model_says_what_is_wrong() -> None:
+    raw = b"HTTP/1.1 401 No\r\n\r\n" + b'{"error": {"message": "a key"}}'
+    assert "401: a key (set OPENAI_API_KEY)" in ran_against(raw)[1]
+    assert "is this a server" in ran_against(chunked(b'{"data": []}'))[1]
+    assert "is this a server" in ran_against(chunked(b"[]"))[1]
+    assert ran_against(chunked(b'{"data": [{"i', b'd": "m"}]}'))[1] == "m"
+
+
 def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     base = ["bench-serve", "--base-url"]
     for words, match in (
         ([*base, "ftp://x"], "--base-url"),
         ([*base, "http://127.0.0.1:1"], "doesn't name a model"),
+        ([*base, "http://127.0.0.1:1"], "nothing answers there"),
+        ([*base, "http://x", "--timeout-s", "0"], "--timeout-s"),
         ([*base, "http://x", "--rate", "-1"], "--rate"),
         ([*base, "http://x", "--find-goodput"], "--find-goodput needs"),
     ):

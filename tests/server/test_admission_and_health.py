@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fastdecode.server.admission import Admission, QueueFull
+from fastdecode.server.client import OpenRequests
 from fastdecode.server.health import Outlook, trouble
 from fastdecode.server.messages import Seen
+from fastdecode.server.observations import Observations
 
 
 def refusal(admission: Admission, requests: int, tokens: int, now: float) -> int:
@@ -67,3 +69,10 @@ def test_health_says_the_first_thing_that_keeps_tokens_from_coming() -> None:
     assert of(late, 150.0, 200.0) is None, "there has been work for a while only"
     slow = replace(late, seen=replace(seen, longest_step_s=11.0))
     assert of(slow, 50.0, 200.0) is None, "its steps take that long"
+
+
+def test_who_went_away_was_not_answered() -> None:
+    observed = Observations(64)
+    for reason in ("stop", "length", "abort", "error"):
+        observed.finished(OpenRequests([], observed), reason)
+    assert (observed.succeeded.total, observed.ended.total) == (2, 4)

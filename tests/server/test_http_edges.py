@@ -100,6 +100,39 @@ def test_bodies_that_are_refused(server: Server, body: bytes, status: int, code:
     assert headers["x-request-id"].startswith("req_")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/v1/completions", {"prompt": [1, 2, 99999]}, "prompt", "token 2 of the prompt, 99999,"),
+        ("/v1/completions", {"prompt": []}, "prompt", "that isn't empty"),
+        ("/v1/completions", {"prompt": ""}, "prompt", "is empty"),
+        ("/v1/completions", {"prompt": [1] * 5000}, "prompt", "shorten the prompt"),
+        ("/v1/completions", {"prompt": [1], "stop_token_ids": [99999]}, "stop_token_ids", "99999"),
+        ("/v1/completions", {"messages": []}, "messages", "belongs to /v1/chat/completions"),
+        ("/v1/chat/completions", {"prompt": "x"}, "prompt", "belongs to /v1/completions"),
+        ("/v1/completions", {"prompt": [1], "frobnicate": 1}, "frobnicate",
+         "stream, stream_options, user, metadata"),
+        ("/v1/completions", {"prompt": [1], "streem": True}, "streem", "'stream'"),
+        ("/v1/completions", {"prompt": [1], "stream": True,
+                             "stream_options": {"include_obfuscation": True}},
+         "stream_options.include_obfuscation", "is not supported"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field_and_the_mend(
+    server: Server, path: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    status, said = server.post(path, body)
+    assert (status, said["error"]["param"]) == (400, param)
+    assert words in said["error"]["message"]
+
+
+def test_a_stream_that_is_not_obfuscated_may_be_asked_for(server: Server) -> None:
+    options = {"include_obfuscation": False, "include_usage": True}
+    body = {"prompt": [1], "max_tokens": 2, "stream": True, "stream_options": options}
+    status, _, raw = server.ask("POST", "/v1/completions", body)
+    assert status == 200 and events(raw)[-1] == "[DONE]"
+
+
 def test_a_template_never_comes_from_a_request(server: Server) -> None:
     for more in (
         {"chat_template": "{{ 1 }}"},

@@ -67,6 +67,22 @@ def test_every_route_is_in_the_table_and_protected_as_it_says() -> None:
         assert "FASTDECODE_API_KEYS" not in server.process("http").environ()
 
 
+def test_who_is_not_let_in_is_counted_and_logged(tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    key = "first-key-0001"
+    with scripted_server("--request-log", str(log), FASTDECODE_API_KEYS=key) as server:
+        body = {"prompt": [1]}
+        status, headers, _ = server.ask("POST", "/v1/completions", body, authorization="Bearer no")
+        assert status == 401
+        server.wait_until(lambda: log.exists() and b"\n" in log.read_bytes())
+        (line,) = [json.loads(each) for each in log.read_text().splitlines()]
+        assert (line["id"], line["route"]) == (headers["x-request-id"], "/v1/completions")
+        assert (line["status"], line["finish"], line["key"]) == (401, "invalid_api_key", None)
+        metrics = server.ask("GET", "/metrics", authorization=f"Bearer {key}")[2].decode()
+    (counted,) = [each for each in metrics.splitlines() if 'reason="invalid_api_key"' in each]
+    assert counted.endswith(" 1")
+
+
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nfirst-key-0001\n\nsecond-key-002\n")

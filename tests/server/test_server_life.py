@@ -55,7 +55,8 @@ def test_it_starts_and_is_ready_only_then() -> None:
         assert server.ask("GET", "/live")[0] == 200
         status, headers, raw = server.ask("POST", "/v1/completions", {"prompt": [1]})
         assert status == 503 and int(headers["retry-after"]) >= 1
-        assert json.loads(raw)["error"]["code"] == "starting"
+        error = json.loads(raw)["error"]
+        assert error["code"] == "starting" and "still loading" in error["message"]
 
 
 def test_an_engine_that_is_stopped_is_stalled_and_comes_back() -> None:
@@ -89,6 +90,7 @@ def test_an_engine_that_breaks_down_ends_all_streams_and_the_server() -> None:
             stream.first()
         status, said = server.complete(prompt=[BREAKS])
         assert (status, said["error"]["type"]) == (500, "server_error")
+        assert said["error"]["code"] == "engine_failed"
         assert "4711" not in json.dumps(said)
         for stream in streams:
             *_, last = stream.rest()
@@ -125,6 +127,7 @@ def test_a_drain_finishes_what_runs() -> None:
         assert said[-1] == "[DONE]" and said[-2]["choices"][0]["finish_reason"] == "length"
         outcome = server.job.wait(60, grace_s=30)
         assert (outcome.exit_code, outcome.orphans) == (0, [])
+        assert "ended; all that ran was answered" in outcome.output
 
 
 @pytest.mark.parametrize("second", [False, True])
@@ -139,7 +142,8 @@ def test_a_drain_that_takes_too_long_cuts(second: bool) -> None:
             server.wait_until(lambda: health(server) == (503, "draining"))
             engine.terminate()
         assert stream.rest()[-1]["error"]["code"] == "draining"
-        assert server.job.wait(60, grace_s=30).exit_code == 3
+        outcome = server.job.wait(60, grace_s=30)
+        assert outcome.exit_code == 3 and "ended; 1 request was cut off" in outcome.output
 
 
 def half(server: Server) -> socket.socket:

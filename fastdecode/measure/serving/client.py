@@ -13,9 +13,21 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
+from fastdecode.measure.serving.answer import (
+    Head,
+    lines,
+    message_of,
+    read_body,
+    read_head,
+    read_message,
+    shown,
+)
 from fastdecode.measure.serving.load import Planned
 
 _MAX_LINE = 1 << 24
+_MAX_MODELS_BYTES = 8 << 20
+_MODELS_WITHIN_S = 30.0
 
 
 @dataclass
@@ -28,8 +40,13 @@ class Record:
     """When chunks with choices came."""
     num_prompt: int = 0
     num_tokens: int = 0
-    """As the server counts them."""
+    """As the server counts them, or else the chunks."""
     error: str | None = None
+    """Its kind."""
+    message: str = ""
+    """What the server, or the system, says of it."""
+    has_usage: bool = False
+    """Whether the server has counted the tokens."""
 
     @property
     def ttft_s(self) -> float:
@@ -53,12 +70,13 @@ class Endpoint:
     Args:
         url: http://HOST:PORT, perhaps with a path before /v1.
         key: sent with every request.
+        timeout_s: a request that takes longer is given up.
 
     Raises:
         ConfigError: that is no address.
     """
 
-    def __init__(self, url: str, key: str | None = None) -> None:
+    def __init__(self, url: str, key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--base-url {url} is not like http://HOST:PORT")
@@ -67,18 +85,34 @@ class Endpoint:
         self._port = parts.port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._key = key
+        self._timeout_s = timeout_s
 
     async def model(self) -> str:
         """The first that it serves. Raises ConfigError: it doesn't say."""
         try:
-            reader, writer = await self._send("GET", "/v1/models", b"")
-            raw = await reader.read()
+            why = await asyncio.wait_for(self._models(), min(self._timeout_s, _MODELS_WITHIN_S))
+            if not isinstance(why, str):
+                return str(why["data"][0]["id"])
+        except asyncio.TimeoutError:
+            why = "it doesn't answer"
+        except OSError as error:
+            why = f"nothing answers there ({error.strerror or error})"
+        except (ValueError, LookupError, TypeError, asyncio.IncompleteReadError):
+            why = "what it answers is no list of models; is this a server of OpenAI's API?"
+        where = f"{self._host}:{self._port}{self._path}/v1/models"
+        raise ConfigError(f"{where} doesn't name a model: {why}")
+
+    async def _models(self) -> Any:
+        """The list of models, or the words why there is none."""
+        reader, writer = await self._send("GET", "/v1/models", b"")
+        try:
+            head = await read_head(reader)
+            if head.status != 200:
+                return _told_status(head, await read_message(reader, head))
+            said = json.loads(await read_body(reader, head, _MAX_MODELS_BYTES))
+            return said if isinstance(said, dict) else {}
+        finally:
             writer.close()
-            body = raw.split(b"\r\n\r\n", 1)[1]
-            return str(json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])["data"][0]["id"])
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            where = f"{self._host}:{self._port}{self._path}/v1/models"
-            raise ConfigError(f"{where} doesn't name a model: {error}") from None
 
     async def run(self, planned: Planned, model: str, start_s: float) -> Record:
         """Send a request, and read its stream to the end."""
@@ -94,16 +128,28 @@ class Endpoint:
             "stream_options": {"include_usage": True},
         }
         try:
-            reader, writer = await self._send("POST", "/v1/completions", json.dumps(body).encode())
-            try:
-                await _read_stream(reader, record, start_s)
-            finally:
-                writer.close()
-        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-            record.error = type(error).__name__
+            await asyncio.wait_for(self._stream(body, record, start_s), self._timeout_s)
+        except asyncio.TimeoutError:
+            record.error = "timeout"
+            record.message = f"the answer took more than {self._timeout_s:g} s: see --timeout-s"
+        except OSError as error:
+            record.error, record.message = type(error).__name__, error.strerror or str(error)
+        except asyncio.IncompleteReadError:
+            record.error = "cut off"
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            record.error, record.message = "malformed", shown(f"{type(error).__name__}: {error}")
         if record.error is None and not record.chunk_s:
             record.error = "empty"
+        if not record.has_usage:
+            record.num_tokens = len(record.chunk_s)
         return record
+
+    async def _stream(self, body: Mapping[str, Any], record: Record, start_s: float) -> None:
+        reader, writer = await self._send("POST", "/v1/completions", json.dumps(body).encode())
+        try:
+            await _read_stream(reader, record, start_s)
+        finally:
+            writer.close()
 
     async def _send(
         self, method: str, path: str, body: bytes
@@ -111,22 +157,23 @@ class Endpoint:
         reader, writer = await asyncio.open_connection(
             self._host, self._port, ssl=self._tls, limit=_MAX_LINE
         )
-        lines = [f"{method} {self._path}{path} HTTP/1.1", f"host: {self._host}:{self._port}"]
-        lines += ["connection: close", "accept: */*", f"content-length: {len(body)}"]
-        lines += ["content-type: application/json"] if body else []
-        lines += [] if self._key is None else [f"authorization: Bearer {self._key}"]
-        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        head = [f"{method} {self._path}{path} HTTP/1.1", f"host: {host}:{self._port}"]
+        head += ["connection: close", "accept: */*", f"content-length: {len(body)}"]
+        head += ["content-type: application/json"] if body else []
+        head += [] if self._key is None else [f"authorization: Bearer {self._key}"]
+        writer.write("\r\n".join([*head, "", ""]).encode() + body)
         await writer.drain()
         return reader, writer
 
 
 async def _read_stream(reader: asyncio.StreamReader, record: Record, start_s: float) -> None:
-    status = (await reader.readline()).split()
-    if len(status) < 2 or status[1] != b"200":
-        record.error = f"status {status[1].decode() if len(status) > 1 else '?'}"
+    head = await read_head(reader)
+    if head.status != 200:
+        record.error = f"status {head.status}"
+        record.message = _told_status(head, await read_message(reader, head))
         return
-    # Sizes of HTTP's chunks are lines like any others, which don't begin with "data:".
-    async for line in reader:
+    async for line in lines(reader, head):
         if line.startswith(b"data: [DONE]"):
             return
         if line.startswith(b"data:"):
@@ -135,10 +182,19 @@ async def _read_stream(reader: asyncio.StreamReader, record: Record, start_s: fl
     record.error = record.error or "cut off"
 
 
-def _take(said: Mapping[str, Any], record: Record, now_s: float) -> None:
+def _take(said: Any, record: Record, now_s: float) -> None:
+    """Raises ValueError, LookupError, TypeError: it is no event of OpenAI's."""
+    if not isinstance(said, dict):
+        raise ValueError("an event is no JSON object")
     if "error" in said:
-        record.error = "error event"
+        record.error, record.message = "error event", shown(message_of(said))
     elif said.get("choices"):
         record.chunk_s.append(now_s)
     if said.get("usage"):
         record.num_tokens = int(said["usage"]["completion_tokens"])
+        record.has_usage = True
+
+
+def _told_status(head: Head, message: str) -> str:
+    told = f"{head.status}: {message}" if message else str(head.status)
+    return f"{told} (set {KEY_VARIABLE})" if head.status == 401 else told

@@ -65,6 +65,8 @@ def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
         "requests": len(records),
         "answered": len(done),
         "errors": dict(Counter(r.error for r in records if r.error is not None)),
+        "error_messages": _first_messages(records),
+        "without_usage": sum(not record.has_usage for record in done),
         "duration_s": duration_s,
         "requests_per_s": len(done) / duration_s if duration_s else 0.0,
         "prompt_tokens": sum(record.num_prompt for record in done),
@@ -84,6 +86,15 @@ def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
         figures["attainment"] = kept / len(records) if records else 0.0
         figures["goodput_per_s"] = kept / duration_s if duration_s else 0.0
     return figures
+
+
+def _first_messages(records: Sequence[Record]) -> dict[str, str]:
+    """What was said of the first error of each kind."""
+    first: dict[str, str] = {}
+    for record in records:
+        if record.error is not None and record.message:
+            first.setdefault(record.error, record.message)
+    return first
 
 
 def summary(values: Sequence[float]) -> dict[str, float] | None:
@@ -110,7 +121,14 @@ def told(figures: dict[str, Any]) -> str:
         f"{figures['duration_s']:.2f} s: {figures['requests_per_s']:.2f} requests/s, "
         f"{figures['output_tokens_per_s']:.0f} output tokens/s"
     ]
-    lines += [f"  errors: {kind}: {num}" for kind, num in figures["errors"].items()]
+    for kind, num in figures["errors"].items():
+        message = figures["error_messages"].get(kind)
+        lines.append(f"  errors: {kind}: {num}" + (f", first: {message}" if message else ""))
+    if figures["without_usage"]:
+        lines.append(
+            f"  answers without usage: {figures['without_usage']}; their chunks are counted as "
+            "tokens"
+        )
     lines.append(f"{'':8}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}  ms")
     for name in ("ttft", "tpot", "itl", "e2e"):
         times = figures[f"{name}_s"]

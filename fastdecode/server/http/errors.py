@@ -80,18 +80,28 @@ def refused(error: FastDecodeError) -> Refused:
         # Only what could never fit is refused; what has no room now waits.
         http, kind, is_theirs = 400, INVALID, True
     elif not isinstance(error, RequestError):
-        http, kind = 500, SERVER
+        # Which part of it failed, and how, is for its operator.
+        http, kind, code = 500, SERVER, "engine_failed"
     if error.code in _CODES:
         http, kind, code = _CODES[error.code]
     message = _WORDS.get(error.code) or (str(error) if is_theirs else "the engine has failed")
     return Refused(http, message, code, kind=kind, param=getattr(error, "param", None))
 
 
+_UNAVAILABLE: Mapping[str, str] = {
+    "starting": "the model is still loading: try again in a while",
+    "draining": _WORDS["draining"],
+    "stalled": "the engine makes no step at present: try again in a while",
+    "broken": "the engine has failed, and the server ends",
+    "no_r_worker": "no R-worker is left to hold the KV cache: try again once one has come back",
+}
+
+
 def unavailable(reason: str, retry_after_s: int = 1) -> Refused:
     """503, with why no token could come out."""
     return Refused(
         503,
-        f"no answer could come now: {reason}",
+        _UNAVAILABLE.get(reason, f"no answer could come now: {reason}"),
         reason,
         kind=SERVER,
         headers={"retry-after": str(retry_after_s)},

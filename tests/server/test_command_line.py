@@ -1,0 +1,58 @@
+"""``fastdecode serve`` as a command: what it says, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import pytest
+from mpi_launch import needs_mpi
+
+pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
+
+from server_process import CHECKPOINT, FASTDECODE, serving
+
+from fastdecode.cli.main import main
+
+SERVE = ["serve", "--model", str(CHECKPOINT), "--port", "0", "--dtype", "float32"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_while_it_loads_it_has_answered_all_that_ran(number: signal.Signals) -> None:
+    pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # an R-worker that says nothing
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        command = [*FASTDECODE, *SERVE, "--r-worker", address]
+        with serving(command, is_ready=False) as server:
+            assert server.ask("GET", "/health")[0] == 503
+            os.kill(server.job.pid, number)
+            outcome = server.job.wait(60, grace_s=30)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+    assert "asked to stop while it started" in outcome.output
+
+
+def test_a_template_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SERVE, "--chat-template", "/nonexistent"]) == 2
+    told = capsys.readouterr().err
+    assert "--chat-template /nonexistent: can't read it" in told and "Fetch" not in told
+
+
+def test_help_tells_the_defaults_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "defaults for requests that don't say it themselves" in told
+    assert "(default: 16; of chats: the model's limit)" in told
+    for default in ("0.9", "256"):
+        assert f"; default: {default}; with --no-learn-lengths by max_tokens" in told
+    assert "default: its max_tokens" not in told and "default: for max_tokens" not in told
+
+
+@needs_mpi
+def test_a_job_that_is_stopped_while_it_loads() -> None:
+    launch = [*FASTDECODE, "launch", "--hosts", "localhost:1", "--kv-memory-gb", "0.01", "--"]
+    with serving([*launch, *SERVE], is_ready=False) as server:
+        os.kill(server.job.pid, signal.SIGTERM)
+        outcome = server.job.wait(60, grace_s=30)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
