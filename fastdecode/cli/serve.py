@@ -93,10 +93,16 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until asked to stop. Returns the exit code."""
     from fastdecode.core.host.logs import keep_traces_out
+
+    with contextlib.ExitStack() as stack:
+        if args.log_level != "debug":
+            stack.callback(keep_traces_out())
+        return _serve_or_stop(args)
+
+
+def _serve_or_stop(args: argparse.Namespace) -> int:
     from fastdecode.server.serving import Wishes
 
-    if args.log_level != "debug":
-        keep_traces_out()
     _expect_lengths(args)
     check_options(args)
     options = serve_options(args)

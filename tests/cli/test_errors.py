@@ -78,7 +78,7 @@ def test_parameters_become_options(
         (["--schedule", "fixed-f"], "fixed intervals need --target-length"),
         (
             ["--kv-placement", "gpu", "--kv-dtype", "int4"],
-            "--kv-placement gpu choose float32, bfloat16 or float16",
+            "--kv-placement gpu choose int8, float32, bfloat16 or float16",
         ),
         (
             ["--kv-placement", "gpu", "--r-workers", "2"],

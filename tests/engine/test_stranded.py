@@ -17,7 +17,7 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.service import EngineService
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
+from fastdecode.wire.messages import FromRWorker, Shutdown, ToRWorker, Welcome
 
 DEADLINE_S = 60.0
 
@@ -141,11 +141,12 @@ def test_time_in_which_there_was_nothing_to_run_does_not_count() -> None:
 @pytest.mark.timeout(120)
 def test_a_loss_is_noticed_without_work_by_whoever_looks() -> None:
     """With nobody to come in its place, the service is broken from then on."""
-    with rig(1, crash={0: 4}) as made:
+    with rig(1) as made:
         service, reader = EngineService(lambda: Served(made)), DeltaQueue()
         service.open()
         service.submit([request("a", 3, 1)], reader)
         assert service.take(reader, DEADLINE_S)[-1].finish_reason == "length"
+        made.fleet.send(HolderId(0), Shutdown())
         while service.snapshot().error is None:
             service.look()
             with contextlib.suppress(WorkerError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 
 class NoTraces(logging.Filter):
@@ -16,12 +17,20 @@ class NoTraces(logging.Filter):
         return True
 
 
-def keep_traces_out() -> None:
+def keep_traces_out() -> Callable[[], None]:
     """From now on, of what the root logger writes, and of threads that end with
-    an error."""
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(NoTraces())
+    an error. Returns what undoes it."""
+    handlers, hook, filter_ = logging.getLogger().handlers[:], threading.excepthook, NoTraces()
+    for handler in handlers:
+        handler.addFilter(filter_)
     threading.excepthook = _tell_of_thread
+
+    def undo() -> None:
+        for handler in handlers:
+            handler.removeFilter(filter_)
+        threading.excepthook = hook
+
+    return undo
 
 
 def _tell_of_thread(ended: threading.ExceptHookArgs) -> None:
