@@ -87,7 +87,7 @@ def test_ranks_that_cannot_reach_each_other_end_as_any_that_never_meet() -> None
 )
 def test_a_rank_that_is_lost_before_it_joins_is_named(trouble: signal.Signals, told: str) -> None:
     with running(meet("waits"), **PATHS) as job:
-        job.wait_until(lambda: all((job.directory / rank).exists() for rank in "012"))
+        job.wait_until(lambda: all(pid_of(job, rank) for rank in (0, 1, 2)))
         victim = next(p for p in job.processes() if p.pid == pid_of(job, 1))
         job.wait_until(lambda: all(is_in_mpi(job, rank) for rank in (0, 2)))
         victim.send_signal(trouble)
@@ -108,7 +108,9 @@ def test_a_job_ends_though_ranks_hang(what: str) -> None:
 
 
 def pid_of(job: Running, rank: int) -> int:
-    return int((job.directory / str(rank)).read_text() or 0)
+    """0: it hasn't said yet."""
+    said = job.directory / str(rank)
+    return int(said.read_text() or 0) if said.exists() else 0
 
 
 def is_in_mpi(job: Running, rank: int) -> bool:
