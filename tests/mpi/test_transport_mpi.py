@@ -88,7 +88,8 @@ def test_ranks_whose_launcher_hangs_end_all_the_same() -> None:
         job.wait_until(lambda: job.processes() == [launcher])
         launcher.send_signal(signal.SIGCONT)
         outcome = job.wait(timeout_s=60.0)
-    assert outcome.exit_code not in (0, None) and not outcome.orphans, outcome
+    # Its own code is any: it may crash, or have heard nothing of theirs.
+    assert outcome.exit_code is not None and not outcome.orphans, outcome
 
 
 def test_s_workers_that_wait_for_one_that_never_comes() -> None:
