@@ -148,7 +148,7 @@ class Engine:
                 ``abandon`` is all that can be done then.
         """
         with typed_failures():
-            self._step()
+            self._executor.step()
 
     def look(self) -> None:
         """Find out who of the R-workers is lost, and who has come, while there
@@ -158,25 +158,6 @@ class Engine:
             WorkerError: no R-worker is left.
         """
         self._executor.look()
-
-    def _step(self) -> None:
-        started, wait_s = time.perf_counter(), self._pipeline.wait_s
-        num_steps = self.stats.num_steps
-        is_prefill = self._runs_prompt()
-        self._executor.adapt()
-        while self.stats.num_steps == num_steps:
-            self._executor.launch()
-            if not self._executor.is_busy:
-                return
-            is_prefill = self._runs_prompt()
-            self._executor.run_on()
-        self.stats.count_time(
-            time.perf_counter() - started, self._pipeline.wait_s - wait_s, is_prefill=is_prefill
-        )
-
-    def _runs_prompt(self) -> bool:
-        """Whether part of a prompt runs in any step in flight."""
-        return any(step.batch.num_prompt_tokens for step in self._pipeline.in_flight)
 
     def set_num_lanes(self, num_lanes: int) -> None:
         """Go on with so many lanes, when the steps in flight have ended."""

@@ -106,12 +106,28 @@ class Executor:
         """Whether a step is in flight, or an answer about a room is owed."""
         return bool(self._pipeline.in_flight or self._lifecycle.grants)
 
-    def launch(self) -> None:
-        """Take in what has happened, and start the idle lanes' steps.
+    def step(self) -> None:
+        """Run until some lane has finished a step, or until there is nothing to
+        run.
 
         Raises:
             WorkerError: no holder is left.
         """
+        started, wait_s = time.perf_counter(), self._pipeline.wait_s
+        num_steps = self._stats.num_steps
+        is_prefill = _runs_prompt(self._pipeline)
+        self._adapt()
+        while self._stats.num_steps == num_steps:
+            self._launch_idle()
+            if not self.is_busy:
+                return
+            is_prefill = _runs_prompt(self._pipeline)
+            self.run_on()
+        waited_s = self._pipeline.wait_s - wait_s
+        self._stats.count_time(time.perf_counter() - started, waited_s, is_prefill=is_prefill)
+
+    def _launch_idle(self) -> None:
+        """Take in what has happened, and start the idle lanes' steps."""
         self._take_news()
         if not self._recovery.is_stranded():
             for lane in self._pipeline.idle_lanes:
@@ -136,7 +152,7 @@ class Executor:
         else:
             self._finish_step(finished)
 
-    def adapt(self) -> None:
+    def _adapt(self) -> None:
         """Go on with as many lanes as whoever decides on them wants."""
         if self._watch.lanes is not None:
             self.regroup(self._watch.lanes.decide())
@@ -274,6 +290,11 @@ class Executor:
         rows = _rows_of(tokens.chunks, self._lifecycle.lives.wanted(tokens.chunks))
         generations = [self._requests.generation(tokens.chunks[row].sequence) for row in rows]
         return self._requests.accept(generations, [sampled[row] for row in rows], self._stats, now)
+
+
+def _runs_prompt(pipeline: Pipeline) -> bool:
+    """Whether part of a prompt runs in any step in flight."""
+    return any(step.batch.num_prompt_tokens for step in pipeline.in_flight)
 
 
 def _rows_of(chunks: Seq[Chunk], wanted: Seq[Chunk]) -> Seq[int]:

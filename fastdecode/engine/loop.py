@@ -76,7 +76,8 @@ class EngineLoop(Generic[T]):
         """Do what others want, and a step if there is work; if there is none,
         or it has to wait, wait so long for what they want."""
         owner = self.owned
-        waits_s = [wait_s for wait_s in (owner.pause_s, timeout_s) if wait_s is not None]
+        pause_s = owner.served.engine.pause_s if owner.has_work else None
+        waits_s = [wait_s for wait_s in (pause_s, timeout_s) if wait_s is not None]
         try:
             self._obey(min(waits_s, default=None))
             if not self.is_closing:

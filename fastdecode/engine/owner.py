@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -106,6 +106,28 @@ class _Open:
     """Sequences that aren't over."""
 
 
+class _Steps:
+    """How many there were, and how long the latest took."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.ended_s: float | None = None
+        """``time.monotonic()`` at the end of the last one."""
+        self.longest_s = 0.0
+        self._latest_s: deque[float] = deque([0.0] * NUM_LATEST_STEPS)
+
+    def count(self, began_s: float) -> None:
+        """One is over."""
+        self.num += 1
+        self.ended_s = time.monotonic()
+        took_s = self.ended_s - began_s
+        self._latest_s.append(took_s)
+        if self._latest_s.popleft() < self.longest_s:
+            self.longest_s = max(self.longest_s, took_s)
+        else:  # the longest was the oldest
+            self.longest_s = max(self._latest_s)
+
+
 class Owner(Generic[T]):
     """Not thread-safe but for ``numbers`` and ``broken``, which others may read."""
 
@@ -117,8 +139,8 @@ class Owner(Generic[T]):
         self.numbers = Numbers()
         self._open: dict[str, _Open] = {}
         self._fresh: dict[DeltaQueue, list[Delta]] = {}
-        self._steps_s: deque[float] = deque(maxlen=NUM_LATEST_STEPS)
-        self._look(stepped=False)
+        self._steps = _Steps()
+        self._note()
 
     @property
     def has_open(self) -> bool:
@@ -129,11 +151,6 @@ class Owner(Generic[T]):
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return self.broken is None and self.served.engine.has_work
-
-    @property
-    def pause_s(self) -> float | None:
-        """How long the next step may wait; None: until there is work."""
-        return self.served.engine.pause_s if self.has_work else None
 
     def submit(self, requests: Sequence[Request], reader: DeltaQueue) -> None:
         """Hand requests to the engine. Those that it refuses end with its reason."""
@@ -184,14 +201,16 @@ class Owner(Generic[T]):
         except BaseException as error:
             self.break_down(error)
         if stepped:
-            self._steps_s.append(time.monotonic() - began_s)
-        self._look(stepped=stepped)
+            self._steps.count(began_s)
+        self._note()
 
-    def look(self) -> None:
-        """Find out how the engine's R-workers are, where no step does. Raises
-        WorkerError: none is left."""
-        if not self.has_work and self.broken is None and self._ended is None:
-            self.served.engine.look()
+    def look(self, at: Callable[[T], None]) -> None:
+        """Look at the engine; before, find out how its R-workers are, where no
+        step does. Raises WorkerError: none is left."""
+        if self.broken is None and self._ended is None:
+            if not self.has_work:
+                self.served.engine.look()
+            at(self.served)
 
     def hand_out(self) -> None:
         """Give readers what they haven't been given."""
@@ -222,7 +241,7 @@ class Owner(Generic[T]):
         while self.has_work:
             self.step()
         self.served.close()
-        self._look(stepped=False)
+        self._note()
 
     def _tell(self, delta: Delta) -> None:
         """Keep a delta for its reader until the step is over."""
@@ -237,23 +256,18 @@ class Owner(Generic[T]):
     def _end_with(self, request_id: str, error: FastDecodeError) -> None:
         self._tell(Delta(request_id, 0, error=error))
 
-    def _look(self, *, stepped: bool) -> None:
-        served, before = self.served, self.numbers
+    def _note(self) -> None:
+        served, steps = self.served, self._steps
         self.numbers = Numbers(
-            before.num_steps + stepped,
-            time.monotonic() if stepped else before.stepped_s,
-            self._longest_s() if stepped else before.longest_step_s,
+            steps.num,
+            steps.ended_s,
+            steps.longest_s,
             served.engine.num_unfinished_sequences,
             served.engine.num_running,
             served.num_r_workers,
             served.num_live_r_workers,
             served.has_hung_r_workers,
         )
-
-    def _longest_s(self) -> float:
-        """Of the latest steps; looked up anew at every 16th, and where it grows."""
-        latest, longest = self._steps_s[-1], self.numbers.longest_step_s
-        return max(self._steps_s) if self.numbers.num_steps % 16 == 0 else max(latest, longest)
 
 
 def _cancelled() -> RequestError:

@@ -135,9 +135,9 @@ class EngineService(Generic[T]):
                 self._loop.turn_alone(min(left_s, _LOOK_EVERY_S))
         return []
 
-    def call(self, act: Callable[[T], None], *, wait: bool = True) -> None:
+    def call(self, act: Callable[[T], None]) -> None:
         """Do something with the engine between two steps, and wait for it.
-        Raises what that raises; or doesn't wait, and nobody hears of it."""
+        Raises what that raises."""
         self._check_usable()
         done: SimpleQueue[BaseException | None] = SimpleQueue()
 
@@ -146,17 +146,16 @@ class EngineService(Generic[T]):
             act(self._loop.owned.served)
 
         self._loop.put(partial(_do, act_if_open, done))
-        if not wait:
-            return
         while self._thread is None and done.empty():
             self._loop.turn(0)
         _raise(done.get())
 
-    def look(self) -> None:
+    def look(self, at: Callable[[T], None] = lambda served: None) -> None:
         """Have the engine find out how its R-workers are, if it has no work:
-        otherwise it does so anyway. Doesn't wait. If none is left, it is broken
-        from then on."""
-        self._loop.put(self._loop.owned.look)
+        otherwise it does so anyway. Then have ``at`` look at it, between two
+        steps, unless it is broken or closed. Doesn't wait. If no R-worker is
+        left, or ``at`` raises, it is broken from then on."""
+        self._loop.put(partial(self._loop.owned.look, at))
 
     def snapshot(self) -> Snapshot:
         """How it is; never waits for a step."""

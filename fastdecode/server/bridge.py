@@ -6,7 +6,6 @@ while nobody reads: so an HTTP process that is slow, or stopped, costs no step.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -51,7 +50,6 @@ class Bridge:
         self._queue = DeltaQueue()
         self._asides: SimpleQueue[Message] = SimpleQueue()
         self._latest: dict[str, Any] = {}
-        self._num_steps_asked = -1
         self.is_gone = threading.Event()
         """The HTTP process is."""
         self.drained = threading.Event()
@@ -132,13 +130,9 @@ class Bridge:
                 due_s = time.monotonic() + SEEN_EVERY_S
 
     def _seen(self) -> Seen:
-        self._service.look()  # or an idle server would never know that an R-worker is gone
+        self._service.look(self._look)  # or an idle server wouldn't know that an R-worker is gone
         snapshot = self._service.snapshot()
         numbers = snapshot.engine
-        if snapshot.state == "ready" and numbers.num_steps != self._num_steps_asked:
-            self._num_steps_asked = numbers.num_steps
-            with contextlib.suppress(FastDecodeError):  # it has broken down since, or was closed
-                self._service.call(self._look, wait=False)
         return Seen(
             snapshot.state,
             numbers.num_steps,
