@@ -96,7 +96,7 @@ def _twin(
     from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.dtype import DType
     from fastdecode.core.host.machine import available_cores, default_kv_bytes
-    from fastdecode.engine.setup.resolve import choose_device
+    from fastdecode.engine.setup.devices import choose_device
 
     spec, cores = read_model(args.model), available_cores()
     kv_bytes = default_kv_bytes(2)  # weights, and what steps need, have as much as the cache

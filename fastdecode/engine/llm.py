@@ -33,6 +33,7 @@ from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chats import Message, as_chats
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.mpi import job as mpi_job
 
@@ -41,7 +42,6 @@ from fastdecode.wire.mpi import job as mpi_job
 # held in memory.
 QUEUE_AHEAD = 2
 
-Message = Mapping[str, Any]
 T = TypeVar("T")
 
 
@@ -204,7 +204,7 @@ class LLM:
             RequestError, ConfigError: as ``generate``; or there is no chat
                 template.
         """
-        chats = _as_chats(messages)
+        chats = as_chats(messages)
         every = _as_params(params, len(chats))
         override = None if chat_template is None else Path(chat_template)
         template = ChatTemplate.load(Path(self.config.model), override)
@@ -344,28 +344,6 @@ def _chat_prompts(
         except RequestError as error:
             refused[place] = RequestOutput(str(place), None, (), error=error)
     return prompts, refused
-
-
-def _as_chats(messages: object) -> list[Sequence[Message]]:
-    """One conversation, or several, as several."""
-    chats: list[Any] = list(messages) if isinstance(messages, Sequence) else [messages]
-    if chats and all(isinstance(message, Mapping) for message in chats):
-        chats = [chats]
-    if not all(_is_chat(chat) for chat in chats):
-        raise RequestError(
-            "messages must be a conversation or a list of them: each a list of "
-            '{"role": "…", "content": "…"}',
-            code="invalid_messages",
-        )
-    return chats
-
-
-def _is_chat(chat: object) -> bool:
-    if not isinstance(chat, Sequence) or not chat:
-        return False
-    return all(
-        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in chat
-    )
 
 
 def _as_batch(prompts: object) -> list[Prompt]:

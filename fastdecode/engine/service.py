@@ -86,7 +86,7 @@ class EngineService(Generic[T]):
         if self._thread is None:
             self._loop.owner = Owner(self._make())
         else:
-            self._start(self._thread)
+            _start(self._thread, self._made, self.ask_to_close)
         atexit.register(self._leave)
         return self._loop.owned.served
 
@@ -220,25 +220,31 @@ class EngineService(Generic[T]):
                 "no more requests are taken: this LLM is about to end", code="draining"
             )
 
-    def _start(self, thread: threading.Thread) -> None:
-        try:
-            thread.start()
-            failed = self._made.get()
-        except BaseException:
-            # Interrupted. What would have stopped this thread, had it made the
-            # engine, stops the one that makes it.
-            self.ask_to_close()
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
-            )
-            raise
-        _raise(failed)
-
     def _leave(self) -> None:
         """The process ends, and nobody has closed the engine."""
         if os.getpid() == self._pid and self._thread is not None:
             self.ask_to_close()
             self._thread.join(LEAVING_S)
+
+
+def _start(
+    thread: threading.Thread,
+    made: SimpleQueue[BaseException | None],
+    ask_to_close: Callable[[], None],
+) -> None:
+    """Have the thread make the engine, and wait until it has. Raises what that raises."""
+    try:
+        thread.start()
+        failed = made.get()
+    except BaseException:
+        # Interrupted. What would have stopped this thread, had it made the
+        # engine, stops the one that makes it.
+        ask_to_close()
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+        )
+        raise
+    _raise(failed)
 
 
 def _do(act: Callable[[], None], done: SimpleQueue[BaseException | None]) -> None:

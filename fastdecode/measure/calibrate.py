@@ -13,8 +13,9 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.host.machine import this_machine
 from fastdecode.core.measurement import ModelShape, Point, SProfile, Timing
 from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.engine.setup.devices import describe_device
 from fastdecode.engine.setup.launch import RunningEngine
-from fastdecode.engine.setup.resolve import describe_device, resolve_for_this_host
+from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.measure.steady import time_prompt, time_steady_steps
 from sworker.dtypes import torch_dtype
@@ -51,7 +52,7 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
     spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     resolved = resolve_for_this_host(config, spec)
     dtype = torch_dtype(resolved.dtype)
-    tell(f"loading {config.model} on {describe_device(resolved)}")
+    tell(f"loading {config.model} on {describe_device(resolved.device, resolved.free)}")
     _, model = load_model(
         checkpoint, device=resolved.device, dtype=dtype, max_model_len=config.s_part.max_model_len
     )

@@ -96,7 +96,7 @@ def test_equal_tokens(lanes: int, graphs: bool, tiny_checkpoint: Callable[..., P
     NUM_LATE.update(polls=0, waits=0)
     with (
         mock.patch.object(attend, "make_staging", LateStaging),
-        mock.patch.object(resolve, "_uses_graphs", return_value=graphs),
+        mock.patch.object(resolve, "uses_graphs", return_value=graphs),
         mock.patch.object(
             s_worker,
             "StepGraphs",

@@ -39,7 +39,7 @@ def test_2000_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., P
     ]
     with (
         # Units in fixed memory, not captured.
-        mock.patch.object(resolve, "_uses_graphs", return_value=True),
+        mock.patch.object(resolve, "uses_graphs", return_value=True),
         mock.patch.object(
             s_worker,
             "StepGraphs",

@@ -17,8 +17,9 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
+from fastdecode.engine.setup.devices import describe_device
 from fastdecode.engine.setup.memory import FreeMemory
-from fastdecode.engine.setup.resolve import ResolvedConfig, describe_device, resolve
+from fastdecode.engine.setup.resolve import ResolvedConfig, resolve
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.wire.arrays import MAX_BODY_BYTES
 from sworker.graphs import MAX_GRAPHS
@@ -94,12 +95,11 @@ def test_auto_is_a_gpu_if_there_is_one(resolved: Resolve) -> None:
 
 
 def test_devices_are_named_with_their_memory(resolved: Resolve) -> None:
-    assert describe_device(resolved(1)) == "the CPU (64.0 GB of memory free)"
+    host, second = resolved(1), resolved(2, device="cuda:1")
+    assert describe_device(host.device, host.free) == "the CPU (64.0 GB of memory free)"
     with mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A10"):
-        assert (
-            describe_device(resolved(2, device="cuda:1"))
-            == "NVIDIA A10 (cuda:1, 78.0 of 80.0 GB free)"
-        )
+        told = describe_device(second.device, second.free)
+    assert told == "NVIDIA A10 (cuda:1, 78.0 of 80.0 GB free)"
 
 
 def test_the_device_is_named_when_a_model_is_loaded(tiny_checkpoint: Callable[..., Path]) -> None:

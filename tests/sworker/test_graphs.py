@@ -204,7 +204,7 @@ def test_equal_tokens(lanes: int, kv_placement: str, tiny_checkpoint: Callable[.
 
     expected = run()
     with (
-        mock.patch.object(resolve, "_uses_graphs", return_value=True),
+        mock.patch.object(resolve, "uses_graphs", return_value=True),
         mock.patch.object(
             s_worker,
             "StepGraphs",

@@ -32,8 +32,9 @@ from fastdecode.engine.fleet.workers import (
     reach_threads,
 )
 from fastdecode.engine.recovery import Recovery
+from fastdecode.engine.setup.devices import describe_device
 from fastdecode.engine.setup.ranks import meet_ranks
-from fastdecode.engine.setup.resolve import ResolvedConfig, describe_device, resolve_for_this_host
+from fastdecode.engine.setup.resolve import ResolvedConfig, resolve_for_this_host
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.step.local import LocalConnection, reach_device
 from fastdecode.engine.step.mixed import MixedAttention
@@ -138,9 +139,10 @@ class RunningEngine:
     def _load_model(self, tell: Callable[[str], None]) -> Model:
         """The model, or this rank's part of it once the others have been met."""
         config, resolved = self.resolved.config, self.resolved
+        where = describe_device(resolved.device, resolved.free)
         tell(
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
-            f"{resolved.dtype}) on {describe_device(resolved)}: {resolved.memory}"
+            f"{resolved.dtype}) on {where}: {resolved.memory}"
         )
         if config.s_part.tp > 1:
             self._ranks = meet_ranks(

@@ -1,0 +1,168 @@
+"""What steps will be like: how many lanes, which graphs, and the memory of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.groups import Batching
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.engine.setup.memory import (
+    GRAPH_BYTES,
+    FreeMemory,
+    KVDemand,
+    MemoryPlan,
+    StepSizes,
+    plan_memory,
+)
+from fastdecode.schedule.hybrid.control import MAX_LANES as MAX_HYBRID_LANES
+from fastdecode.schedule.lanes import MAX_AUTO_LANES
+from fastdecode.schedule.options import ScheduleOptions
+from fastdecode.wire.arrays import MAX_BODY_BYTES
+from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets
+
+_GRAPHS_SHARE = 32
+"""CUDA graphs may take one part in so many of the device's memory."""
+_CLOSED_BYTES = MAX_BODY_BYTES // (2 * MAX_AUTO_LANES)
+"""Of a layer's queries that go to closed parts of split sequences: of a lane's
+prompts, and as many of all decoding sequences. So they fit into one message
+even where lanes have become one whose prompts were booked apart."""
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Numbers of lanes that there may be."""
+
+    first: int
+    fewest: int
+    most: int
+
+    @classmethod
+    def fixed(cls, num_lanes: int) -> Lanes:
+        return cls(num_lanes, num_lanes, num_lanes)
+
+    @property
+    def adapt(self) -> bool:
+        return self.fewest < self.most
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    lanes: Lanes
+    schedule: ScheduleOptions
+    memory: MemoryPlan
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What steps will be like: how many lanes, which graphs, and the memory of both."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    dtype: DType
+    transport: str
+    free: FreeMemory
+    uses_graphs: bool
+
+    def plan(self, *, may_overlap: bool) -> StepPlan:
+        """As many lanes as may be of use and there is memory for.
+
+        Raises:
+            ConfigError: there isn't even enough for the fewest.
+        """
+        refusal: ConfigError | None = None
+        for lanes in self._choices(may_overlap):
+            try:
+                return self._planned(lanes)
+            except ConfigError as error:
+                refusal = error
+        assert refusal is not None
+        raise refusal
+
+    def _choices(self, may_overlap: bool) -> Iterator[Lanes]:
+        asked = self.config.batching.lanes
+        if self.config.r_part.kv_placement == "hybrid":
+            yield Lanes(1, 1, MAX_HYBRID_LANES)
+            return
+        if asked is not None or not may_overlap:
+            yield Lanes.fixed(asked or 1)
+            return
+        # Fixed intervals are computed for so many lanes, and no others.
+        if self.config.batching.schedule != "fixed-f":
+            for most in range(MAX_AUTO_LANES, 1, -1):
+                yield Lanes(2, 1, most)
+        yield Lanes.fixed(2)
+        yield Lanes.fixed(1)
+
+    def _planned(self, lanes: Lanes) -> StepPlan:
+        config = self.config
+        on_gpu = self.free.device_bytes is not None
+        batching = _batching(config.batching, lanes.first, on_gpu=on_gpu)
+        schedule = ScheduleOptions(batching, config.r_part.split_tokens, self._max_closed_rows)
+        sizes = StepSizes(
+            num_lanes=lanes.most,
+            step_tokens=batching.step_tokens,
+            logit_rows=-(-batching.max_num_sequences // lanes.fewest),
+            itemsize=self.dtype.size_bytes,
+            num_shards=config.s_part.tp,
+            num_graphs=self._num_graphs(lanes.most),
+            graph_rows=MAX_GRAPH_ROWS if self.max_graphs else 0,
+        )
+        memory = plan_memory(
+            self.spec,
+            sizes,
+            self._kv_demand(),
+            self.free,
+            gpu_memory_fraction=config.s_part.gpu_memory_fraction,
+        )
+        return StepPlan(lanes, schedule, memory)
+
+    def _kv_demand(self) -> KVDemand:
+        r_part = self.config.r_part
+        in_process = {"local": 1, "inline": 1, "inproc": r_part.r_workers}
+        return KVDemand(
+            on_device=self.transport == "local",
+            num_caches=in_process.get(self.transport, 0),
+            cache_bytes=_bytes(r_part.kv_memory_gb),
+            is_on_both=r_part.kv_placement == "hybrid",
+            device_cache_bytes=_bytes(r_part.device_kv_gb),
+        )
+
+    @property
+    def _max_closed_rows(self) -> int:
+        row_bytes = (
+            max(spec.num_q_heads * spec.head_dim for spec in self.spec.attention)
+            * self.dtype.size_bytes
+        )
+        return max(1, min(_CLOSED_BYTES // row_bytes, ScheduleOptions.max_closed_rows))
+
+    @property
+    def max_graphs(self) -> int:
+        if not self.uses_graphs:
+            return 0
+        total = self.free.device_total_bytes
+        return min(MAX_GRAPHS, total // _GRAPHS_SHARE // GRAPH_BYTES) if total else MAX_GRAPHS
+
+    def _num_graphs(self, num_lanes: int) -> int:
+        num_units = self.spec.num_layers + 1
+        return min(
+            self.max_graphs,
+            Buckets.choose(num_lanes, num_units, self.max_graphs).num_graphs(num_lanes, num_units),
+        )
+
+
+def _batching(asked: Batching, num_lanes: int, *, on_gpu: bool) -> Batching:
+    """With a schedule, a chunk, and so many lanes."""
+    schedule = asked.schedule
+    if schedule == "auto":
+        is_limited = num_lanes > 1 or asked.load_limit is not None
+        schedule = "stabilized" if is_limited else "greedy"
+    chunk = asked.chunk_tokens(on_gpu=on_gpu)
+    return replace(asked, schedule=schedule, lanes=num_lanes, prefill_chunk=chunk)
+
+
+def _bytes(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else int(gigabytes * 1e9)
