@@ -88,7 +88,7 @@ def serve(
     """
     logger.info("R-worker %s serves", state.name)
     try:
-        while _serve_next(hub, state, executor, return_s):
+        while serve_next(hub, state, executor, return_s):
             pass
         logger.info("R-worker %s has stopped", state.name)
     finally:
@@ -96,7 +96,7 @@ def serve(
             connection.close()
 
 
-def _serve_next(
+def serve_next(
     hub: Hub[FromRWorker, ToRWorker],
     state: RWorkerState,
     executor: Executor,

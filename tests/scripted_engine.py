@@ -40,6 +40,7 @@ BLOCK_SIZE = 16
 NUM_LAYERS = 2
 SPEC = AttentionSpec(1, 1, 16, 1.0)
 KV = KVSpec(NUM_LAYERS, 1, 16, DType.FLOAT32, BLOCK_SIZE)
+HELLO = Hello(PROTOCOL_VERSION, "scripted", KV, (SPEC,) * NUM_LAYERS, DType.FLOAT32)
 
 
 def next_token(context: Sequence[int]) -> int:
@@ -161,6 +162,31 @@ class Rig:
         raise AssertionError("it doesn't get on")
 
 
+def assemble(
+    fleet: Fleet,
+    blocks: tuple[int, ...],
+    lanes: int,
+    recovery: Recovery,
+    fails_at: dict[str, int] | None = None,
+    cache_identity: str | None = None,
+    **options: Any,
+) -> Rig:
+    """An engine before holders that have been greeted, of so many KV blocks each."""
+    holder = Holder(HolderKind.R_WORKER, attends_prompts=True, answers_at_once=False, token_bytes=1)
+    specs = (SPEC,) * NUM_LAYERS
+    plan = AttentionPlan(specs, DType.FLOAT32, fleet, torch.device("cpu"), (holder,) * len(blocks))
+    chosen = {"max_num_sequences": 8, "max_step_tokens": 8 + 24, "prefill_chunk": 10}
+    schedule = schedule_options("greedy", lanes, **(chosen | options))
+    scheduler = make_scheduler(
+        schedule, blocks, BLOCK_SIZE, opening_steps=1, cache_identity=cache_identity
+    )
+    lifecycle = Lifecycle(scheduler)
+    s_worker = ScriptedSWorker(fails_at)
+    pipeline = Pipeline(s_worker, plan, lanes)  # type: ignore[arg-type]
+    engine = Engine(s_worker, pipeline, fleet, lifecycle, TextCodec(None), (VOCAB,), recovery)  # type: ignore[arg-type]
+    return Rig(engine, fleet, lifecycle, s_worker)
+
+
 @contextlib.contextmanager
 def rig(
     num_workers: int = 2,
@@ -187,25 +213,11 @@ def rig(
         for i in range(num_workers)
     ]
     fleet = Fleet(hub, timeout_s=60.0)
-    fleet.greet(Hello(PROTOCOL_VERSION, "scripted", KV, (SPEC,) * NUM_LAYERS, DType.FLOAT32))
-    holders = (
-        Holder(HolderKind.R_WORKER, attends_prompts=True, answers_at_once=False, token_bytes=1),
-    ) * num_workers
-    plan = AttentionPlan((SPEC,) * NUM_LAYERS, DType.FLOAT32, fleet, torch.device("cpu"), holders)
-    chosen = {
-        "max_num_sequences": 8,
-        "max_step_tokens": 8 + 24,
-        "prefill_chunk": 10,
-    }
-    schedule = schedule_options("greedy", lanes, **(chosen | options))
+    fleet.greet(HELLO)
     blocks = (said_blocks or num_blocks,) * num_workers
-    lifecycle = Lifecycle(make_scheduler(schedule, blocks, BLOCK_SIZE, opening_steps=1))
-    s_worker = ScriptedSWorker(fails_at)
-    pipeline = Pipeline(s_worker, plan, lanes)  # type: ignore[arg-type]
-    recovery = Recovery(fleet, replacements)
-    engine = Engine(s_worker, pipeline, fleet, lifecycle, TextCodec(None), (VOCAB,), recovery)  # type: ignore[arg-type]
+    made = assemble(fleet, blocks, lanes, Recovery(fleet, replacements), fails_at, **options)
     try:
-        yield Rig(engine, fleet, lifecycle, s_worker)
+        yield made
     finally:
         for i, thread in enumerate(threads):
             thread.stop()

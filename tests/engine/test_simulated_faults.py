@@ -1,0 +1,163 @@
+"""The real engine, fleet and R-workers on a clock that only moves when somebody
+waits: crashes, hangs, cut links and returns at random moments, by seed. Tokens
+are those of an undisturbed run, whatever happens, as long as an R-worker is
+left or comes back in time."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from scripted_engine import HELLO, KV, Rig, assemble, continued, request
+from simulated_cluster import Network
+
+from examples import examples
+
+pytest.importorskip("zmq")
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.core.sequence import Request
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.replacements import AddressReplacements
+from fastdecode.engine.recovery import Recovery
+
+NUM_SEEDS = 300
+SILENCE_S = 1.0
+TIMEOUT_S = 8.0
+KINDS = ("crash", "crash", "failure", "hang", "pause", "cut", "flicker")
+MOST_STEPS = 20_000
+
+
+class Trial:
+    """A job whose requests, R-workers and faults follow from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = chance = random.Random(seed)
+        num_workers = chance.randint(1, 4)
+        blocks = chance.choice([12, 24, 64])
+        self.network = Network(num_workers, blocks * KV.block_bytes, chance)
+        self.returns = chance.random() < 0.6
+        self.story: list[str] = []
+        self.asked = [self._request(str(i)) for i in range(chance.randint(2, 8))]
+        self.cancelled: set[str] = set()
+        for _ in range(chance.randint(1, 4)):
+            number, kind = chance.randrange(num_workers), chance.choice(KINDS)
+            self.network.when_sent(int(2 ** chance.uniform(0, 9.5)), self._fault(number, kind))
+        self.made = self._start(blocks)
+
+    def _request(self, name: str) -> Request:
+        chance = self.chance
+        num_tokens = chance.choice([1, chance.randint(2, 24)])
+        return request(name, chance.randint(1, 48), num_tokens, chance.choice([1, 1, 2, 3]))
+
+    def _fault(self, number: int, kind: str) -> Callable[[], None]:
+        chance, network = self.chance, self.network
+        short_s, long_s = chance.uniform(0, 0.5), chance.uniform(1.5, 12.0)
+        back_s = chance.choice([1e-3, 0.3, 6.0])
+
+        def happen() -> None:
+            process, link = network.processes[number], network.connections[number]
+            self.story.append(f"{network.time.now_s:.4f} {kind} of r{number}")
+            if kind == "failure":
+                process.executor.fails = True
+            if kind == "hang":
+                process.hang(long_s)
+            if kind == "pause":
+                process.hang(short_s)
+            if kind == "cut":
+                link.cut(long_s)
+            if kind == "flicker":
+                link.cut(short_s)
+            if kind == "crash" and process.is_up:
+                process.crash()
+                if self.returns:
+                    network.time.at(network.time.now_s + back_s, lambda: network.start(number))
+
+        return happen
+
+    def _start(self, num_blocks: int) -> Rig:
+        chance, network = self.chance, self.network
+        fleet = Fleet(network, TIMEOUT_S, SILENCE_S, network.time)
+        welcomes = fleet.greet(HELLO)
+        replacements = None
+        if self.returns:
+            replacements = AddressReplacements(
+                cast(Any, network), HELLO, timeout_s=TIMEOUT_S, clock=network.time
+            )
+        blocks = tuple(
+            welcomes[holder].num_blocks if holder in welcomes else num_blocks
+            for holder in range(len(fleet))
+        )
+        options: dict[str, Any] = {"split_tokens": chance.choice([None, None, 16])}
+        if chance.random() < 0.3:
+            options["length_quantile"] = 0.1  # rooms turn out too small
+        identity = "model" if chance.random() < 0.3 and not options["split_tokens"] else None
+        recovery = Recovery(fleet, replacements, network.time)
+        lanes = chance.randint(1, 3)
+        return assemble(fleet, blocks, lanes, recovery, cache_identity=identity, **options)
+
+    def run(self) -> bool:
+        """Whether it came to its end; False: no R-worker was left."""
+        engine, chance = self.made.engine, self.chance
+        late = list(self.asked)
+        for _ in range(MOST_STEPS):
+            while late and (chance.random() < 0.3 or not engine.num_unfinished):
+                self.made.submit(late.pop(0))
+            if not late and not engine.has_work:
+                return True
+            if chance.random() < 0.01:
+                self._cancel_one()
+            try:
+                engine.step()
+            except WorkerError:
+                assert len(self.made.fleet.lost) == len(self.made.fleet)
+                return False
+            self.network.time.pass_by(engine.pause_s)
+            self.made.lifecycle.check_invariants()
+            for process in self.network.processes:
+                process.state.check_invariants()
+        raise AssertionError("it doesn't get on")
+
+    def _cancel_one(self) -> None:
+        chosen = self.chance.choice(self.asked).request_id
+        if self.made.engine.cancel(chosen):
+            self.cancelled.add(chosen)
+
+    def check(self) -> None:
+        """All that wasn't cancelled is there and right, and nothing is left on R-workers."""
+        outputs = self.made.run()
+        for one in self.asked:
+            if one.request_id in self.cancelled:
+                continue
+            output = outputs[one.request_id]
+            expected = continued(one.prompt_token_ids, one.max_tokens)
+            assert output.error is None
+            assert [c.token_ids for c in output.completions] == [expected] * one.params.n
+        self.network.time.pass_by(60.0)
+        for holder, link in enumerate(self.network.connections):
+            if holder not in self.made.fleet.lost and link.cache is not None:
+                store = link.cache.books.store
+                assert store.pool.num_free + len(store.cached) == store.num_blocks
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
+def test_no_fault_changes_a_token_or_leaves_anything_behind(
+    first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL + 1)
+    ended = 0
+    for seed in range(first, first + examples(50)):
+        trial = Trial(seed)
+        try:
+            if trial.run():
+                ended += 1
+                trial.check()
+        except AssertionError as error:
+            lives = trial.made.lifecycle.lives
+            told = [line for i in lives.by_sequence for line in lives.story(i)]
+            story = "\n".join([f"seed {seed}: {error}", *trial.story, *told])
+            raise AssertionError(story) from error
+    assert ended > examples(50) // 2

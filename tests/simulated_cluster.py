@@ -1,0 +1,356 @@
+"""R-workers at the end of a network that a test makes up: one thread, a clock
+that only moves when somebody waits, and faults at chosen moments.
+
+What an R-worker does is the real thing (``rworker.worker.serve_next``: its
+state, its kernels). Messages take a while and keep their order; a **crashed**
+R-worker's connections close, one that **hangs** does nothing for a while and
+then goes on where it was, and a **cut** link delivers nothing until it heals.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.wire.messages import AttendResult, FromRWorker, ToRWorker
+from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
+from rworker.attention import AttentionExecutor
+from rworker.caches import Cache, Caches
+from rworker.instructions import Compute
+from rworker.state import RWorkerState
+from rworker.worker import serve_next
+
+MOST_EVENTS = 1_000_000
+"""More than any test needs."""
+
+
+class _End(Enum):
+    END = "the other side has closed the connection"
+
+
+@dataclass(order=True)
+class _Event:
+    at_s: float
+    number: int
+    act: Callable[[], None] = field(compare=False)
+
+
+class VirtualTime:
+    """A clock, and what is to happen when."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._events: list[_Event] = []
+        self._numbers = itertools.count()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def at(self, at_s: float, act: Callable[[], None]) -> None:
+        assert math.isfinite(at_s)
+        heapq.heappush(self._events, _Event(max(at_s, self.now_s), next(self._numbers), act))
+
+    def next(self, until_s: float) -> bool:
+        """Go on to what happens next. False: nothing does by then, and the
+        clock is there."""
+        if self._events and self._events[0].at_s <= until_s:
+            event = heapq.heappop(self._events)
+            self.now_s = event.at_s
+            assert event.number < MOST_EVENTS, "it doesn't come to an end"
+            event.act()
+            return True
+        assert until_s < math.inf, "it would wait for ever"
+        self.now_s = max(self.now_s, until_s)
+        return False
+
+    def pass_by(self, seconds: float) -> None:
+        until_s = self.now_s + seconds
+        while self.next(until_s):
+            pass
+
+
+class _Executor(AttentionExecutor):
+    """Whose next computation may be made to fail."""
+
+    fails = False
+
+    def compute(self, compute: Compute) -> AttendResult:
+        if self.fails:
+            raise MemoryError("no more memory")
+        return super().compute(compute)
+
+
+class Process:
+    """One R-worker's process, and its side of every connection to it."""
+
+    def __init__(self, name: str, kv_bytes: int, time: VirtualTime, chance: random.Random) -> None:
+        self.state = RWorkerState(name, kv_bytes=kv_bytes, keeps_serving=True)
+        self.executor = _Executor(num_threads=1, clock=time)
+        self.is_up = True
+        self.hangs_until_s = 0.0
+        self.hung_since_s = math.inf
+        self.connections: list[_WorkersSide] = []
+        self._time = time
+        self._chance = chance
+        self._inbox: deque[tuple[int, ToRWorker | _End]] = deque()
+        self._is_busy = False
+
+    def connect(self, side: _WorkersSide) -> int:
+        self.connections.append(side)
+        return len(self.connections) - 1
+
+    def deliver(self, peer: int, message: ToRWorker | _End) -> None:
+        self._inbox.append((peer, message))
+        self._go_on()
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ToRWorker]:
+        """As a hub's; there is something."""
+        peer, message = self._inbox.popleft()
+        if isinstance(message, _End):
+            raise PeerLostError(peer, closed_error("the S-worker", by_peer=True))
+        return peer, message
+
+    def crash(self) -> None:
+        self.is_up = False
+        for side in self.connections:
+            side.close()
+
+    def hang(self, for_s: float) -> None:
+        if self._time.now_s >= self.hangs_until_s:
+            self.hung_since_s = self._time.now_s
+        self.hangs_until_s = max(self.hangs_until_s, self._time.now_s + for_s)
+        self._time.at(self.hangs_until_s, self._go_on)
+
+    @property
+    def hangs(self) -> bool:
+        return self._time.now_s < self.hangs_until_s
+
+    def _go_on(self) -> None:
+        if self._inbox and self.is_up and not self.hangs and not self._is_busy:
+            self._is_busy = True
+            self._time.at(self._time.now_s + self._chance.uniform(0, 2e-4), self._work)
+
+    def _work(self) -> None:
+        self._is_busy = False
+        if not self.is_up or self.hangs:
+            return
+        if not serve_next(self, self.state, self.executor, None):
+            self.crash()
+        self._go_on()
+
+
+class _WorkersSide:
+    """An R-worker's side of a connection."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.is_closed = False
+
+    peer = "the S-worker"
+
+    def send(self, message: FromRWorker) -> None:
+        if self.is_closed:
+            raise closed_error(self.peer, by_peer=False)
+        if self._link.is_closed:
+            raise closed_error(self.peer, by_peer=True)
+        self._link.travel(lambda: self._link.arrive(message), to_worker=False)
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self._link.travel(lambda: self._link.arrive(_End.END), to_worker=False)
+
+
+class Link:
+    """The S-worker's side of a connection; ``ZmqConnection``, to whoever uses it.
+
+    Args:
+        network: whose process of this number it leads to.
+    """
+
+    def __init__(self, network: Network, number: int) -> None:
+        self._network = network
+        self._number = number
+        self._process: Process | None = None
+        self._index = -1
+        self._last_s = {True: 0.0, False: 0.0}
+        self._cut_until_s = 0.0
+        self._cut_since_s = math.inf
+        self.is_closed = False
+        self.has_ended = False
+        self._bind()
+
+    @property
+    def peer(self) -> str:
+        return f"R-worker r{self._number}"
+
+    @property
+    def heard_s(self) -> float | None:
+        """Signs of life come all the time."""
+        now_s, process = self._network.time.now_s, self._process
+        heard_s = now_s
+        if now_s < self._cut_until_s:
+            heard_s = self._cut_since_s
+        if process is not None and process.hangs:
+            heard_s = min(heard_s, process.hung_since_s)
+        return heard_s
+
+    @property
+    def is_reached(self) -> bool:
+        self._bind()
+        return self._process is not None
+
+    @property
+    def is_open(self) -> bool:
+        return not self.is_closed and not self.has_ended
+
+    def cut(self, for_s: float) -> None:
+        """What is under way arrives; what is sent from now on, only then."""
+        now_s = self._network.time.now_s
+        if now_s >= self._cut_until_s:
+            self._cut_since_s = now_s
+        self._cut_until_s = max(self._cut_until_s, now_s + for_s)
+
+    def travel(self, act: Callable[[], None], *, to_worker: bool) -> None:
+        """Do it at the other side, behind all that is under way there."""
+        self._network.count_sent()
+        at_s = max(self._network.time.now_s, self._cut_until_s) + self._network.latency_s()
+        at_s = self._last_s[to_worker] = max(at_s, self._last_s[to_worker])
+        self._network.time.at(at_s, act)
+
+    def arrive(self, message: FromRWorker | _End) -> None:
+        if not self.is_closed:
+            self._network.arrivals.append((self, message))
+
+    def check(self) -> None:
+        if any(link is self and message is _End.END for link, message in self._network.arrivals):
+            raise closed_error(self.peer, by_peer=True)
+
+    def send(self, message: ToRWorker) -> None:
+        if not self.is_open:
+            raise closed_error(self.peer, by_peer=not self.is_closed)
+        self._tell(message)
+
+    def receive(self, timeout_s: float | None = None) -> FromRWorker:
+        raise AssertionError("the hub receives")
+
+    def poll(self) -> FromRWorker | None:
+        if not self.is_open:
+            raise closed_error(self.peer, by_peer=not self.is_closed)
+        for place, (link, message) in enumerate(self._network.arrivals):
+            if link is self:
+                del self._network.arrivals[place]
+                return self.take(message)
+        return None
+
+    def take(self, message: FromRWorker | _End) -> FromRWorker:
+        if isinstance(message, _End):
+            self.has_ended = True
+            raise closed_error(self.peer, by_peer=True)
+        return message
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self._tell(_End.END)
+
+    @property
+    def cache(self) -> Cache | None:
+        """What its R-worker keeps for this connection, if it is there."""
+        process = self._process
+        if process is None or not process.is_up:
+            return None
+        caches: Caches = process.state._caches
+        return next((cache for cache in caches if cache.owner == self._index), None)
+
+    def _tell(self, message: ToRWorker | _End) -> None:
+        process, index = self._process, self._index
+        if process is not None:
+            self.travel(lambda: process.deliver(index, message), to_worker=True)
+
+    def _bind(self) -> None:
+        """To the process that is there, if one is and this side has none."""
+        process = self._network.processes[self._number]
+        if self._process is None and process.is_up:
+            self._process = process
+            self._index = process.connect(_WorkersSide(self))
+
+
+class Network:
+    """The S-worker's hub (``ZmqHub``, to whoever uses it), and the processes behind it.
+
+    Args:
+        num_workers: processes, one connection each.
+        kv_bytes: memory of each for K and V.
+        chance: what nobody chooses.
+    """
+
+    def __init__(self, num_workers: int, kv_bytes: int, chance: random.Random) -> None:
+        self.time = VirtualTime()
+        self.num_sent = 0
+        """Messages, in both directions."""
+        self._when_sent: dict[int, list[Callable[[], None]]] = {}
+        self.arrivals: deque[tuple[Link, FromRWorker | _End]] = deque()
+        self._kv_bytes = kv_bytes
+        self._chance = chance
+        self._usual_s = chance.choice([1e-5, 1e-4, 2e-3])
+        self.processes: list[Any] = [None] * num_workers
+        for number in range(num_workers):
+            self.start(number)
+        self._links = [Link(self, number) for number in range(num_workers)]
+
+    def start(self, number: int) -> None:
+        """A process comes, in the place of one that is gone."""
+        assert self.processes[number] is None or not self.processes[number].is_up
+        name = f"r{number}"
+        self.processes[number] = Process(name, self._kv_bytes, self.time, self._chance)
+
+    def when_sent(self, number: int, act: Callable[[], None]) -> None:
+        """Do it when so many messages have been sent."""
+        self._when_sent.setdefault(number, []).append(act)
+
+    def count_sent(self) -> None:
+        self.num_sent += 1
+        for act in self._when_sent.pop(self.num_sent, []):
+            self.time.at(self.time.now_s, act)
+
+    def latency_s(self) -> float:
+        return self._usual_s * self._chance.uniform(0.5, 3.0)
+
+    @property
+    def connections(self) -> Sequence[Link]:
+        return self._links
+
+    def reconnect(self, index: int) -> Link:
+        return Link(self, index)
+
+    def replace(self, index: int, link: Link) -> None:
+        self._links[index] = link
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
+        until_s = math.inf if timeout_s is None else self.time.now_s + timeout_s
+        while True:
+            for place, (link, message) in enumerate(self.arrivals):
+                if link in self._links and link.is_open:
+                    del self.arrivals[place]
+                    return self._taken(link, message)
+            if not any(link.is_open for link in self._links):
+                raise closed_error("every R-worker", by_peer=True)
+            if not self.time.next(until_s):
+                assert timeout_s is not None
+                raise timeout_error("any R-worker", timeout_s)
+
+    def _taken(self, link: Link, message: FromRWorker | _End) -> tuple[int, FromRWorker]:
+        index = self._links.index(link)
+        try:
+            return index, link.take(message)
+        except WorkerError as error:
+            raise PeerLostError(index, error) from None
