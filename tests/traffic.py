@@ -300,7 +300,7 @@ class Harness:
         """The S-worker's count is the R-workers', or errs on the safe side
         where siblings share what isn't kept."""
         ledger = self.scheduler.ledger
-        for holder in ledger.present:
+        for holder in ledger.capacity.present:
             said, there = ledger.free_blocks(holder), self.stores[holder].num_available
             assert said <= there and (self.has_forks or said == there)
 

@@ -73,7 +73,7 @@ def _holder(
     lost: WorkerError | None,
     load: int,
 ) -> HolderFigures:
-    num_blocks = scheduler.ledger.num_blocks(holder)
+    num_blocks = scheduler.ledger.capacity.blocks(holder)
     used = num_blocks - scheduler.ledger.free_blocks(holder) if lost is None else 0
     name = fleet.peer(holder)
     why = None if lost is None else lost.message

@@ -113,8 +113,8 @@ class ContinuousScheduler:
         """
         arrived = list(sequences)
         for sequence in arrived:
-            if not self.ledger.is_deserted:
-                self.ledger.check_possible(sequence.max_cached_tokens)
+            if not self.ledger.capacity.is_deserted:
+                self.ledger.capacity.check_possible(sequence.max_cached_tokens)
             self.lanes[0].admission.check_possible(
                 self.ledger.shape.sizes(sequence.max_cached_tokens)
             )

@@ -11,59 +11,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Final
 
-from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId, Part, Residence
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
+from fastdecode.schedule.capacity import Capacity, PartShape
 
 _NOTHING: Mapping[HolderId, int] = {}
-
-
-@dataclass(frozen=True)
-class PartShape:
-    """How sequences lie on holders: in blocks and, where they are long, in parts."""
-
-    block_size: int
-    """Tokens in a block."""
-    part_tokens: int | None = None
-    """Of every part but a sequence's last; a multiple of ``block_size``. None:
-    every sequence is whole."""
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of ``num_tokens`` cached tokens fills; a
-        sequence always takes one."""
-        return max(1, -(-num_tokens // self.block_size))
-
-    def sizes(self, num_tokens: int) -> tuple[int, ...]:
-        """Tokens of each part of a sequence of ``num_tokens``; a whole sequence is a part."""
-        if self.part_tokens is None or num_tokens <= self.part_tokens:
-            return (num_tokens,)
-        num_full, rest = divmod(num_tokens, self.part_tokens)
-        return (self.part_tokens,) * num_full + ((rest,) if rest else ())
-
-    def most_blocks(self, capacities: Seq[int]) -> int:
-        """Of the longest sequence that empty holders hold: as many full parts
-        as there is room for, and a last one in the largest room that these
-        leave.
-
-        Args:
-            capacities: blocks of each holder.
-        """
-        if self.part_tokens is None:
-            return max(capacities, default=0)
-        full = self.part_tokens // self.block_size
-        rests = (c % full for c in capacities)
-        return sum(c // full for c in capacities) * full + max(rests, default=0)
-
-    def most_parts(self, capacities: Seq[int], max_closed_parts: int) -> int:
-        """Of any sequence: as many closed ones as holders may have, and a last one."""
-        if self.part_tokens is None:
-            return 1
-        full = self.part_tokens // self.block_size
-        return sum(min(c // full, max_closed_parts) for c in capacities) + 1
 
 
 class BlockLedger:
@@ -91,83 +46,24 @@ class BlockLedger:
         assert blocks and min(blocks) >= 0 and block_size > 0
         assert part_tokens is None or (part_tokens > 0 and part_tokens % block_size == 0)
         self.shape: Final = PartShape(block_size, part_tokens)
-        self._capacity = list(blocks)
+        self.capacity: Final = Capacity(blocks, self.shape, max_closed_parts)
+        """What would fit if nothing were reserved."""
         self._free = list(blocks)
         """Blocks that aren't reserved, as if nothing were kept."""
         self.cache: Final = cache or PrefixCache(len(blocks), block_size)
         self._max_closed_parts = max_closed_parts
         self._closed_parts = [0] * len(blocks)
-        self._lost: set[HolderId] = set()
-        self.is_deserted = False
-        """All holders are gone."""
 
     def lose(self, holder: HolderId) -> None:
         """The holder is gone: nothing fits on it any more."""
         self.cache.lose(holder)
-        self._lost.add(holder)
-        self.is_deserted = len(self._lost) == len(self._capacity)
+        self.capacity.lose(holder)
 
     def regain(self, holder: HolderId, num_blocks: int) -> None:
         """In the place of a lost holder there is an empty one, of so many blocks."""
-        assert holder in self._lost and self._free[holder] == self._capacity[holder]
-        self._lost.remove(holder)
-        self.is_deserted = False
-        self._free[holder] = self._capacity[holder] = num_blocks
-
-    def is_possible(self, num_tokens: int) -> bool:
-        """Whether holders, were they empty, could hold a sequence of ``num_tokens`` tokens."""
-        try:
-            self.check_possible(num_tokens)
-        except CapacityError:
-            return False
-        return True
-
-    def check_possible(self, num_tokens: int) -> None:
-        """Raises CapacityError unless ``is_possible``."""
-        shape = self.shape
-        present = [self._capacity[holder] for holder in self.present]
-        most = shape.most_blocks(present)
-        if shape.blocks_for(num_tokens) > most:
-            if shape.part_tokens is None:
-                who = "the largest R-worker has"
-                more = (
-                    "or let several hold parts of it (--split-tokens; not with --r-partition heads)"
-                )
-            else:
-                who = f"in parts of {shape.part_tokens} tokens R-workers together have room for"
-                more = "or take smaller parts (--split-tokens)"
-            raise CapacityError(
-                f"the prompt and max_tokens may fill {num_tokens} cached tokens "
-                f"({shape.blocks_for(num_tokens)} KV blocks), but {who} {most} blocks "
-                f"({most * shape.block_size} tokens): shorten one of the two, give R-workers "
-                f"more memory (--kv-memory-gb), {more}"
-            )
-        sizes = shape.sizes(num_tokens)
-        most_parts = shape.most_parts(present, self._max_closed_parts)
-        if len(sizes) > most_parts:
-            raise CapacityError(
-                f"the sequence may grow to {num_tokens} cached tokens, {len(sizes)} parts of "
-                f"{sizes[0]}, but its queries can go to {most_parts} parts at most: lower "
-                "max_tokens, or let parts be longer (--split-tokens)",
-                code="too_many_parts",
-            )
-
-    @property
-    def present(self) -> list[HolderId]:
-        """The holders that aren't lost."""
-        return [HolderId(h) for h in range(len(self._capacity)) if h not in self._lost]
-
-    def capacity_blocks(self, holder: HolderId) -> int:
-        """What the holder has room for when it is empty."""
-        return self._capacity[holder]
-
-    def capacity_tokens(self, holder: HolderId) -> int:
-        """What the holder has room for when it is empty."""
-        return self._capacity[holder] * self.shape.block_size
-
-    def num_blocks(self, holder: HolderId) -> int:
-        """That a holder has, or had."""
-        return self._capacity[holder]
+        assert self._free[holder] == self.capacity.blocks(holder), "something is reserved there"
+        self.capacity.regain(holder, num_blocks)
+        self._free[holder] = num_blocks
 
     def free_blocks(self, holder: HolderId) -> int:
         """Blocks that are neither reserved nor kept."""
@@ -182,8 +78,8 @@ class BlockLedger:
         blocks, most = self.shape.blocks_for(num_tokens), self.shape.blocks_for(may_grow_to)
         # What is kept for nobody who runs is as good as free.
         idle = self.cache.stock.num_idle
-        free = {h: self.free_blocks(h) + idle(h) - taken.get(h, 0) for h in self.present}
-        fitting = (h for h in free if free[h] >= blocks and self._capacity[h] >= most)
+        free = {h: self.free_blocks(h) + idle(h) - taken.get(h, 0) for h in self.capacity.present}
+        fitting = (h for h in free if free[h] >= blocks and self.capacity.blocks(h) >= most)
         return sorted(fitting, key=lambda h: (-free[h], h))
 
     def candidates(
@@ -247,19 +143,20 @@ class BlockLedger:
             self.cache.end(sequence)
         self._hold(residence, -1)
         assert all(
-            self._free[part.holder] <= self._capacity[part.holder] for part in residence.parts
+            self._free[part.holder] <= self.capacity.blocks(part.holder) for part in residence.parts
         )
 
     def check_invariants(self, residences: Iterable[Residence]) -> None:
         """Recount. ``residences``: of all that runs."""
-        free, closed = list(self._capacity), [0] * len(self._capacity)
+        free = [self.capacity.blocks(HolderId(h)) for h in range(len(self._free))]
+        closed = [0] * len(free)
         for residence in residences:
             for part in residence.parts:
                 free[part.holder] -= self.shape.blocks_for(part.num_tokens)
             for part in residence.parts[:-1]:
                 closed[part.holder] += 1
         assert free == self._free and closed == self._closed_parts, "the ledger is wrong"
-        assert min(map(self.free_blocks, self.present), default=0) >= 0, (
+        assert min(map(self.free_blocks, self.capacity.present), default=0) >= 0, (
             "more is reserved than there is"
         )
 

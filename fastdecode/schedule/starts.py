@@ -123,7 +123,7 @@ class Starts:
             found = cache.reuses(wish.sequence, wish.sizes)
             if cache.is_coming(wish.sequence, found):
                 return None
-            for reuse in _worth_it(lane, self._ledger.present, found):
+            for reuse in _worth_it(lane, self._ledger.capacity.present, found):
                 started = replace(wish, reuse=reuse, num_shared=reuse.num_tokens)
                 candidate = self._meet(lane, started)
                 if candidate is not None:
@@ -248,7 +248,7 @@ class Starts:
         for tier in tiers:
             tier.sort(
                 key=lambda holder: (
-                    lane.reserved_tokens[holder] / self._ledger.capacity_tokens(holder)
+                    lane.reserved_tokens[holder] / self._ledger.capacity.tokens(holder)
                 )
             )
             chosen = lane.admission.choose(shares[part], tier, earlier, alone=alone)

@@ -71,15 +71,15 @@ def test_a_reservation_grows_by_whole_blocks_while_there_are_any() -> None:
     assert ledger.grow(part(0, 8), 12) and ledger.free_blocks(0) == 0
     ledger.release(whole(0, 12))
     assert ledger.free_blocks(0) == 3
-    assert ledger.capacity_tokens(0) == 12
+    assert ledger.capacity.tokens(0) == 12
 
 
 def test_a_replacement_is_as_large_as_it_says() -> None:
     ledger = BlockLedger((4, 2), block_size=16)
     ledger.lose(0)
-    assert not ledger.is_possible(33)
+    assert not ledger.capacity.is_possible(33)
     ledger.regain(0, 3)
-    assert ledger.is_possible(48) and not ledger.is_possible(49)
+    assert ledger.capacity.is_possible(48) and not ledger.capacity.is_possible(49)
     assert ledger.holders_with_room(1, 1) == [0, 1]
     ledger.reserve(whole(0, 48))
     assert ledger.holders_with_room(1, 1) == [1]
@@ -124,7 +124,7 @@ def test_parts_are_placed_if_and_only_if_some_way_fits(
         for last, room in enumerate(free)
         if room >= needed[-1]
     )
-    assert ledger.is_possible(num_tokens) == is_possible
+    assert ledger.capacity.is_possible(num_tokens) == is_possible
     placed = place(ledger, sizes, lambda placed, fitting: fitting[-1] if fitting else None)
     assert (placed is not None) == is_possible
     if placed is not None:
@@ -181,10 +181,10 @@ def test_what_never_fits_is_told_what_would() -> None:
     with pytest.raises(
         CapacityError, match=r"the largest R-worker has 6 blocks \(24 tokens\).*--split-tokens"
     ):
-        BlockLedger((6, 6), block_size=4).check_possible(25)
+        BlockLedger((6, 6), block_size=4).capacity.check_possible(25)
     in_parts = BlockLedger((6, 6), block_size=4, part_tokens=32)
     with pytest.raises(
         CapacityError, match=r"in parts of 32 tokens.* 6 blocks \(24 tokens\).*take smaller parts"
     ):
-        in_parts.check_possible(25)
-    BlockLedger((6, 6), block_size=4, part_tokens=8).check_possible(48)
+        in_parts.capacity.check_possible(25)
+    BlockLedger((6, 6), block_size=4, part_tokens=8).capacity.check_possible(48)

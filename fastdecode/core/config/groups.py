@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fastdecode.core.config.options import check_options, option
 from fastdecode.core.dtype import DType
@@ -17,6 +18,11 @@ PROMPT_ATTENTION = ("auto", "s", "r")
 CUDA_GRAPHS = ("auto", "on", "off")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
 COLD_STARTS = ("headroom", "none")
+
+
+def _gigabytes(help: str) -> Any:
+    """An option for an amount of memory. None: decide for me."""
+    return option(None, help, low=1e-6, high=1e6, unit="GB", metavar="GB")
 
 
 @dataclass(frozen=True)
@@ -119,23 +125,13 @@ class RPart:
         low=1,
         high=4096,
     )
-    kv_memory_gb: float | None = option(
-        None,
+    kv_memory_gb: float | None = _gigabytes(
         "KV cache of each R-worker, in GB of 1e9 bytes; default: half of the memory that the "
-        "S-part leaves free, shared out",
-        low=1e-6,
-        high=1e6,
-        unit="GB",
-        metavar="GB",
+        "S-part leaves free, shared out"
     )
-    device_kv_gb: float | None = option(
-        None,
+    device_kv_gb: float | None = _gigabytes(
         "with KV on both sides, KV cache on the device, in GB of 1e9 bytes; default: what is left "
-        "there, or on a CPU as much as each R-worker's",
-        low=1e-6,
-        high=1e6,
-        unit="GB",
-        metavar="GB",
+        "there, or on a CPU as much as each R-worker's"
     )
     away_tpot_s: float | None = option(
         None,

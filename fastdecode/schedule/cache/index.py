@@ -7,20 +7,10 @@ up. It was **hit** once a sequence has started with it that didn't compute it.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Reversible
-from dataclasses import dataclass
 
-
-@dataclass(eq=False, slots=True)
-class KeptBlock:
-    num_users: int
-    """Running sequences that use it."""
-    was_hit: bool = False
-    is_condemned: bool = False
-    """Nobody may start with it any more; it is given up when it gets idle."""
-    idle_since: int = 0
-    """On a clock that counts how often blocks got idle."""
+from fastdecode.schedule.cache.idle import IdleBlocks, KeptBlock
 
 
 class BlockIndex:
@@ -28,11 +18,7 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, KeptBlock] = {}
-        # Those idle for longest come first. Apart, since those that were never
-        # hit are given up first where it is memory that is saved.
-        self._hit: OrderedDict[bytes, KeptBlock] = OrderedDict()
-        self._unhit: OrderedDict[bytes, KeptBlock] = OrderedDict()
-        self._clock = 0
+        self._idle = IdleBlocks()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -43,12 +29,12 @@ class BlockIndex:
 
     @property
     def num_idle(self) -> int:
-        return len(self._hit) + len(self._unhit)
+        return len(self._idle)
 
     @property
     def num_unhit(self) -> int:
         """Idle ones that were never hit."""
-        return len(self._unhit)
+        return self._idle.num_unhit
 
     def num_leading(self, keys: Iterable[bytes]) -> int:
         """How many of a chain's first blocks are there, and may be used."""
@@ -75,7 +61,7 @@ class BlockIndex:
         for key in keys:
             block = self._blocks[key]
             if block.num_users == 0:
-                del self._idle_like(block)[key]
+                self._idle.remove(key, block)
             block.num_users += 1
             block.was_hit |= as_hit
 
@@ -93,9 +79,7 @@ class BlockIndex:
                 del self._blocks[key]
                 condemned.append(key)
                 continue
-            self._clock += 1
-            block.idle_since = self._clock
-            self._idle_like(block)[key] = block
+            self._idle.add(key, block)
         return condemned
 
     def condemn(self, keys: Iterable[bytes]) -> None:
@@ -104,34 +88,22 @@ class BlockIndex:
             self._blocks[key].is_condemned = True
 
     def give_up(self, count: int) -> list[bytes]:
-        """So many idle blocks, those idle for longest."""
-        return [self._give_up_first(self._older()) for _ in range(count)]
+        """So many idle blocks."""
+        return self._drop(self._idle.give_up(count))
 
     def give_up_unhit(self, count: int) -> list[bytes]:
         """So many of those that were never hit."""
-        return [self._give_up_first(self._unhit) for _ in range(count)]
+        return self._drop(self._idle.give_up_unhit(count))
 
-    def _older(self) -> OrderedDict[bytes, KeptBlock]:
-        """Where the one is that is idle for longest."""
-        if not self._hit or not self._unhit:
-            return self._hit or self._unhit
-        hit, unhit = next(iter(self._hit.values())), next(iter(self._unhit.values()))
-        return self._hit if hit.idle_since < unhit.idle_since else self._unhit
-
-    def _give_up_first(self, idle: OrderedDict[bytes, KeptBlock]) -> bytes:
-        key, _ = idle.popitem(last=False)
-        del self._blocks[key]
-        return key
-
-    def _idle_like(self, block: KeptBlock) -> OrderedDict[bytes, KeptBlock]:
-        return self._hit if block.was_hit else self._unhit
+    def _drop(self, keys: list[bytes]) -> list[bytes]:
+        for key in keys:
+            del self._blocks[key]
+        return keys
 
     def check_invariants(self, used: Counter[bytes]) -> None:
         """Recount. ``used``: how many running sequences use each block."""
         users = {key: block.num_users for key, block in self._blocks.items() if block.num_users}
         assert users == dict(used), "users are miscounted"
         idle = {key for key, block in self._blocks.items() if not block.num_users}
-        assert idle == set(self._hit) | set(self._unhit) and not set(self._hit) & set(self._unhit)
-        assert all(block.was_hit for block in self._hit.values())
-        assert not any(block.was_hit for block in self._unhit.values())
+        self._idle.check_invariants(idle)
         assert not any(self._blocks[key].is_condemned for key in idle), "it was to be given up"

@@ -231,7 +231,7 @@ class HybridControl:
     def _could_hold(self, holder: HolderId, sequence: Sequence) -> bool:
         """Whether it has room for the sequence when it is empty."""
         most = self._ledger.shape.blocks_for(sequence.max_cached_tokens)
-        return most <= self._ledger.capacity_blocks(holder)
+        return most <= self._ledger.capacity.blocks(holder)
 
     def _has_away(self, lane: Lane) -> bool:
         """Whether any of its sequences are away."""

@@ -72,8 +72,8 @@ class Teller:
             tuple(home),
             tuple(away),
             tuple(self._waiting(sequence) for sequence in islice(waiting, _HORIZON)),
-            home_blocks=self._ledger.capacity_blocks(self._device),
-            away_blocks=sum(map(self._ledger.capacity_blocks, self.r_workers)),
+            home_blocks=self._ledger.capacity.blocks(self._device),
+            away_blocks=sum(map(self._ledger.capacity.blocks, self.r_workers)),
             away_free=tuple(map(self._ledger.free_blocks, self.r_workers)),
             most_running=self._max_num_sequences,
         )
@@ -97,7 +97,7 @@ class Teller:
     @property
     def r_workers(self) -> Seq[HolderId]:
         """Those that aren't lost, and have room for anything."""
-        return [h for h in self._ledger.present if h != self._device]
+        return [h for h in self._ledger.capacity.present if h != self._device]
 
     def _device_s(self, load: float) -> float:
         return self._times.r_part_s(self._device, round(load))
@@ -105,7 +105,7 @@ class Teller:
     def _r_part_s(self, num_sequences: int, load: float) -> float:
         """They are filled evenly, by their memory, up to a sequence."""
         workers = self.r_workers
-        blocks = [self._ledger.capacity_blocks(worker) for worker in workers]
+        blocks = [self._ledger.capacity.blocks(worker) for worker in workers]
         one, in_all = load / max(1, num_sequences), max(1, sum(blocks))
         shares = [min(load, load * own / in_all + one) for own in blocks]
         return max(

@@ -21,6 +21,7 @@ only then is it known what has to be closed, and nobody writes to it any more.
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
 from fastdecode.core.holders import HolderId, PartId
@@ -54,6 +55,8 @@ from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
 from fastdecode.schedule.plan import Chunk, Start
 
 logger = logging.getLogger(__name__)
+
+_NO_ROOM: Final = "its R-worker was lost, and no R-worker that is left has room for it"
 
 
 class Lifecycle:
@@ -116,7 +119,9 @@ class Lifecycle:
 
     def _plan(self, lane: int) -> None:
         if self._looks_for_room:
-            self._fail_unplaceable()
+            self._looks_for_room = False
+            for request_id in _unplaceable(self.scheduler):
+                self._drop(request_id, WorkerError(_NO_ROOM))
         self._cache.stock.trim(self.lives.num_cached_tokens)
         plan = self.scheduler.plan(lane, may_start=not (self._was_refused and self._flying))
         # Before anything is closed, since it may be kept, and opened, since it
@@ -247,17 +252,6 @@ class Lifecycle:
         self.lives.doom(life, Fate.DROP)
         self._settle(life)
 
-    def _fail_unplaceable(self) -> None:
-        """End the requests that no holder that is left has room for."""
-        self._looks_for_room = False
-        error = WorkerError("its R-worker was lost, and no R-worker that is left has room for it")
-        ledger = self.scheduler.ledger
-        unplaceable = [
-            s for s in self.scheduler.waiting if not ledger.is_possible(s.max_cached_tokens)
-        ]
-        for request_id in dict.fromkeys(sequence.request.request_id for sequence in unplaceable):
-            self._drop(request_id, error)
-
     def _drop(self, request_id: str, error: FastDecodeError | None = None) -> None:
         """A request ends before its time, all of its sequences with it. None:
         nobody wants to know."""
@@ -298,3 +292,10 @@ class Lifecycle:
         self.scheduler.check_invariants()
         self.grants.check_invariants(self.lives.by_sequence.values())
         self.lives.check_invariants({sequence.sequence_id for sequence in self.scheduler.waiting})
+
+
+def _unplaceable(scheduler: ContinuousScheduler) -> list[str]:
+    """The requests that wait, and that no holder that is left has room for."""
+    capacity = scheduler.ledger.capacity
+    unplaceable = [s for s in scheduler.waiting if not capacity.is_possible(s.max_cached_tokens)]
+    return list(dict.fromkeys(sequence.request.request_id for sequence in unplaceable))
