@@ -26,6 +26,7 @@ from fastdecode.cli.errors import as_typed
 from fastdecode.cli.generate import add_generate
 from fastdecode.cli.launch import add_launch
 from fastdecode.cli.options import EXIT_INTERRUPTED, EXIT_WORKERS_LOST, tell
+from fastdecode.cli.plan import add_plan
 from fastdecode.cli.r_worker import add_r_worker
 from fastdecode.cli.run_batch import add_run_batch
 from fastdecode.cli.serve import add_serve
@@ -125,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     add_serve(commands)
     add_bench_serve(commands)
     add_size(commands)
+    add_plan(commands)
     add_calibrate(commands)
     add_bench(commands)
     add_simulate(commands)

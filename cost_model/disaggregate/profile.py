@@ -1,0 +1,111 @@
+"""What one machine takes for a microbatch, as somebody measured it: a JSON file.
+
+::
+
+    {
+      "prompt_tokens": 1000,
+      "model_gb": 132,
+      "kv_gb_per_token": 0.00236,
+      "microbatches": [
+        {"sequences": 8, "prompt_s": 4.1, "token_s": 0.11},
+        {"sequences": 16, "prompt_s": 8.2, "token_s": 0.13}
+      ]
+    }
+
+``prompt_s`` and ``token_s`` are one machine's with all layers on it: their
+stages' times, summed. Prompts are padded to ``prompt_tokens``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cost_model.disaggregate.memory import ModelMemory
+from cost_model.exact import LARGEST
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.json_file import read_object
+
+MAX_BYTES = 1 << 20
+MAX_SIZES = 64
+_FIELDS = {"prompt_tokens", "model_gb", "kv_gb_per_token", "microbatches"}
+_POINT_FIELDS = {"sequences", "prompt_s", "token_s"}
+
+
+@dataclass(frozen=True)
+class MeasuredMicrobatch:
+    """Seconds of one machine with all layers."""
+
+    sequences: int
+    prompt_s: float
+    token_s: float
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """See this module."""
+
+    prompt_tokens: int
+    memory: ModelMemory
+    microbatches: tuple[MeasuredMicrobatch, ...]
+    """By size."""
+
+
+def read_machine_profile(path: Path) -> MachineProfile:
+    """Read a file.
+
+    Raises:
+        ConfigError: it can't be read, or a field is missing, unknown or makes
+            no sense; names it.
+    """
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"--profile {path}: {why}")
+
+    tree = read_object(path, most_bytes=MAX_BYTES, refuse=refuse)
+    _check_fields(tree, _FIELDS, "", refuse)
+    points = tree["microbatches"]
+    if not isinstance(points, list) or not 1 <= len(points) <= MAX_SIZES:
+        raise refuse(f'"microbatches" must be a list of 1 to {MAX_SIZES} measurements')
+    found = [_point(each, f"microbatches[{i}].", refuse) for i, each in enumerate(points)]
+    if len({point.sequences for point in found}) < len(found):
+        raise refuse('"microbatches" has a size twice; give each once')
+    numbers = [_number(tree, name, "", refuse) for name in ("model_gb", "kv_gb_per_token")]
+    return MachineProfile(
+        _count(tree, "prompt_tokens", "", refuse),
+        ModelMemory.given(*numbers),
+        tuple(sorted(found, key=lambda point: point.sequences)),
+    )
+
+
+def _point(tree: Any, where: str, refuse: Any) -> MeasuredMicrobatch:
+    if not isinstance(tree, dict):
+        raise refuse(f"{where[:-1]} must be an object with {', '.join(sorted(_POINT_FIELDS))}")
+    _check_fields(tree, _POINT_FIELDS, where, refuse)
+    return MeasuredMicrobatch(
+        _count(tree, "sequences", where, refuse),
+        _number(tree, "prompt_s", where, refuse),
+        _number(tree, "token_s", where, refuse),
+    )
+
+
+def _check_fields(tree: dict[str, Any], fields: set[str], where: str, refuse: Any) -> None:
+    for name in sorted(fields - set(tree)):
+        raise refuse(f'"{where}{name}" is missing')
+    for name in sorted(set(tree) - fields):
+        raise refuse(f'"{where}{name}" is not known; there are {", ".join(sorted(fields))}')
+
+
+def _count(tree: dict[str, Any], name: str, where: str, refuse: Any) -> int:
+    value = tree[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10_000_000:
+        raise refuse(f'"{where}{name}" is {value!r}; it must be a whole number from 1 to 10000000')
+    return value
+
+
+def _number(tree: dict[str, Any], name: str, where: str, refuse: Any) -> float:
+    value = tree[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
+        raise refuse(f'"{where}{name}" is {value!r}; it must be a number above 0')
+    return float(value)

@@ -1,0 +1,150 @@
+"""simdistserve's search: every placement of a prefill and a decode instance on
+so many GPUs, the greatest rate a GPU of each by bisection, and the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+
+from cost_model.goodput.published.profile import PublishedModel
+from cost_model.goodput.published.simulator import (
+    Degrees,
+    simulate_colocated,
+    simulate_disaggregated,
+)
+from cost_model.goodput.slo import RequestTimes, Slo
+from fastdecode.core.errors import ConfigError
+
+
+@dataclass(frozen=True, order=True)
+class Placement:
+    """A pair of instances; each is cut in ``pp_cross`` segments, one a node."""
+
+    pp_cross: int
+    tp_prefill: int
+    pp_prefill: int
+    tp_decode: int
+    pp_decode: int
+
+    @property
+    def num_gpus(self) -> int:
+        per_segment = self.tp_prefill * self.pp_prefill + self.tp_decode * self.pp_decode
+        return self.pp_cross * per_segment
+
+    @property
+    def prefill(self) -> Degrees:
+        return Degrees(self.tp_prefill, self.pp_cross * self.pp_prefill)
+
+    @property
+    def decode(self) -> Degrees:
+        return Degrees(self.tp_decode, self.pp_cross * self.pp_decode)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pp_cross},{self.tp_prefill},{self.pp_prefill},{self.tp_decode},{self.pp_decode}"
+        )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The question: what comes, and what it must keep."""
+
+    unit_gaps: Sequence[float]
+    """Before each request, divided by the rate: seconds."""
+    lengths: Sequence[tuple[int, int]]
+    """Prompt and output tokens."""
+    slo: Slo
+    max_gpu_rate: float
+    """Requests a second and GPU, beyond which nobody looks."""
+    step: float
+    """The rate is found to this."""
+
+
+def placements(
+    model: PublishedModel, num_nodes: int, gpus_per_node: int, *, is_high_affinity: bool
+) -> list[Placement]:
+    """All that there are, whether or not the profile can run them."""
+    tps, pps = model.degrees
+    total = num_nodes * gpus_per_node
+    limit = total if is_high_affinity else gpus_per_node
+    tps = tuple(tp for tp in tps if tp <= limit)
+    few = tuple(pp for pp in pps if pp <= limit)
+    crosses = (1,) if is_high_affinity else tuple(pp for pp in pps if pp <= num_nodes)
+    found = [Placement(*each) for each in product(crosses, tps, few, tps, few)]
+    return [
+        each
+        for each in found
+        if each.num_gpus <= total
+        and (is_high_affinity or each.num_gpus <= each.pp_cross * gpus_per_node)
+        and each.prefill.pp in pps
+        and each.decode.pp in pps
+    ]
+
+
+def is_runnable(model: PublishedModel, placement: Placement) -> bool:
+    return all(
+        model.is_runnable(degrees.tp, degrees.pp)
+        for degrees in (placement.prefill, placement.decode)
+    )
+
+
+def gpu_goodput(model: PublishedModel, placement: Placement, asked: Asked) -> float:
+    """Requests a second and GPU; 0 where the lowest rate tried is too high."""
+
+    def run(requests: Sequence[tuple[float, int, int]]) -> list[RequestTimes]:
+        return simulate_disaggregated(requests, model, placement.prefill, placement.decode)
+
+    return _bisect(run, placement.num_gpus, asked)
+
+
+def colocated_goodput(model: PublishedModel, degrees: Degrees, asked: Asked) -> float:
+    """As ``gpu_goodput``, of one instance for both."""
+
+    def run(requests: Sequence[tuple[float, int, int]]) -> list[RequestTimes]:
+        return simulate_colocated(requests, model, degrees)
+
+    return _bisect(run, degrees.tp * degrees.pp, asked)
+
+
+def _bisect(
+    run: Callable[[Sequence[tuple[float, int, int]]], list[RequestTimes]],
+    num_gpus: int,
+    asked: Asked,
+) -> float:
+    low, high = 0.0, asked.max_gpu_rate
+    while high - low > asked.step:
+        middle = (low + high) / 2
+        rate = middle * num_gpus
+        arrivals = accumulate(gap / rate for gap in asked.unit_gaps)
+        requests = [(at_s, *pair) for at_s, pair in zip(arrivals, asked.lengths, strict=True)]
+        if asked.slo.is_attained(run(requests), "each"):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def best_placement(
+    model: PublishedModel,
+    candidates: Iterable[Placement],
+    asked: Asked,
+    progress: Callable[[], object] = lambda: None,
+) -> tuple[Placement, dict[Placement, float]]:
+    """The placement with the greatest goodput a GPU, and that of all; of equal
+    ones, the one with the fewest GPUs.
+
+    Raises:
+        ConfigError: the profile can't run any.
+    """
+    found = {}
+    for placement in candidates:
+        if is_runnable(model, placement):
+            found[placement] = gpu_goodput(model, placement, asked)
+            progress()
+    if not found:
+        raise ConfigError(
+            f"the published profile can't run {model.name} on so few GPUs: give more of them"
+        )
+    best = min(found, key=lambda each: (-found[each], each.num_gpus, each))
+    return best, found

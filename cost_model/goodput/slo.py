@@ -1,0 +1,103 @@
+"""Service-level objectives, and what part of the requests meets them.
+
+Attainment is two things in the literature, which are never one here: the share
+of requests that meet both limits (``both``, the paper's), or the quantiles of
+TTFT and of TPOT, each strictly below its own limit (``each``, the published
+simulator's; quantiles are interpolated).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from cost_model.closed_forms import at_most
+from fastdecode.core.errors import ConfigError
+
+Attainment = Literal["both", "each"]
+ATTAINMENTS: tuple[Attainment, ...] = ("both", "each")
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """What a request saw."""
+
+    arrived_s: float
+    ttft_s: float
+    tpot_s: float | None
+    """None: its output is one token, which keeps any limit."""
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What enough requests are to keep."""
+
+    ttft_s: float
+    tpot_s: float
+    attainment: float = 0.9
+    """The part of them that is enough."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"--slo {name} must be a time above 0, got {value!r} s")
+        if not 0 < self.attainment <= 1:
+            raise ConfigError(
+                f"--attainment {self.attainment!r} is not a part above 0 and at most 1"
+            )
+
+    @classmethod
+    def parse(cls, text: str, attainment: float) -> Slo:
+        """``ttft=400ms,tpot=40ms``; times have units.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        found: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(ms|us|s)", value.strip())
+            if name not in ("ttft", "tpot") or name in found or match is None:
+                raise ConfigError(
+                    f"--slo {text}: {part.strip()!r} is not like ttft=400ms or tpot=40ms; units "
+                    "are s, ms and us"
+                )
+            found[name] = float(match[1]) * _SECONDS[match[2]]
+        if len(found) < 2:
+            raise ConfigError(f"--slo {text}: give both, like ttft=400ms,tpot=40ms")
+        return cls(found["ttft"], found["tpot"], attainment)
+
+    def is_met_by(self, request: RequestTimes) -> bool:
+        """It keeps both limits."""
+        is_quick = request.tpot_s is None or request.tpot_s <= self.tpot_s
+        return is_quick and request.ttft_s <= self.ttft_s
+
+    def share(self, requests: Sequence[RequestTimes]) -> float:
+        """The part of the requests that keep both limits; 1 if there are none."""
+        if not requests:
+            return 1.0
+        return sum(map(self.is_met_by, requests)) / len(requests)
+
+    def is_attained(self, requests: Sequence[RequestTimes], how: Attainment = "both") -> bool:
+        """Enough requests keep the limits."""
+        if how == "both":
+            return at_most(self.attainment * len(requests), sum(map(self.is_met_by, requests)))
+        ttft_s, tpot_s = self.quantiles(requests)
+        return ttft_s < self.ttft_s and tpot_s < self.tpot_s
+
+    def quantiles(self, requests: Sequence[RequestTimes]) -> tuple[float, float]:
+        """TTFT and TPOT at the attainment, each by itself: with these as limits,
+        each would be attained. 0 where there are none."""
+        ttfts = [each.ttft_s for each in requests]
+        tpots = [each.tpot_s for each in requests if each.tpot_s is not None]
+        return _quantile(ttfts, self.attainment), _quantile(tpots, self.attainment)
+
+
+def _quantile(values: Sequence[float], part: float) -> float:
+    return float(np.quantile(values, part)) if len(values) else 0.0

@@ -1,0 +1,126 @@
+"""``fastdecode plan disaggregate``: how many of so many machines run prompts, and
+does it pay?
+
+Exit codes: 0 an answer; 1 no split fits; 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.cli.options import add_log_level_option
+from fastdecode.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cost_model.disaggregate.memory import StageMemory
+    from cost_model.disaggregate.split import Overhead
+
+EXIT_INFEASIBLE = 1
+_MEMORY = ("layers", "weights_gb", "prompt_kv_gb", "token_kv_gb", "memory_gb")
+
+
+def add_disaggregate(questions: Any) -> None:
+    """Add the subcommand to those of ``plan``."""
+    parser: argparse.ArgumentParser = questions.add_parser(
+        "disaggregate",
+        help="machines for prompts and machines for tokens",
+        description="How many of D machines run prompts and how many run tokens, by DéjàVu's "
+        "equations over whole machines, and whether that beats one pipeline for both.",
+    )
+    parser.set_defaults(run=run_disaggregate, command="plan disaggregate")
+    add = parser.add_argument
+    add("--machines", type=int, required=True, metavar="D", help="machines in all")
+    add(
+        "--prompt-time",
+        type=float,
+        required=True,
+        metavar="S",
+        help="seconds of a stage for a microbatch's prompt, all machines in one pipeline",
+    )
+    add(
+        "--token-time",
+        type=float,
+        required=True,
+        metavar="S",
+        help="seconds of a stage for one token of a microbatch, all machines in one pipeline",
+    )
+    add("--tokens", type=int, required=True, metavar="N", help="tokens that a microbatch generates")
+    _add_streaming(parser.add_argument_group("streaming K and V to the token machines"))
+    _add_memory(parser.add_argument_group("memory; all of these or none"))
+    add("--json", action="store_true", help="print the answer as JSON")
+    add_log_level_option(parser)
+
+
+def _add_streaming(group: Any) -> None:
+    group.add_argument(
+        "--overhead",
+        type=float,
+        metavar="M",
+        help="prompts take so many times as long (default: 1)",
+    )
+    group.add_argument(
+        "--kv-gb",
+        type=float,
+        metavar="GB",
+        help="instead: K and V that the largest prompt stage sends of a microbatch",
+    )
+    group.add_argument("--bandwidth-gbps", type=float, metavar="GBIT", help="of a machine's port")
+
+
+def _add_memory(group: Any) -> None:
+    for flag, kind, metavar, text in (
+        ("--layers", int, "L", "of the model"),
+        ("--weights-gb", float, "GB", "of one layer"),
+        ("--prompt-kv-gb", float, "GB", "of one layer, for a microbatch's prompt"),
+        ("--token-kv-gb", float, "GB", "of one layer, for the tokens a microbatch generates"),
+        ("--memory-gb", float, "GB", "of a machine"),
+    ):
+        group.add_argument(flag, type=kind, metavar=metavar, help=text)
+
+
+def run_disaggregate(args: argparse.Namespace) -> int:
+    """Answer one question. Returns the exit code."""
+    from cost_model.disaggregate.report import split_as_json, split_as_text
+    from cost_model.disaggregate.split import Disaggregation
+
+    asked = Disaggregation(
+        args.machines, args.prompt_time, args.token_time, args.tokens, _overhead(args)
+    )
+    memory = _memory(args)
+    best = asked.best(memory)
+    if args.json:
+        print(json.dumps(split_as_json(asked, best, memory), indent=2))
+    else:
+        print(split_as_text(asked, best, memory))
+    return 0 if best or args.machines == 1 else EXIT_INFEASIBLE
+
+
+def _overhead(args: argparse.Namespace) -> Overhead | None:
+    from cost_model.disaggregate.split import Overhead, transfer_s
+
+    sizes = (args.kv_gb, args.bandwidth_gbps)
+    if args.overhead is not None:
+        if sizes != (None, None):
+            raise ConfigError("give --overhead, or --kv-gb and --bandwidth-gbps, not both")
+        return Overhead.given(args.overhead)
+    if sizes == (None, None):
+        return None
+    if None in sizes:
+        raise ConfigError(
+            "how long does streaming take? Give --kv-gb and --bandwidth-gbps together"
+        )
+    return Overhead.of_transfer(transfer_s(*sizes), args.prompt_time)
+
+
+def _memory(args: argparse.Namespace) -> StageMemory | None:
+    from cost_model.disaggregate.memory import StageMemory
+
+    values = {name: getattr(args, name) for name in _MEMORY}
+    missing = [f"--{name.replace('_', '-')}" for name, value in values.items() if value is None]
+    if len(missing) == len(values):
+        return None
+    if missing:
+        raise ConfigError(f"does it fit? To know, {' and '.join(missing)} must be given as well")
+    return StageMemory.given(**values)

@@ -1,0 +1,136 @@
+"""``fastdecode plan pipelines``: the best pipeline of each kind over a trace, for
+several numbers of machines.
+
+Exit codes: 0 an answer; 1 nothing fits on any number of machines; 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.cli.options import add_log_level_option, tell
+from fastdecode.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cost_model.disaggregate.compare import Comparison, Simulated
+    from cost_model.simulate.trace import Trace
+
+EXIT_INFEASIBLE = 1
+MAX_MACHINES = 256
+PROGRESS_S = 5.0
+
+
+def add_pipelines(questions: Any) -> None:
+    """Add the subcommand to those of ``plan``."""
+    parser: argparse.ArgumentParser = questions.add_parser(
+        "pipelines",
+        help="simulate pipelines over a trace",
+        description="Simulate a trace on one pipeline, on several side by side, and on one for "
+        "prompts and one for tokens; of each kind, the best for so many machines.",
+    )
+    parser.set_defaults(run=run_pipelines, command="plan pipelines")
+    add = parser.add_argument
+    add("--trace", type=Path, required=True, metavar="FILE", help="requests, JSON Lines")
+    add("--profile", type=Path, required=True, metavar="FILE", help="one machine's times, JSON")
+    add(
+        "--machines",
+        required=True,
+        metavar="D,…",
+        help="numbers of machines to look at: 1,2,4,8",
+    )
+    add("--memory-gb", type=float, metavar="GB", help="of a machine; default: anything fits")
+    add(
+        "--transfer-time",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds that streaming K and V adds to each prompt stage (default: 0)",
+    )
+    add("--rate", type=float, metavar="R", help="draw arrivals: so many requests a second")
+    add("--cv", type=float, default=1.0, help="of drawn gaps; 1 is Poisson (default: 1)")
+    add("--seed", type=int, default=0, help="of drawn gaps (default: 0)")
+    add("--price", type=float, metavar="X", help="of a machine, an hour")
+    add("--json", action="store_true", help="print the answer as JSON")
+    add_log_level_option(parser)
+
+
+def run_pipelines(args: argparse.Namespace) -> int:
+    """Simulate and print. Returns the exit code."""
+    from cost_model.disaggregate.compare import KINDS, Comparison
+    from cost_model.disaggregate.profile import read_machine_profile
+    from cost_model.disaggregate.report import pipelines_as_json, pipelines_as_text
+    from cost_model.exact import exact
+
+    counts = _machine_counts(args.machines)
+    if args.price is not None:
+        exact("price", args.price)
+    comparison = Comparison(
+        _trace(args),
+        read_machine_profile(args.profile),
+        None if args.memory_gb is None else exact("memory_gb", args.memory_gb),
+        float(exact("transfer_time", args.transfer_time, above=False)),
+    )
+    progress = _progress(sum(_num_layouts(comparison, count) for count in counts))
+    rows: list[tuple[int, dict[str, Simulated | None]]] = [
+        (count, {kind: comparison.best(kind, count, progress) for kind in KINDS})
+        for count in counts
+    ]
+    if args.json:
+        print(json.dumps(pipelines_as_json(rows, args.price), indent=2))
+    else:
+        print(pipelines_as_text(rows, args.price))
+    return 0 if any(found for _, best in rows for found in best.values()) else EXIT_INFEASIBLE
+
+
+def _trace(args: argparse.Namespace) -> Trace:
+    from cost_model.arrivals import GENERATOR, arrivals
+    from cost_model.simulate.trace import Trace, read_trace
+
+    trace = read_trace(args.trace)
+    if args.rate is None:
+        return trace
+    times = arrivals(len(trace.requests), args.rate, args.cv, args.seed)
+    tell(f"arrivals: {args.rate:g} a second, cv {args.cv:g}, {GENERATOR}, seed {args.seed}")
+    return Trace(
+        tuple(
+            replace(request, arrival=arrival)
+            for request, arrival in zip(trace.requests, times, strict=True)
+        )
+    )
+
+
+def _machine_counts(text: str) -> list[int]:
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if not all(1 <= count <= MAX_MACHINES for count in counts):
+        raise ConfigError(
+            f"--machines {text}: give whole numbers from 1 to {MAX_MACHINES}, with commas between"
+        )
+    return list(dict.fromkeys(counts))
+
+
+def _num_layouts(comparison: Comparison, machines: int) -> int:
+    from cost_model.disaggregate.compare import KINDS
+
+    return sum(1 for kind in KINDS for _ in comparison.layouts(kind, machines))
+
+
+def _progress(most: int) -> Callable[[], object]:
+    """Says now and then how far it is; some layouts needn't be run."""
+    began_s = told_s = time.monotonic()
+    done = 0
+
+    def progress() -> None:
+        nonlocal told_s, done
+        done += 1
+        now_s = time.monotonic()
+        if now_s - told_s >= PROGRESS_S:
+            told_s = now_s
+            tell(f"{done} layouts simulated, of at most {most}, in {now_s - began_s:.0f} s")
+
+    return progress

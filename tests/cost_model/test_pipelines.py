@@ -1,0 +1,192 @@
+"""Pipelines on a virtual clock: worked makespans, and what must hold for any."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_model.arrivals import arrivals
+from cost_model.disaggregate.compare import KINDS, Comparison, Kind, grouped
+from cost_model.disaggregate.profile import read_machine_profile
+from cost_model.simulate.pipelines import (
+    MachineTimes,
+    Microbatch,
+    run_colocated,
+    run_data_parallel,
+    run_disaggregated,
+)
+from cost_model.simulate.trace import Trace, TracedRequest
+from fastdecode.core.errors import ConfigError
+
+CASES = json.loads(Path(__file__).with_name("pipeline_cases.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_worked_makespans(case: dict[str, object]) -> None:
+    tokens, machines = case["tokens"], case["machines"]
+    makespans, expected = case["disaggregated_s"], case["one_pipeline_s"]
+    assert isinstance(tokens, list) and isinstance(machines, int) and isinstance(makespans, dict)
+    microbatches = [Microbatch(each) for each in tokens]
+    prompt_s, token_s = case["prompt_s"], case["token_s"]
+    assert isinstance(prompt_s, float) and isinstance(token_s, float)
+    times = MachineTimes(prompt_s, token_s)
+    assert run_colocated(microbatches, machines, times).makespan_s == pytest.approx(
+        expected, rel=1e-6
+    )
+    found = {}
+    for split, makespan_s in makespans.items():
+        stages = (int(part) for part in split.split("+"))
+        found[split] = run_disaggregated(microbatches, *stages, times).makespan_s
+        assert found[split] == pytest.approx(makespan_s, rel=0.001), split
+    assert min(found, key=found.__getitem__) == case["best"]
+    wins = min(found.values()) < case["one_pipeline_s"]  # type: ignore[operator]
+    assert wins == case["wins"]
+
+
+def test_by_hand() -> None:
+    times = MachineTimes(2.0, 1.0, transfer_s=0.25)
+    # Two stages, two slots: prompts 1 s a stage, tokens 0.5 s.
+    #   stage 0: p0 0-1, p1 1-2, t0 2-2.5, t1 3-3.5; stage 1: p0 1-2, p1 2-3, t0 3-3.5, t1 3.5-4
+    run = run_colocated([Microbatch(1), Microbatch(1)], 2, times, keep_spans=True)
+    assert run.finished_s == [3.5, 4.0] and run.busy_s == [3.0, 3.0]
+    assert [span.began_s for span in run.spans if span.stage == 0] == [0, 1, 2, 3]
+    # One prompt stage: ready at 2.25 and 4.25; a token takes the only token stage 1 s.
+    apart = run_disaggregated([Microbatch(1), Microbatch(3)], 1, 1, times, keep_spans=True)
+    assert apart.finished_s == [3.25, 7.25] and apart.busy_s == [4.0, 4.0]
+    assert [(span.stage, span.token) for span in apart.spans][:3] == [(0, 0), (0, 0), (1, 1)]
+
+
+def test_arrivals_hold_prompts_back() -> None:
+    times = MachineTimes(1.0, 1.0)
+    late = [Microbatch(1), Microbatch(1, arrived_s=10.5)]
+    assert run_colocated(late, 1, times).finished_s == [2.0, 12.5]
+    assert run_disaggregated(late, 1, 1, times).finished_s == [2.0, 12.5]
+
+
+microbatches_ = st.lists(
+    st.builds(Microbatch, st.integers(1, 6), st.integers(0, 8).map(lambda n: n / 4)),
+    min_size=1, max_size=8,
+).map(lambda found: sorted(found, key=lambda each: each.arrived_s))  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(microbatches_, st.integers(1, 4), st.integers(1, 4))
+def test_no_stage_does_two_things_and_all_is_done(
+    microbatches: list[Microbatch], prompt_stages: int, token_stages: int
+) -> None:
+    times = MachineTimes(0.7, 0.3, 0.1)
+    both = run_colocated(microbatches, token_stages, times, keep_spans=True)
+    apart = run_disaggregated(microbatches, prompt_stages, token_stages, times, keep_spans=True)
+    num_tokens = sum(each.num_tokens for each in microbatches)
+    assert len(both.spans) == token_stages * (len(microbatches) + num_tokens)
+    assert len(apart.spans) == prompt_stages * len(microbatches) + token_stages * num_tokens
+    for run in (both, apart):
+        for stage in range(len(run.busy_s)):
+            mine = [span for span in run.spans if span.stage == stage]
+            assert run.busy_s[stage] == pytest.approx(sum(s.ended_s - s.began_s for s in mine))
+            for before, after in itertools.pairwise(mine):
+                assert after.began_s >= before.ended_s - 1e-12
+        for span in run.spans:
+            assert span.began_s >= microbatches[span.microbatch].arrived_s - 1e-12
+    first_tokens = [
+        sum(span.began_s <= now.began_s < apart.finished_s[span.microbatch] for span in
+            [s for s in apart.spans if s.stage == prompt_stages and s.token == 1])
+        for now in apart.spans if now.stage >= prompt_stages
+    ]  # fmt: skip
+    assert max(first_tokens) <= token_stages, "more microbatches under way than slots"
+
+
+def test_data_parallel_loses_no_microbatch() -> None:
+    runs = run_data_parallel([Microbatch(2)] * 7, 3, 2, MachineTimes(1.0, 0.1))
+    assert [len(run.finished_s) for run in runs] == [3, 2, 2]
+    assert len(run_data_parallel([Microbatch(2)], 3, 2, MachineTimes(1.0, 0.1))) == 1
+
+
+PROFILE = {
+    "prompt_tokens": 100,
+    "model_gb": 100,
+    "kv_gb_per_token": 0.01,
+    "microbatches": [
+        {"sequences": 4, "prompt_s": 3.0, "token_s": 0.2},
+        {"sequences": 8, "prompt_s": 6.0, "token_s": 0.25},
+    ],
+}
+
+
+def profile_file(tmp_path: Path, **changes: object) -> Path:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(PROFILE | changes))
+    return path
+
+
+def trace(num: int = 48) -> Trace:
+    return Trace(tuple(TracedRequest(100, 1 + index * 7 % 40, 40) for index in range(num)))
+
+
+def test_best_layouts_are_those_of_all(tmp_path: Path) -> None:
+    comparison = Comparison(trace(), read_machine_profile(profile_file(tmp_path)), Fraction(80))
+    for machines in (1, 2, 3, 6):
+        for kind in KINDS:
+            all_s = [
+                comparison.simulate(layout, point).makespan_s
+                for layout, point in comparison.layouts(kind, machines)
+            ]
+            best = comparison.best(kind, machines)
+            assert (None if best is None else best.makespan_s) == min(all_s, default=None)
+
+
+def test_memory_excludes_layouts(tmp_path: Path) -> None:
+    profile = read_machine_profile(profile_file(tmp_path))
+
+    def sizes(kind: Kind, machines: int, gb: int) -> set[int]:
+        comparison = Comparison(trace(), profile, Fraction(gb))
+        return {layout.microbatch for layout, _ in comparison.layouts(kind, machines)}
+
+    # 140 tokens at the end: 100/2 + 0.01·140·8 = 61.2 GB; prompts alone: 58 GB.
+    assert sizes("one pipeline", 2, 61) == {4} and sizes("one pipeline", 2, 62) == {4, 8}
+    assert sizes("disaggregated", 4, 61) == {4}
+    assert sizes("one pipeline", 1, 61) == set()
+
+
+def test_microbatches_are_there_with_their_last_request() -> None:
+    requests = tuple(TracedRequest(9, 1 + i, 9, arrival=float(i)) for i in range(5))
+    assert list(grouped(Trace(requests), 2)) == [
+        Microbatch(2, 1.0), Microbatch(4, 3.0), Microbatch(5, 4.0)
+    ]  # fmt: skip
+
+
+def test_drawn_arrivals_scale_with_the_rate() -> None:
+    slow, fast = (arrivals(2000, rate, 1.0, seed=3) for rate in (2.0, 4.0))
+    assert slow[0] == fast[0] == 0 and slow == pytest.approx([2 * each for each in fast])
+    assert 1999 / slow[-1] == pytest.approx(2.0, rel=0.1)
+    assert arrivals(4, 2.0, 0.0, seed=0) == [0, 0.5, 1, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prompt_tokens": 0}, "prompt_tokens"),
+        ({"more": 1}, "more"),
+        ({"model_gb": "big"}, "model_gb"),
+        ({"microbatches": []}, "microbatches"),
+        ({"microbatches": [{"sequences": 4, "prompt_s": 1.0}]}, r"microbatches\[0\].token_s"),
+        ({"microbatches": [PROFILE["microbatches"][0]] * 2}, "twice"),  # type: ignore[index]
+    ],
+)
+def test_refuses_profiles_that_make_no_sense(
+    tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_machine_profile(profile_file(tmp_path, **changes))
+
+
+def test_refuses_prompts_longer_than_measured(tmp_path: Path) -> None:
+    profile = read_machine_profile(profile_file(tmp_path, prompt_tokens=99))
+    with pytest.raises(ConfigError, match=r"a prompt of 100 tokens.*measured with 99"):
+        Comparison(trace(), profile)
