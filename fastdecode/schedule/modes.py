@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastdecode.core.config.groups import Batching
 from fastdecode.schedule.admission.policies import Admission, FixedF, Greedy, Synchronized
 from fastdecode.schedule.admission.stabilized import Stabilized
@@ -48,34 +50,44 @@ def make_scheduler(
     batching = options.batching
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
     lengths = _lengths(batching)
-
-    def make_lanes(num_lanes: int) -> list[Lane]:
-        # With a home lane there are no shares: that one may have all.
-        one = options.with_lanes(num_lanes if hybrid is None else 1)
-        budget = (
-            batching.step_tokens - one.lane_size,
-            batching.chunk_tokens(),
-            one.max_closed_rows,
-            one.split_tokens,
-        )
-        return [
-            Lane(_admission(one, capacity, times), PrefillBudget(*budget), index=index)
-            for index in range(num_lanes)
-        ]
-
     cache = PrefixCache(len(blocks), block_size, cache_identity)
     split, most_rows = options.split_tokens, options.max_closed_rows
     ledger = BlockLedger(blocks, block_size, split, most_rows, cache)
     most = batching.max_num_sequences
+    # With a home lane there are no shares: that one may have all.
+    sharing = options if hybrid is None else options.with_lanes(1)
     return ContinuousScheduler(
         ledger,
-        make_lanes,
+        partial(_lanes, sharing, capacity, times, are_shares=hybrid is None),
         lengths,
         num_lanes=options.num_lanes,
         max_num_sequences=most,
         opening_steps=opening_steps,
         hybrid=None if hybrid is None else _control(hybrid, ledger, lengths, times, most),
     )
+
+
+def _lanes(
+    options: ScheduleOptions,
+    capacity: tuple[int, ...],
+    times: StepTimes | None,
+    num_lanes: int,
+    *,
+    are_shares: bool,
+) -> list[Lane]:
+    """So many lanes. ``are_shares``: each has its part of what there may be in
+    all; else each may have all of it."""
+    one = options.with_lanes(num_lanes) if are_shares else options
+    budget = (
+        one.batching.step_tokens - one.lane_size,
+        one.batching.chunk_tokens(),
+        one.max_closed_rows,
+        one.split_tokens,
+    )
+    return [
+        Lane(_admission(one, capacity, times), PrefillBudget(*budget), index=index)
+        for index in range(num_lanes)
+    ]
 
 
 def _lengths(batching: Batching) -> LengthPredictor:
