@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import signal
 import sys
-import time
+import threading
 from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastdecode.cli.options import add_options
+from fastdecode.cli.serve import exit_code
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import CapacityError, FastDecodeError
 from fastdecode.core.host.logs import keep_traces_out
@@ -42,6 +43,7 @@ class ScriptedEngine:
         self._width = width
         self._open: dict[str, tuple[Request, Listener | None]] = {}
         self._said: dict[tuple[str, int], int] = {}
+        self._is_abandoned = threading.Event()
         self.pause_s = 0.0
         self.num_steps = 0
 
@@ -59,7 +61,7 @@ class ScriptedEngine:
 
     def submit(self, request: Request, listener: Listener | None = None) -> None:
         if request.prompt_token_ids[0] == NEVER_FITS:
-            raise CapacityError("it could never fit")
+            raise CapacityError("it could never fit", code="exceeds_capacity")
         self._open[request.request_id] = request, listener
         self._said.update(((request.request_id, i), 0) for i in range(request.params.n))
 
@@ -68,7 +70,7 @@ class ScriptedEngine:
 
     def step(self) -> None:
         self.num_steps += 1
-        time.sleep(self._step_s)
+        self._is_abandoned.wait(self._step_s)
         for request_id, index in list(self._said)[: self._width]:
             if request_id in self._open:
                 self._say(request_id, index)
@@ -78,7 +80,7 @@ class ScriptedEngine:
         if request.prompt_token_ids[0] == BREAKS:
             raise RuntimeError("this prompt's secret: 4711")
         if request.prompt_token_ids[0] == HANGS:
-            time.sleep(3600)
+            self._is_abandoned.wait()
         place = request_id, index
         self._said[place] += 1
         is_over = self._said[place] == request.max_tokens
@@ -101,6 +103,7 @@ class ScriptedEngine:
         return []
 
     def abandon(self, error: FastDecodeError) -> None:
+        self._is_abandoned.set()
         self._open.clear()
         self._said.clear()
 
@@ -156,9 +159,9 @@ def main() -> int:
     if not args.never_ready:
         bridge.send(Ready(args.kv_tokens))
     serve = Serving(service, bridge, wishes, lambda: None, lambda text: print(text, flush=True))
-    code = serve.run(options.drain_timeout_s)
+    ending = serve.run(options.drain_timeout_s)
     http.close()
-    return code
+    return exit_code(ending)
 
 
 if __name__ == "__main__":

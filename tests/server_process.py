@@ -8,7 +8,6 @@ import http.client
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,11 +73,8 @@ class Server:
         return said
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        """Until something has come true; the job runs on."""
-        end_s = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < end_s, (self.job.output(), self.status())
-            time.sleep(0.02)
+        """Until something has come true while the server runs."""
+        self.job.wait_until(condition, timeout_s)
 
     def wait_until_ready(self) -> None:
         self.job.wait_until(lambda: self.ask("GET", "/health")[0] == 200, STARTS_WITHIN_S)

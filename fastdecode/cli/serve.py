@@ -13,12 +13,13 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
     EXIT_SOME_FAILED,
+    EXIT_WORKERS_LOST,
     add_engine_options,
     add_exit_code_option,
     add_log_level_option,
@@ -43,11 +44,12 @@ if TYPE_CHECKING:
     from fastdecode.engine.setup.launch import RunningEngine
     from fastdecode.server.messages import Opening
     from fastdecode.server.process import HttpProcess
-    from fastdecode.server.serving import Wishes
+    from fastdecode.server.serving import Ending, Wishes
 
 COMMAND = "fastdecode serve"
 EXPECTED_OUTPUT_TOKENS = 256
 LENGTH_QUANTILE = 0.9
+EXIT_HTTP_LOST = 5
 ENDS_WITHIN_S = 60.0
 """When all has been answered: how long the step in flight may take."""
 
@@ -109,9 +111,10 @@ def _serve_or_stop(args: argparse.Namespace) -> int:
     keys = key_hashes(options)
     wishes = Wishes()
     try:
-        return _start(args, options, keys, wishes)
+        with _reloads_noted(wishes):
+            return _start(args, options, keys, wishes)
     except KeyboardInterrupt:
-        if wishes.is_ending:
+        if wishes.ending is not None:
             raise
     tell(f"{COMMAND}: asked to stop while it started; it has answered nothing")
     # The other ranks of an MPI job wait for our goodbye.
@@ -139,15 +142,15 @@ def _start(
         with imports_for(f"{COMMAND} (an S-worker)"):
             from fastdecode.engine.llm import LLM
         with LLM(args.model, progress=tell, **engine_options(args)) as llm:
-            stack.enter_context(_heard(wishes))
-            code = _serve(llm, http, options, wishes)
+            stack.enter_context(stops_noted(wishes))
+            wishes.ending = _serve(llm, http, options, wishes)
+            code = exit_code(wishes.ending)
             _end_later(code)  # should a step never end
-            wishes.is_ending = True
             args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers
     return code
 
 
-def _serve(llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes) -> int:
+def _serve(llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes) -> Ending:
     from fastdecode.server.bridge import Bridge
     from fastdecode.server.messages import Keys, Ready, Reopen
     from fastdecode.server.serving import Serving
@@ -218,21 +221,45 @@ def _end_later(code: int) -> None:
     timer.start()
 
 
+def exit_code(ending: Ending) -> int:
+    """What a server's process says that ended so."""
+    from fastdecode.server.serving import Ending
+
+    codes = {
+        Ending.ALL_ANSWERED: 0,
+        Ending.SOME_CUT: EXIT_SOME_FAILED,
+        Ending.ENGINE_LOST: EXIT_WORKERS_LOST,
+        Ending.HTTP_LOST: EXIT_HTTP_LOST,
+    }
+    return codes[ending]
+
+
 @contextlib.contextmanager
-def _heard(wishes: Wishes) -> Iterator[None]:
-    """Inside, signals ask the server to stop, or to read its keys and open its log anew."""
+def stops_noted(wishes: Wishes, leave: Callable[[int], object] = os._exit) -> Iterator[None]:
+    """Inside, signals ask the server to stop. ``leave``: ends the process
+    without ceremony."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         wishes.num_stops += 1
-        if wishes.num_stops > 2 or wishes.is_ending:  # something hangs
-            os._exit(EXIT_SOME_FAILED)
+        if wishes.ending is not None:  # the engine takes long to close
+            leave(exit_code(wishes.ending))
+        elif wishes.num_stops > 2:  # something hangs
+            leave(EXIT_SOME_FAILED)
+
+    with stop_signals(stop):
+        yield
+
+
+@contextlib.contextmanager
+def _reloads_noted(wishes: Wishes) -> Iterator[None]:
+    """Inside, SIGHUP asks the server to read its keys and open its log anew,
+    as soon as it has started."""
 
     def reload(number: int, frame: FrameType | None) -> None:
         wishes.num_reloads += 1
 
     before = signal.signal(signal.SIGHUP, reload)
     try:
-        with stop_signals(stop):
-            yield
+        yield
     finally:
         signal.signal(signal.SIGHUP, before)

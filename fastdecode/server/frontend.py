@@ -24,6 +24,7 @@ from fastdecode.server.channel import AsyncChannel
 from fastdecode.server.client import EngineClient
 from fastdecode.server.front import Front, draining_error
 from fastdecode.server.http.app import make_app
+from fastdecode.server.http.connection import check_version
 from fastdecode.server.http.guard import Guard
 from fastdecode.server.http.open_files import room_for_connections
 from fastdecode.server.http.protocol import ConnectionLimits, protocol_of
@@ -73,6 +74,7 @@ async def _serve(connected: socket.socket) -> None:
         return
     options = ServeOptions(**opening.options)
     try:
+        check_version()
         listener, address = _listen(options)
         front = _open_front(opening, options, channel)
         guard = Guard(make_app(front), opening.keys, open_metrics=options.open_metrics)
@@ -145,10 +147,10 @@ def _listen(options: ServeOptions) -> tuple[socket.socket, str]:
         found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
         family, _, _, _, where = found[0]
         listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"can't listen at --host {options.host} --port {options.port}: "
-            f"{error.strerror or error}"
+            f"{getattr(error, 'strerror', None) or error}"
         ) from None
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -156,12 +158,10 @@ def _listen(options: ServeOptions) -> tuple[socket.socket, str]:
 
 
 def _listen_at_file(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    with contextlib.suppress(OSError):
-        if stat.S_ISSOCK(path.lstat().st_mode) and listener.connect_ex(str(path)):
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as caller:
+        if stat.S_ISSOCK(path.lstat().st_mode) and caller.connect_ex(str(path)):
             path.unlink()  # nobody listens there any more
-            listener.close()
-            listener = socket.socket(socket.AF_UNIX)
+    listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o177)  # for its owner only
     try:
         listener.bind(str(path))

@@ -14,13 +14,13 @@ from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.server.channel import Channel
 from fastdecode.server.messages import Listening, Opening, Unfit
 from fastdecode.server.options import KEYS_VARIABLE
+from fastdecode.wire.mpi.launcher import without_launcher
 
 # The child looks for modules where we do, and nowhere else: -I leaves out the working directory.
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.server.frontend import main; "
     "main(int(sys.argv[1]))"
 )
-_OF_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDRA_", "MV2_")
 _ENDS_WITHIN_S = 5.0
 
 
@@ -79,7 +79,5 @@ class HttpProcess:
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
-        name: value
-        for name, value in environ.items()
-        if not name.startswith(_OF_LAUNCHERS) and name != KEYS_VARIABLE
+        name: value for name, value in without_launcher(environ).items() if name != KEYS_VARIABLE
     }

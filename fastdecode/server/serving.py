@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from fastdecode.core.delta import DeltaQueue
@@ -18,9 +19,14 @@ _LOOK_EVERY_S = 0.1
 _CUT_WITHIN_S = 2.0
 """How long those whose requests are ended may take to hear of it."""
 
-EXIT_SOME_CUT = 3
-EXIT_ENGINE_LOST = 4
-EXIT_HTTP_LOST = 5
+
+class Ending(Enum):
+    """How a server ended."""
+
+    ALL_ANSWERED = auto()
+    SOME_CUT = auto()
+    ENGINE_LOST = auto()
+    HTTP_LOST = auto()
 
 
 @dataclass
@@ -29,8 +35,8 @@ class Wishes:
 
     num_stops: int = 0
     num_reloads: int = 0
-    is_ending: bool = False
-    """Nothing is answered any more."""
+    ending: Ending | None = None
+    """How it ended; nothing is answered any more."""
 
 
 class Serving:
@@ -60,20 +66,18 @@ class Serving:
         self._nothing = DeltaQueue()
         self._num_reloaded = 0
 
-    def run(self, drain_timeout_s: float) -> int:
-        """Until it is asked to stop, or can't go on. Returns the exit code: 0
-        all were answered, 3 some were cut off, 4 the engine broke down, 5 the
-        HTTP process did."""
+    def run(self, drain_timeout_s: float) -> Ending:
+        """Until it is asked to stop, or can't go on."""
         while not self._wishes.num_stops and not self._is_broken:
             self._turn()
         if not self._is_broken:
             return self._drain(drain_timeout_s)
         if self._bridge.is_gone.is_set():
             self._tell("the HTTP process has ended; so does the server")
-            return EXIT_HTTP_LOST
+            return Ending.HTTP_LOST
         self._tell(f"the engine broke down: {_told(self._service.snapshot().error)}")
         self._cut()
-        return EXIT_ENGINE_LOST
+        return Ending.ENGINE_LOST
 
     @property
     def _is_broken(self) -> bool:
@@ -85,7 +89,7 @@ class Serving:
             self._num_reloaded = self._wishes.num_reloads
             self._reload()
 
-    def _drain(self, timeout_s: float) -> int:
+    def _drain(self, timeout_s: float) -> Ending:
         self._tell(f"finishing what runs, for {timeout_s:g} s at most; again to stop at once")
         self._bridge.send(Drain(timeout_s))
         end_s = time.monotonic() + timeout_s
@@ -100,11 +104,12 @@ class Serving:
             self._cut()
         is_heard = self._bridge.drained.is_set()
         if self._service.snapshot().error is not None:
-            return EXIT_ENGINE_LOST
+            return Ending.ENGINE_LOST
         if self._bridge.is_gone.is_set():
-            return EXIT_HTTP_LOST
+            return Ending.HTTP_LOST
         self._tell(_ending(self._bridge.num_cut, is_heard=is_heard))
-        return 0 if is_heard and not self._bridge.num_cut else EXIT_SOME_CUT
+        is_whole = is_heard and not self._bridge.num_cut
+        return Ending.ALL_ANSWERED if is_whole else Ending.SOME_CUT
 
     def _cut(self) -> None:
         """End what is open, with an error."""

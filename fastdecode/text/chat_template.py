@@ -37,7 +37,15 @@ SPECIAL_TOKENS = (
     "mask_token",
 )
 # What a template is given anyway, under these names.
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
+RESERVED = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "strftime_now",
+    "raise_exception",
+    *SPECIAL_TOKENS,
+)
 
 
 class ChatTemplate:

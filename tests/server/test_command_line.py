@@ -14,6 +14,8 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 from server_process import CHECKPOINT, FASTDECODE, serving
 
 from fastdecode.cli.main import main
+from fastdecode.cli.serve import exit_code, stops_noted
+from fastdecode.server.serving import Ending, Wishes
 
 SERVE = ["serve", "--model", str(CHECKPOINT), "--port", "0", "--dtype", "float32"]
 
@@ -30,6 +32,25 @@ def test_stopped_while_it_loads_it_has_answered_all_that_ran(number: signal.Sign
             outcome = server.job.wait(60, grace_s=30)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert "asked to stop while it started" in outcome.output
+
+
+def test_a_hang_up_while_it_loads_ends_nothing() -> None:
+    with serving([*FASTDECODE, *SERVE], is_ready=False) as server:
+        os.kill(server.job.pid, signal.SIGHUP)
+        server.wait_until_ready()
+        server.job.wait_until(lambda: "keys that let in: none is needed" in server.job.output())
+
+
+@pytest.mark.parametrize("ending", Ending)
+def test_who_is_impatient_while_the_engine_closes_hears_how_it_ended(ending: Ending) -> None:
+    wishes, left = Wishes(), []
+    with stops_noted(wishes, left.append):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert (wishes.num_stops, left) == (2, [])
+        wishes.ending = ending
+        signal.raise_signal(signal.SIGTERM)
+    assert left == [exit_code(ending)]
 
 
 def test_a_template_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import socket
 import sys
@@ -19,7 +20,8 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 
 from server_process import Server, scripted_server, serving
 
-from fastdecode.server.http.connection import MAX_REQUESTS_AHEAD
+from fastdecode.core.errors import ConfigError
+from fastdecode.server.http.connection import MAX_REQUESTS_AHEAD, check_version
 from fastdecode.server.http.exchange import CONNECTION, Exchange, WriteTimeout
 from fastdecode.server.http.open_files import SPARE_FILES
 from fastdecode.server.http.protocol import MAX_HEADER_BYTES
@@ -69,6 +71,27 @@ def first_answer(connection: socket.socket) -> bytes:
     while not said.endswith(b"}"):
         said += connection.recv(4096)
     return said
+
+
+def test_of_uvicorn_there_is_what_is_built_upon() -> None:
+    """It is none of what uvicorn promises: other versions may have it another way."""
+    from uvicorn.protocols.http.flow_control import FlowControl
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+    made = inspect.getsource(HttpToolsProtocol.__init__) + inspect.getsource(
+        RequestResponseCycle.__init__
+    )
+    for name in ("pipeline", "cycle", "flow", "transport", "loop", "connections", "scope"):
+        assert f"self.{name}:" in made or f"self.{name} =" in made, name
+    for name in ("response_complete", "disconnected", "message_event", "keep_alive", "more_body"):
+        assert f"self.{name} =" in made, name
+    for name in ("_start_asgi_task", "on_header", "on_response_complete", "send_400_response"):
+        assert callable(getattr(HttpToolsProtocol, name))
+    assert callable(FlowControl.resume_reading)
+    check_version()
+    for other in ("0.45.9", "0.55.0", "1.0"):
+        with pytest.raises(ConfigError, match="pip install"):
+            check_version(other)
 
 
 def test_who_pipelines_and_leaves_frees_what_he_had(server: Server) -> None:

@@ -35,6 +35,7 @@ EXPECTED = {
     "/v1/chat/completions": "key", "/tokenize": "key", "/detokenize": "key",
 }  # fmt: skip
 KEYS = ("first-key-0001", "second-key-002")
+KEY_FILE = "keys"
 
 
 def test_every_route_is_in_the_table_and_protected_as_it_says() -> None:
@@ -111,11 +112,14 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
         (["--chat-template", "/nonexistent"], "--chat-template"),
         (["--api-key-file", "/nonexistent"], "--api-key-file"),
         (["--unix-socket", "/nonexistent/x"], "--unix-socket /nonexistent/x"),
+        (["--host", "a" * 80, "--api-key-file", KEY_FILE], f"can't listen at --host {'a' * 80}"),
     ],
 )
 def test_options_that_are_refused(
-    options: list[str], match: str, capfd: pytest.CaptureFixture[str]
+    options: list[str], match: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / KEY_FILE).write_text(KEYS[0])
+    options = [str(tmp_path / each) if each == KEY_FILE else each for each in options]
     assert main(["serve", str(CHECKPOINT), "--port", "0", *options]) == 2
     said = capfd.readouterr().err
     assert match in said and "Traceback" not in said
@@ -128,7 +132,9 @@ def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
     assert f"--port {port}: Address already in use" in capfd.readouterr().err
 
 
-def test_a_unix_socket_is_its_owners_only(tmp_path: Path) -> None:
+def test_a_unix_socket_is_its_owners_only(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "s"
     script = str(Path(__file__).parents[1] / "scripted_serving.py")
     with running([sys.executable, script, "--unix-socket", str(path)], **PATHS) as job:
@@ -139,5 +145,7 @@ def test_a_unix_socket_is_its_owners_only(tmp_path: Path) -> None:
         connection.sock.connect(str(path))
         connection.request("GET", "/live")
         assert connection.getresponse().status == 200
+        assert main(["serve", str(CHECKPOINT), "--unix-socket", str(path)]) == 2
+        assert f"--unix-socket {path}: Address already in use" in capfd.readouterr().err
         os.kill(job.pid, signal.SIGTERM)
         assert job.wait(60, grace_s=30).exit_code == 0 and not path.exists()

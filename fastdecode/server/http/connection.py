@@ -4,13 +4,31 @@ ahead of their turn, and when whoever asked stops reading."""
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
+import uvicorn
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from fastdecode.core.errors import ConfigError
+
+FIRST_VERSION, AFTER_VERSIONS = (0, 46), (0, 55)
+"""Of uvicorn: those that this was tried with, as setup.cfg has them."""
 MAX_REQUESTS_AHEAD = 64
 MAX_BYTES_AHEAD = 64 << 10
+
+
+def check_version(version: str = uvicorn.__version__) -> None:
+    """Raises ConfigError: uvicorn's connections may be of another make than
+    those that are extended here, so that the end of one would go unnoticed."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if not FIRST_VERSION <= numbers < AFTER_VERSIONS:
+        first, after = (".".join(map(str, each)) for each in (FIRST_VERSION, AFTER_VERSIONS))
+        raise ConfigError(
+            f"uvicorn {version} isn't one that this server was tried with: "
+            f'pip install "uvicorn>={first},<{after}"'
+        )
 
 
 class WatchfulProtocol(HttpToolsProtocol):

@@ -17,6 +17,7 @@ _LOCAL_RANK_VARIABLES: Final = (
     "MPI_LOCALRANKID",
     "MV2_COMM_WORLD_LOCAL_RANK",
 )
+_PREFIXES: Final = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDRA_", "MV2_")
 _LOCAL_SIZE_VARIABLES: Final = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
@@ -60,6 +61,11 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
         if value.isdecimal():
             return int(value)
     return 0
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment for a process that is no rank of the job."""
+    return {name: value for name, value in environ.items() if not name.startswith(_PREFIXES)}
 
 
 def _slurm_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
