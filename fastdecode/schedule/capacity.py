@@ -123,7 +123,8 @@ class Capacity:
                 f"the prompt and max_tokens may fill {num_tokens} cached tokens "
                 f"({shape.blocks_for(num_tokens)} KV blocks), but {who} {most} blocks "
                 f"({most * shape.block_size} tokens): shorten one of the two, give R-workers "
-                f"more memory (--kv-memory-gb), {more}"
+                f"more memory (--kv-memory-gb), {more}",
+                code="exceeds_capacity",
             )
         sizes = shape.sizes(num_tokens)
         most_parts = shape.most_parts(present, self._max_closed_parts)

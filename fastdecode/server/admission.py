@@ -39,7 +39,9 @@ class Admission:
         """When how many requests of how many tokens have left the queue for a run."""
 
     def enter(self, key: Hashable, num_requests: int, num_tokens: int, now: float) -> None:
-        """Let one in. Raises QueueFull."""
+        """Let one in, or one that is in with what its size is known to be by
+        now. Raises QueueFull: it isn't in."""
+        self._leave(key)
         excess = self.num_requests + num_requests - self._max_requests
         excess_tokens = self.num_tokens + num_tokens - self.max_tokens
         if self._queued and (excess > 0 or excess_tokens > 0):

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from fastdecode.core.errors import FastDecodeError, RequestError
-from fastdecode.core.sequence import PromptRequest, Request
+from fastdecode.core.sequence import Request
 from fastdecode.engine.checker import RequestChecker
-from fastdecode.openai.chat import Chat, Turn
-from fastdecode.openai.requests import (
-    SAMPLING_FIELDS,
-    BodyError,
-    BodyRequest,
-    RequestReader,
-    blamed,
-)
+from fastdecode.openai.requests import RequestReader
 from fastdecode.server.admission import Admission
 from fastdecode.server.client import EngineClient, OpenRequests
 from fastdecode.server.health import Outlook, trouble
@@ -31,14 +23,28 @@ from fastdecode.server.request_log import RequestLog
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
 
-MOST_SEQUENCES = 2048
-"""Of one HTTP request."""
 _TOKENS_UNTIL_READY = 1 << 40
+
+
+class Threads:
+    """For work that takes a while, a pool for each sort of it. What templates
+    and tokenizers do is done by one process each, so one thread asks it."""
+
+    def __init__(self) -> None:
+        self.bodies = ThreadPoolExecutor(2, "bodies")
+        """Parse what was asked, put together what is answered."""
+        self.templates = ThreadPoolExecutor(1, "templates")
+        self.tokenizer = ThreadPoolExecutor(1, "tokenizer")
+
+    def close(self) -> None:
+        """What hasn't begun never does."""
+        for pool in (self.bodies, self.templates, self.tokenizer):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(eq=False)
 class Front:
-    """Belongs to one event loop, but for ``checked``, which any thread may call.
+    """Belongs to one event loop.
 
     Args:
         opening: what is served.
@@ -55,6 +61,7 @@ class Front:
     template: ChatTemplate | None
     client: EngineClient
     log: RequestLog
+    threads: Threads = field(default_factory=Threads)
     outlook: Outlook = field(default_factory=Outlook)
     started_s: int = field(default_factory=lambda: int(time.time()))
     num_exchanges: int = 0
@@ -81,41 +88,6 @@ class Front:
         """Of a generation, unique in this process."""
         return next(self._numbers)
 
-    def checked(self, asked: BodyRequest, number: int) -> list[Request]:
-        """What a body asks, as the engine wants it: rendered, tokenised, found
-        valid for the model. Takes a while.
-
-        Raises:
-            RequestError: a prompt can't be answered.
-        """
-        num_sequences = len(asked.prompts) * asked.params.n
-        if num_sequences > MOST_SEQUENCES:
-            raise RequestError(
-                f"the body asks for {num_sequences} sequences, n of each prompt: ask for "
-                f"{MOST_SEQUENCES} at most",
-                code="too_many_sequences",
-            )
-        requests = []
-        for place, turn in enumerate(asked.prompts):
-            with _blaming_the_prompt(is_chat=asked.is_chat):
-                token_ids = self.tokens_of(turn)
-                arrived = PromptRequest(f"{number}.{place}", token_ids, asked.params, asked.cache)
-                requests.append(self.checker.check(arrived, token_ids))
-        return requests
-
-    def tokens_of(self, turn: Turn) -> tuple[int, ...]:
-        """A prompt's or a conversation's token ids. Takes a while. Raises RequestError."""
-        if not isinstance(turn, Chat):
-            return self.checker.tokenise(turn)
-        assert self.template is not None, "the reader refuses chats without a template"
-        text = self.template.render(
-            turn.messages,
-            datetime.now(),
-            add_generation_prompt=turn.add_generation_prompt,
-            variables=turn.variables,
-        )
-        return self.checker.tokenise(self.codec.encode(text, add_special_tokens=False))
-
     def expected_tokens(self, requests: list[Request]) -> int:
         """What requests will have in the KV cache, more or less."""
         expected = self.opening.expected_output_tokens
@@ -129,24 +101,12 @@ class Front:
         self.num_cut += self.client.fail_all(error)
 
     def close(self) -> None:
-        """End the processes that encode and render."""
+        """End the processes that encode and render, and the threads."""
+        self.threads.close()
         self.codec.close()
         if self.template is not None:
             self.template.close()
         self.log.close()
-
-
-@contextlib.contextmanager
-def _blaming_the_prompt(*, is_chat: bool) -> Iterator[None]:
-    """Inside, errors name the field of the body that they come of."""
-    try:
-        yield
-    except RequestError as error:
-        if error.code == "invalid_sampling_params":
-            param = blamed(error, SAMPLING_FIELDS)
-        else:
-            param = "messages" if is_chat else "prompt"
-        raise BodyError(str(error), code=error.code, param=param) from None
 
 
 def draining_error() -> FastDecodeError:
@@ -160,5 +120,6 @@ def log_line(
     """What the request log says of one request."""
     line: dict[str, Any] = {"time": round(time.time() - (time.monotonic() - began_s), 6), **more}
     if opened is not None:
-        line.update(line_of(opened, began_s))
+        line.update(line_of(opened))
+    line["e2e_s"] = round(time.monotonic() - began_s, 6)
     return line

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,9 +21,10 @@ from fastdecode.server.metrics import (
 
 REJECTIONS = (
     "queue_full", "draining", "starting", "stalled", "broken", "no_r_worker", "invalid",
-    "invalid_api_key", "forbidden",
+    "invalid_api_key", "forbidden", "queue_timeout",
 )  # fmt: skip
-STAGES = ("waiting", "decoding")
+STAGES = ("reading", "preparing", "waiting", "decoding")
+"""How far a request has come: its body, its prompts' tokens, the first of its own."""
 
 
 class Observations:
@@ -166,9 +166,9 @@ def _of_figures(figures: Mapping[str, Any]) -> dict[str, Counter | Histogram | G
     }
 
 
-def line_of(opened: OpenRequests, began_s: float) -> dict[str, Any]:
+def line_of(opened: OpenRequests) -> dict[str, Any]:
     """What the request log says of the engine's part, in seconds."""
-    now, requests = time.monotonic(), opened.requests
+    requests = opened.requests
     first_s, last_s = opened.first_s, opened.last_s
     num_sequences = sum(request.params.n for request in requests)
     line: dict[str, Any] = {
@@ -179,7 +179,6 @@ def line_of(opened: OpenRequests, began_s: float) -> dict[str, Any]:
         "prompts": len(requests),
         "ttft_s": None if first_s is None else round(first_s - opened.accepted_s, 6),
         "tpot_s": None,
-        "e2e_s": round(now - began_s, 6),
     }
     per_sequence = opened.num_tokens / num_sequences
     if first_s is not None and last_s is not None and per_sequence > 1:

@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
+
+from fastdecode.core.errors import CapacityError
 from fastdecode.server.admission import Admission, QueueFull
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.health import Outlook, trouble
+from fastdecode.server.http.errors import refused
 from fastdecode.server.messages import Seen
 from fastdecode.server.observations import Observations
 
@@ -69,6 +73,29 @@ def test_health_says_the_first_thing_that_keeps_tokens_from_coming() -> None:
     assert of(late, 150.0, 200.0) is None, "there has been work for a while only"
     slow = replace(late, seen=replace(seen, longest_step_s=11.0))
     assert of(slow, 50.0, 200.0) is None, "its steps take that long"
+
+
+def test_only_what_could_never_fit_is_the_clients_mistake() -> None:
+    never = refused(CapacityError("more than all have", code="exceeds_capacity"))
+    assert (never.status, never.code, str(never)) == (400, "exceeds_capacity", "more than all have")
+    for code in (None, "of_another_kind"):
+        now = refused(CapacityError("R-worker r7 at 10.0.0.7 is full", code=code))
+        assert (now.status, now.code, now.kind) == (503, "out_of_capacity", "server_error")
+        assert now.headers == {"retry-after": "1"} and "r7" not in str(now)
+
+
+def test_who_is_being_prepared_enters_with_his_size_later() -> None:
+    admission = Admission(max_requests=2, max_tokens=100)
+    admission.enter("a", 1, 0, 0.0)
+    admission.enter("b", 1, 0, 0.0)
+    refusal(admission, 1, 0, 0.0)
+    admission.enter("a", 1, 90, 0.0)
+    assert (admission.num_requests, admission.num_tokens) == (2, 90)
+    with pytest.raises(QueueFull):
+        admission.enter("b", 1, 11, 0.0)
+    assert (admission.num_requests, admission.num_tokens) == (1, 90), "who is refused is out"
+    admission.enter("a", 5, 500, 0.0)
+    assert (admission.num_requests, admission.num_tokens) == (5, 500), "alone in it, any may"
 
 
 def test_who_went_away_was_not_answered() -> None:

@@ -87,7 +87,7 @@ BODIES: list[tuple[bytes, int, str]] = [
     (b'{"prompt": [1], "stream_options": {}}', 400, "invalid_value"),
     (b'{"prompt": [1], "model": "gpt-5"}', 404, "model_not_found"),
     (b'{"prompt": [' + b"1," * 5000 + b"1]}", 400, "context_length_exceeded"),
-    (b'{"prompt": [1002]}', 400, "out_of_capacity"),
+    (b'{"prompt": [1002]}', 400, "exceeds_capacity"),
 ]
 
 
@@ -137,6 +137,8 @@ def test_a_template_never_comes_from_a_request(server: Server) -> None:
     for more in (
         {"chat_template": "{{ 1 }}"},
         {"chat_template_kwargs": {"chat_template": "x"}},
+        {"chat_template_kwargs": {"bos_token": "x"}},
+        {"chat_template_kwargs": {"raise_exception": 1}},
         {"chat_template_kwargs": {"x": {"y": 1}}},
     ):
         body = {"messages": [{"role": "user", "content": "x"}], **more}

@@ -6,7 +6,9 @@ import fcntl
 import json
 import logging
 import os
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,37 @@ def test_a_pipe_that_nobody_reads_holds_up_no_request(tmp_path: Path) -> None:
         with os.fdopen(reader, "rb") as lines:
             for _ in range(num):
                 assert json.loads(lines.readline())["finish"] == "length"
+
+
+def test_every_request_has_a_line_but_those_that_watch(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    asked: list[tuple[str, str, Any, int, str | None]] = [
+        ("GET", "/health", None, 200, None),
+        ("GET", "/metrics", None, 200, None),
+        ("GET", "/nothing", None, 404, "not_found"),
+        ("GET", "/v1/models", None, 200, None),
+        ("GET", "/tokenize", None, 405, "bad_method"),
+        ("POST", "/tokenize", {"prompt": "Once"}, 200, None),
+        ("POST", "/tokenize", {"prompt": 1}, 400, "invalid_prompt"),
+        ("POST", "/v1/completions", {"prompt": [1], "max_tokens": 3}, 200, "length"),
+        ("POST", "/v1/completions", {"prompt": []}, 400, "invalid_prompt"),
+    ]
+    with scripted_server("--request-log", str(path)) as server:
+        for method, route, body, status, _ in asked:
+            assert server.ask(method, route, body)[0] == status
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n"
+            connection.sendall(head + b"content-type: application/json\r\n\r\n{")
+        server.wait_until(lambda: b"abort" in path.read_bytes())
+        metrics = server.ask("GET", "/metrics")[2].decode().splitlines()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    seen = [(line["route"], line["status"], line["finish"]) for line in lines]
+    assert seen[:-1] == [(route, status, code) for _, route, _, status, code in asked[2:]]
+    assert (seen[-1], lines[-1]["stage"]) == (("/v1/completions", None, "abort"), "reading")
+    assert all(line["e2e_s"] >= 0 and line["time"] > 1e9 and line["id"] for line in lines)
+    counted = [line for line in metrics if "_requests_total" in line and line.endswith(" 4")]
+    assert len(counted) == 1 and 'reason="invalid"' in counted[0]
+    assert any('stage="reading"' in line and line.endswith(" 1") for line in metrics)
 
 
 def test_a_file_that_is_moved_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

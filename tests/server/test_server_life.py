@@ -279,10 +279,18 @@ def test_time_limits() -> None:
     with scripted_server(*limits, "--step-s", "0.01") as server:
         stream = Stream(server)
         stream.first()
-        status, said = server.complete(prompt=[1], max_tokens=2)
-        assert (status, said["error"]["code"]) == (503, "queue_timeout")
+        body = {"prompt": [1], "max_tokens": 2}
+        status, headers, raw = server.ask("POST", "/v1/completions", body)
+        assert (status, json.loads(raw)["error"]["code"]) == (503, "queue_timeout")
+        assert headers["x-should-retry"] == "false", "or OpenAI's clients would wait again"
+        metrics = server.ask("GET", "/metrics")[2].decode()
+        (counted,) = [each for each in metrics.splitlines() if 'reason="queue_timeout"' in each]
+        assert counted.endswith(" 1")
         assert stream.rest()[-1]["error"]["code"] == "request_timeout"
         server.wait_until_idle()
+        status, headers, raw = server.ask("POST", "/v1/completions", {**body, "max_tokens": LONG})
+        assert (status, json.loads(raw)["error"]["code"]) == (408, "request_timeout")
+        assert headers["x-should-retry"] == "false"
 
 
 def test_a_reader_that_stops_is_cut_off_and_holds_up_nobody() -> None:

@@ -17,7 +17,7 @@ from fastdecode.server.front import Front
 from fastdecode.server.http import info, tokens
 from fastdecode.server.http.bodies import Disconnected
 from fastdecode.server.http.errors import SERVER, Refused
-from fastdecode.server.http.exchange import Exchange, Receive, Send, WriteTimeout
+from fastdecode.server.http.exchange import REFUSED, Exchange, Receive, Send, WriteTimeout
 from fastdecode.server.http.generate import Generation
 
 logger = logging.getLogger(__name__)
@@ -99,4 +99,5 @@ async def _not_a_route(request: Request, error: Exception) -> Response:
     known = {404: ("there is nothing at this path", "not_found")}
     text, code = known.get(error.status_code, ("this method isn't for this path", "bad_method"))
     refused = Refused(error.status_code, text, code)
+    request.scope[REFUSED] = code
     return JSONResponse(refused.body, error.status_code, headers=error.headers)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from fastdecode.server.http.errors import Refused
+from fastdecode.server.http.errors import NOT_AGAIN, Refused
+from fastdecode.server.http.exchange import Receive
 
 MAX_DEPTH = 64
-_LARGE_BYTES = 64 << 10
-"""Larger bodies are parsed beside the event loop."""
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class Disconnected(Exception):  # noqa: N818  (nobody is left to be told)
@@ -28,24 +24,21 @@ class BodyLimits:
     timeout_s: float
 
 
-async def read_object(
+async def read_body(
     headers: list[tuple[bytes, bytes]], receive: Receive, limits: BodyLimits
-) -> dict[str, Any]:
-    """The JSON object that a request carries.
+) -> bytes:
+    """What a request carries.
 
     Raises:
-        Refused: it doesn't, or not in time, or it is too large.
+        Refused: it says to be no JSON, doesn't come in time, or is too large.
         Disconnected: the client has gone.
     """
     _check_headers(headers, limits.most_bytes)
     try:
-        raw = await asyncio.wait_for(_read(receive, limits.most_bytes), limits.timeout_s)
+        return await asyncio.wait_for(_read(receive, limits.most_bytes), limits.timeout_s)
     except asyncio.TimeoutError:
         text = f"the body didn't come within {limits.timeout_s:g} s"
-        raise Refused(408, text, "body_timeout", closes=True) from None
-    if len(raw) > _LARGE_BYTES:
-        return await asyncio.to_thread(parse_object, raw)
-    return parse_object(raw)
+        raise Refused(408, text, "body_timeout", headers=NOT_AGAIN, closes=True) from None
 
 
 def _check_headers(headers: list[tuple[bytes, bytes]], most_bytes: int) -> None:

@@ -14,6 +14,9 @@ from fastdecode.openai.answers import status
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+NOT_AGAIN: Mapping[str, str] = {"x-should-retry": "false"}
+"""A header for those whose time was up: OpenAI's clients would ask again at
+once, and it would be up again."""
 
 
 class Refused(Exception):  # noqa: N818  (an answer)
@@ -64,7 +67,10 @@ _CODES: Mapping[str, tuple[int, str, str]] = {
     "draining": (503, SERVER, "draining"),
     "closed": (503, SERVER, "draining"),
 }
+NEVER_FIT = frozenset({"exceeds_capacity", "exceeds_load_limit", "too_many_parts"})
+"""Codes of a CapacityError of which waiting is no mend."""
 _WORDS: Mapping[str, str] = {
+    "out_of_capacity": "there is no room for this request at present: try again in a while",
     "draining": "the server is shutting down: try again, or elsewhere",
     "closed": "the server is shutting down: try again, or elsewhere",
     "non_finite_logits": "the model's output isn't finite for this request",
@@ -74,18 +80,21 @@ _WORDS: Mapping[str, str] = {
 def refused(error: FastDecodeError) -> Refused:
     """An error as its client is told it."""
     http, kind = status(error)
-    code = error.code
-    is_theirs = isinstance(error, (RequestError, CapacityError)) and http < 500
-    if isinstance(error, CapacityError):
-        # Only what could never fit is refused; what has no room now waits.
+    code, headers = error.code, {}
+    is_theirs = isinstance(error, RequestError) and http < 500
+    if isinstance(error, CapacityError) and code in NEVER_FIT:
         http, kind, is_theirs = 400, INVALID, True
+    elif isinstance(error, CapacityError):
+        # What has no room yet waits: so less is left of it than there was.
+        code, headers = CapacityError.default_code, {"retry-after": "1"}
     elif not isinstance(error, RequestError):
         # Which part of it failed, and how, is for its operator.
         http, kind, code = 500, SERVER, "engine_failed"
     if error.code in _CODES:
         http, kind, code = _CODES[error.code]
-    message = _WORDS.get(error.code) or (str(error) if is_theirs else "the engine has failed")
-    return Refused(http, message, code, kind=kind, param=getattr(error, "param", None))
+    message = _WORDS.get(code) or (str(error) if is_theirs else "the engine has failed")
+    param = getattr(error, "param", None)
+    return Refused(http, message, code, kind=kind, param=param, headers=headers)
 
 
 _UNAVAILABLE: Mapping[str, str] = {

@@ -15,6 +15,10 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 CONNECTION = "fastdecode.connection"
 """Among a scope's extensions: the connection, as ``WatchfulProtocol``."""
+REFUSED = "fastdecode.refused"
+"""In a scope: the code of the error that was its answer."""
+IS_LOGGED = "fastdecode.is_logged"
+"""In a scope: true if the request log has a line for it."""
 
 
 class WriteTimeout(Exception):  # noqa: N818  (nobody is left to be told)
@@ -58,9 +62,14 @@ class Exchange:
 
     async def answer_json(self, body: Mapping[str, Any], status: int = 200, **more: str) -> None:
         """The whole answer. ``more``: headers, with _ for -."""
-        raw = json.dumps(body).encode()
         headers = {name.replace("_", "-"): value for name, value in more.items()}
-        await self.answer(raw, "application/json", status, headers)
+        await self.answer_raw(json.dumps(body).encode(), status, headers)
+
+    async def answer_raw(
+        self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """The same, of what is JSON already."""
+        await self.answer(body, "application/json", status, headers)
 
     async def answer(
         self, body: bytes, kind: str, status: int = 200, headers: Mapping[str, str] | None = None
@@ -71,6 +80,7 @@ class Exchange:
 
     async def refuse(self, error: Refused) -> None:
         """The whole answer."""
+        self.scope[REFUSED] = error.code
         await self.answer_json(error.body, error.status, **_as_names(error.headers))
 
     async def begin(self, kind: str, status: int, headers: Mapping[str, str]) -> None:

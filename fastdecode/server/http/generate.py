@@ -6,26 +6,32 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from fastdecode.core.delta import Delta, OutputFold
-from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.sequence import Request, RequestOutput
+from fastdecode.core.sequence import RequestOutput
 from fastdecode.openai.answers import answer_body
 from fastdecode.openai.chunks import ChunkWriter
 from fastdecode.openai.requests import BodyRequest
-from fastdecode.server.admission import QueueFull
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Front, log_line
-from fastdecode.server.http.bodies import BodyLimits, Disconnected, read_object
-from fastdecode.server.http.errors import SERVER, Refused, refused, unavailable
-from fastdecode.server.http.exchange import Exchange, WriteTimeout
+from fastdecode.server.http.bodies import BodyLimits, Disconnected, read_body
+from fastdecode.server.http.deadlines import QUEUE_TIMEOUT, Deadlines
+from fastdecode.server.http.errors import Refused, refused, unavailable
+from fastdecode.server.http.exchange import IS_LOGGED, Exchange, WriteTimeout
+from fastdecode.server.http.preparing import Preparation, enter
 
 PING_S = 15.0
 """A stream that has nothing to say for so long says a comment, or proxies would
 take it for dead."""
 _DRAIN_RETRY_S = 5
+MOST_WORDS_AT_ONCE = 4000
+"""Tokens and their likeliest others: more than so many are written out beside
+the event loop."""
+
+T = TypeVar("T")
 
 
 class Generation:
@@ -35,15 +41,18 @@ class Generation:
         front: what all share.
         exchange: the request.
         url: which of the two.
+        ping_s: see ``PING_S``.
     """
 
-    def __init__(self, front: Front, exchange: Exchange, url: str) -> None:
+    def __init__(self, front: Front, exchange: Exchange, url: str, ping_s: float = PING_S) -> None:
         self._front = front
         self._exchange = exchange
         self._url = url
+        self._ping_s = ping_s
         self._number = front.next_number()
+        self._preparation = Preparation(front, self._number)
         self._opened: OpenRequests | None = None
-        self._is_gone = False
+        self._is_read = False
         self._finish = "error"
 
     async def run(self) -> None:
@@ -51,10 +60,11 @@ class Generation:
         watch: asyncio.Task[None] | None = None
         code: str | None = None
         try:
-            body = await self._read()
+            raw = await self._read()
+            self._is_read = True
             self._front.num_exchanges += 1
             watch = asyncio.create_task(self._watch())
-            await self._answer(body)
+            await self._answer(raw)
         except Refused as error:
             code = error.code
             await self._refuse(error)
@@ -66,7 +76,7 @@ class Generation:
                 self._front.num_exchanges -= 1
             self._close(code)
 
-    async def _read(self) -> dict[str, Any]:
+    async def _read(self) -> bytes:
         front, exchange = self._front, self._exchange
         trouble = front.trouble()
         if trouble is not None:
@@ -75,55 +85,31 @@ class Generation:
             error.headers["connection"] = "close"
             raise error
         limits = BodyLimits(front.options.max_body_bytes, front.options.body_timeout_s)
-        return await read_object(exchange.headers, exchange.receive, limits)
+        return await read_body(exchange.headers, exchange.receive, limits)
 
     async def _watch(self) -> None:
         """Until the client has gone: then nobody waits for its answer."""
         while (await self._exchange.receive())["type"] != "http.disconnect":
             pass
-        self._is_gone = True
+        self._preparation.leave()
         if self._opened is not None:
             self._opened.leave()
 
-    async def _answer(self, body: dict[str, Any]) -> None:
+    async def _answer(self, raw: bytes) -> None:
         front = self._front
-        with _typed():
-            asked, requests = await asyncio.to_thread(self._understand, body)
-        if self._is_gone:
-            raise Disconnected
+        asked, requests = await self._preparation.requests(self._url, raw)
         trouble = front.trouble()
         if trouble is not None:
             front.observations.rejected.add(1, trouble)
             raise unavailable(trouble, _DRAIN_RETRY_S)
         opened = OpenRequests(requests, front.observations)
-        self._enter(opened)
+        enter(front, self._number, opened.num_sequences, front.expected_tokens(requests))
         self._opened = opened
         front.client.submit(opened)
         if asked.stream is None:
             await self._answer_whole(asked, opened)
         else:
             await self._stream(asked, opened)
-
-    def _understand(self, body: dict[str, Any]) -> tuple[BodyRequest, list[Request]]:
-        """What a body asks. Takes a while. Raises RequestError."""
-        asked = self._front.reader.read(self._url, body)
-        return asked, self._front.checked(asked, self._number)
-
-    def _enter(self, opened: OpenRequests) -> None:
-        """Into the queue. Raises Refused."""
-        front = self._front
-        num_tokens = front.expected_tokens(list(opened.requests))
-        try:
-            front.admission.enter(self._number, opened.num_sequences, num_tokens, time.monotonic())
-        except QueueFull as full:
-            front.observations.rejected.add(1, "queue_full")
-            raise Refused(
-                429,
-                f"too many requests wait: try again in {full.retry_after_s} s",
-                "rate_limit_exceeded",
-                kind="rate_limit_error",
-                headers={"retry-after": str(full.retry_after_s)},
-            ) from None
 
     async def _answer_whole(self, asked: BodyRequest, opened: OpenRequests) -> None:
         folds = [
@@ -136,15 +122,28 @@ class Generation:
                 output = folds[place].add(delta)
                 if output is not None:
                     outputs[place] = output
+        ordered = [outputs[place] for place in range(len(folds))]
+        write = partial(self._written, asked, ordered)
+        await self._exchange.answer_raw(await self._beside_if_long(write, opened.num_tokens))
+
+    def _written(self, asked: BodyRequest, outputs: Sequence[RequestOutput]) -> bytes:
         body = answer_body(
             asked,
-            [outputs[place] for place in range(len(folds))],
+            outputs,
             self._front.codec,
             answer_id=self._answer_id,
             created_s=int(time.time()),
             model=asked.model or self._front.names[0],
         )
-        await self._exchange.answer_json(body)
+        return json.dumps(body).encode()
+
+    async def _beside_if_long(self, write: Callable[[], T], num_tokens: int) -> T:
+        """What ``write`` returns, perhaps from a thread."""
+        assert self._opened is not None, "something has been answered"
+        num_words = num_tokens * (1 + (self._opened.requests[0].params.logprobs or 0))
+        if num_words <= MOST_WORDS_AT_ONCE:
+            return write()
+        return await self._preparation.beside(self._front.threads.bodies, write)
 
     async def _stream(self, asked: BodyRequest, opened: OpenRequests) -> None:
         prompts = [request.prompt_token_ids for request in opened.requests]
@@ -159,9 +158,10 @@ class Generation:
         exchange, num_left = self._exchange, opened.num_left
         while num_left:
             # Until something is known, the status isn't told: a refusal has one of its own.
-            deltas = await self._take(opened, PING_S)
+            deltas = await self._take(opened, self._ping_s)
             num_left -= sum(delta.finish_reason is not None for _, delta in deltas)
-            text = _events(writer, deltas) if deltas else ": ping\n\n"
+            num_tokens = sum(len(delta.token_ids) for _, delta in deltas)
+            text = await self._beside_if_long(partial(_events, writer, deltas), num_tokens)
             if exchange.status is None and text:
                 await self._begin_stream()
             if text:
@@ -182,7 +182,8 @@ class Generation:
             Refused: the request has failed, or taken too long.
         """
         had_begun = opened.all_begun
-        deltas = await opened.take(self._patience_s(opened, silence_s))
+        deadlines = Deadlines(self._front.options, opened)
+        deltas = await opened.take(deadlines.patience_s(silence_s))
         if opened.is_left:
             raise Disconnected
         for _, delta in deltas:
@@ -192,30 +193,15 @@ class Generation:
         if opened.all_begun and not had_begun:
             self._front.admission.begun(self._number, time.monotonic())
         if not deltas:
-            self._check_time(opened)
+            deadlines.check()
         return deltas
 
-    def _patience_s(self, opened: OpenRequests, silence_s: float | None) -> float | None:
-        """How long to wait for the next delta; None: for ever."""
-        options, now = self._front.options, time.monotonic()
-        limits = [] if silence_s is None else [silence_s]
-        if options.request_timeout_s is not None:
-            limits.append(opened.accepted_s + options.request_timeout_s - now)
-        if options.queue_timeout_s is not None and opened.first_s is None:
-            limits.append(opened.accepted_s + options.queue_timeout_s - now)
-        return max(0.0, min(limits)) if limits else None
-
-    def _check_time(self, opened: OpenRequests) -> None:
-        """Raises Refused: it has taken too long."""
-        options, elapsed_s = self._front.options, time.monotonic() - opened.accepted_s
-        most_s = options.request_timeout_s
-        if most_s is not None and elapsed_s >= most_s:
-            text = f"the answer took more than {most_s:g} s"
-            raise Refused(408, text, "request_timeout", kind=SERVER)
-        most_s = options.queue_timeout_s
-        if most_s is not None and opened.first_s is None and elapsed_s >= most_s:
-            text = f"no token came within {most_s:g} s"
-            raise Refused(503, text, "queue_timeout", kind=SERVER, headers={"retry-after": "1"})
+    @property
+    def _stage(self) -> str:
+        """How far the request has come."""
+        if self._opened is None:
+            return "preparing" if self._is_read else "reading"
+        return "waiting" if self._opened.first_s is None else "decoding"
 
     @property
     def _answer_id(self) -> str:
@@ -234,34 +220,30 @@ class Generation:
         """Leave nothing behind, and say how it went."""
         front, opened, exchange = self._front, self._opened, self._exchange
         front.admission.gone(self._number)
+        if self._finish == "abort":
+            front.observations.aborted.add(1, self._stage)
         if opened is not None:
             front.client.leave(opened)
-            if self._finish == "abort":
-                stage = "waiting" if opened.first_s is None else "decoding"
-                front.observations.aborted.add(1, stage)
             front.observations.finished(opened, self._finish if code is None else "error")
+            if code == QUEUE_TIMEOUT:
+                front.observations.rejected.add(1, code)
         elif code is not None and exchange.status is not None and exchange.status < 429:
             front.observations.rejected.add(1, "invalid")
+        exchange.scope[IS_LOGGED] = True
         front.log.write(
             log_line(front, opened, exchange.began_s, {
                 "id": exchange.request_id,
                 "route": self._url,
                 "status": exchange.status,
                 "finish": self._finish if code is None else code,
+                "stage": self._stage if self._finish == "abort" else None,
                 "key": exchange.scope.get("key"),
             })
         )  # fmt: skip
 
 
 def _events(writer: ChunkWriter, deltas: list[tuple[int, Delta]]) -> str:
+    if not deltas:
+        return ": ping\n\n"
     chunks = [writer.chunk(place, delta) for place, delta in deltas]
     return "".join([f"data: {chunk}\n\n" for chunk in chunks if chunk is not None])
-
-
-@contextlib.contextmanager
-def _typed() -> Iterator[None]:
-    """Inside, our errors become refusals."""
-    try:
-        yield
-    except FastDecodeError as error:
-        raise refused(error) from None

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from fastdecode.server.http.errors import Refused
-from fastdecode.server.http.exchange import Receive, Send, send_error
+from fastdecode.server.http.exchange import REFUSED, Receive, Send, send_error
 from fastdecode.server.options import is_loopback
 
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
@@ -62,6 +62,7 @@ class Guard:
                 # A newline at the end is none to the routes' patterns.
                 raise Refused(404, "there is nothing at this path", "not_found")
         except Refused as error:
+            scope[REFUSED] = error.code
             await send_error(send_with_headers, error)
         else:
             await self._app(scope, receive, send_with_headers)

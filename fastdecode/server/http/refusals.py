@@ -1,16 +1,17 @@
-"""Whom the guard doesn't let in, counted and logged as other refusals are."""
+"""A line in the request log for every request that isn't for completions, which
+write their own; and a count of those that were refused."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from fastdecode.server.front import Front, log_line
-from fastdecode.server.http.exchange import Receive, Send
-from fastdecode.server.http.guard import Guard
+from fastdecode.server.http.exchange import IS_LOGGED, REFUSED, Receive, Send
+from fastdecode.server.http.guard import METRICS_PATHS, OPEN_PATHS, Guard
 
-_CODES: Mapping[int, str] = {401: "invalid_api_key", 403: "forbidden"}
+NOT_LET_IN = (401, 403)
 """No route answers with these; the guard does."""
 _SHOWN = 64
 
@@ -29,23 +30,33 @@ class Refusals:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         began_s = time.monotonic()
+        status: int | None = None
 
         async def watched(message: MutableMapping[str, Any]) -> None:
-            if message.get("status") in _CODES:
-                self._note(scope, message["status"], began_s)
+            nonlocal status
+            status = message.get("status", status)
             await send(message)
 
-        await self._guard(scope, receive, watched)
+        try:
+            await self._guard(scope, receive, watched)
+        finally:
+            # Health, figures and the page are asked for all the time.
+            is_watcher = scope.get("path") in OPEN_PATHS | METRICS_PATHS
+            if not scope.get(IS_LOGGED) and (not is_watcher or status in NOT_LET_IN):
+                self._note(scope, status, began_s)
 
-    def _note(self, scope: MutableMapping[str, Any], status: int, began_s: float) -> None:
-        code = _CODES[status]
-        self._front.observations.rejected.add(1, code)
-        self._front.log.write(
-            log_line(self._front, None, began_s, {
+    def _note(self, scope: MutableMapping[str, Any], status: int | None, began_s: float) -> None:
+        front, code = self._front, scope.get(REFUSED, "")
+        if status in NOT_LET_IN:
+            front.observations.rejected.add(1, code)
+        elif status is not None and 400 <= status < 429:
+            front.observations.rejected.add(1, "invalid")
+        front.log.write(
+            log_line(front, None, began_s, {
                 "id": scope.get("request_id", ""),
-                "route": scope["path"][:_SHOWN],
+                "route": scope.get("path", "")[:_SHOWN],
                 "status": status,
-                "finish": code,
-                "key": None,
+                "finish": "abort" if status is None else code or None,
+                "key": scope.get("key"),
             })
         )  # fmt: skip

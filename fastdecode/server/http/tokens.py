@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from fastdecode.core.errors import RequestError
 from fastdecode.openai.requests import CHAT_URL, refuse, refuse_unknown
 from fastdecode.server.front import Front
-from fastdecode.server.http.bodies import BodyLimits, read_object
-from fastdecode.server.http.errors import refused
+from fastdecode.server.http.bodies import BodyLimits, read_body
 from fastdecode.server.http.exchange import Exchange
+from fastdecode.server.http.preparing import Preparation, typed
 
 _TEXT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
 _CHAT_FIELDS = (
@@ -21,44 +23,62 @@ _TOKENS_FIELDS = ("model", "tokens")
 
 async def tokenize(front: Front, exchange: Exchange) -> None:
     """A text's or a conversation's token ids."""
-    body = await _body(front, exchange)
-    try:
-        answer = await asyncio.to_thread(_tokenized, front, body)
-    except RequestError as error:
-        raise refused(error) from None
-    await exchange.answer_json(answer)
+    with _prepared(front) as preparation:
+        body = await preparation.read(await _read(front, exchange), _checked)
+        with typed():
+            tokens = await _tokens_of(preparation, front, body)
+        write = partial(_tokenized, front, body, tokens)
+        raw = await preparation.beside(front.threads.bodies, write)
+    await exchange.answer_raw(raw)
 
 
 async def detokenize(front: Front, exchange: Exchange) -> None:
     """Token ids' text."""
-    body = await _body(front, exchange)
-    try:
-        text = await asyncio.to_thread(_text, front, body)
-    except RequestError as error:
-        raise refused(error) from None
+    with _prepared(front) as preparation:
+        body = await preparation.read(await _read(front, exchange), _checked_tokens)
+        with typed():
+            text = await preparation.beside(front.threads.bodies, partial(_text, front, body))
     await exchange.answer_json({"prompt": text})
 
 
-async def _body(front: Front, exchange: Exchange) -> dict[str, Any]:
+@contextlib.contextmanager
+def _prepared(front: Front) -> Iterator[Preparation]:
+    """A preparation; at the end its place in the queue is free."""
+    number = front.next_number()
+    try:
+        yield Preparation(front, number)
+    finally:
+        front.admission.gone(number)
+
+
+async def _read(front: Front, exchange: Exchange) -> bytes:
     limits = BodyLimits(front.options.max_body_bytes, front.options.body_timeout_s)
-    return await read_object(exchange.headers, exchange.receive, limits)
+    return await read_body(exchange.headers, exchange.receive, limits)
 
 
-def _tokenized(front: Front, body: dict[str, Any]) -> dict[str, Any]:
+def _checked(body: dict[str, Any]) -> dict[str, Any]:
+    """A body of ``/tokenize``. Raises RequestError."""
     is_chat = "messages" in body
     refuse_unknown(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS, (), "the body")
     for name in ("add_special_tokens", "return_token_strs", "add_generation_prompt"):
         if not isinstance(body.get(name), (bool, type(None))):
             refuse(name, "must be true or false")
-    if is_chat:
-        asked = {name: body[name] for name in _CHAT_FIELDS[:4] if name in body}
-        tokens = list(front.tokens_of(front.reader.read(CHAT_URL, asked).prompts[0]))
-    else:
-        prompt = body.get("prompt")
-        if not isinstance(prompt, str):
-            refuse("prompt", "must be a string", "invalid_prompt")
+    if not is_chat and not isinstance(body.get("prompt"), str):
+        refuse("prompt", "must be a string", "invalid_prompt")
+    return body
+
+
+async def _tokens_of(
+    preparation: Preparation, front: Front, body: dict[str, Any]
+) -> tuple[int, ...]:
+    if "messages" not in body:
         special = body.get("add_special_tokens") is not False
-        tokens = front.codec.encode(prompt, add_special_tokens=special)
+        return await preparation.encoded(body["prompt"], add_special_tokens=special)
+    asked = {name: body[name] for name in _CHAT_FIELDS[:4] if name in body}
+    return await preparation.tokens_of(front.reader.read(CHAT_URL, asked).prompts[0])
+
+
+def _tokenized(front: Front, body: dict[str, Any], tokens: Sequence[int]) -> bytes:
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": front.opening.max_model_len,
@@ -71,11 +91,16 @@ def _tokenized(front: Front, body: dict[str, Any]) -> dict[str, Any]:
             str(token) if vocabulary is None else vocabulary.tokenizer.id_to_token(token)
             for token in tokens
         ]
-    return answer
+    return json.dumps(answer).encode()
+
+
+def _checked_tokens(body: dict[str, Any]) -> dict[str, Any]:
+    """A body of ``/detokenize``. Raises RequestError."""
+    refuse_unknown(body, _TOKENS_FIELDS, (), "the body")
+    return body
 
 
 def _text(front: Front, body: dict[str, Any]) -> str:
-    refuse_unknown(body, _TOKENS_FIELDS, (), "the body")
     return front.codec.decode(front.checker.tokenise(_token_list(body.get("tokens"))))
 
 

@@ -1,0 +1,203 @@
+"""What takes a while goes on beside the event loop, each sort of it by itself,
+counted as queued from the first; nothing here needs a socket or an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
+
+from fastdecode.core.delta import Delta
+from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
+from fastdecode.server.client import EngineClient
+from fastdecode.server.front import Front
+from fastdecode.server.health import Outlook
+from fastdecode.server.http.bodies import Disconnected
+from fastdecode.server.http.errors import Refused
+from fastdecode.server.http.exchange import Exchange
+from fastdecode.server.http.generate import MOST_WORDS_AT_ONCE, Generation
+from fastdecode.server.http.preparing import Preparation
+from fastdecode.server.messages import Asked, Message, Opening, Seen
+from fastdecode.server.options import ServeOptions
+from fastdecode.server.request_log import RequestLog
+from fastdecode.text.codec import TextCodec
+
+CHAT = b'{"messages": [{"role": "user", "content": "x"}]}'
+TEXT = b'{"prompt": "abc"}'
+WITHIN_S = 30
+
+
+class Template:
+    """Renders nothing until it may."""
+
+    def __init__(self) -> None:
+        self.may_render = threading.Event()
+        self.has_begun = threading.Event()
+        self.num_rendered = 0
+
+    def render(self, messages: Sequence[Any], now: datetime, **more: Any) -> str:
+        self.has_begun.set()
+        assert self.may_render.wait(WITHIN_S)
+        self.num_rendered += 1
+        return "ab"
+
+    def close(self) -> None:
+        self.may_render.set()
+
+
+class Codec(TextCodec):
+    """A token for each letter. Knows who looks at its vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.num_encoded = 0
+        self.looked_at_by: list[str] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.num_encoded += 1
+        return [ord(letter) for letter in text]
+
+    @property
+    def vocabulary(self) -> None:
+        self.looked_at_by.append(threading.current_thread().name)
+
+
+@dataclass
+class Setting:
+    """A front without an engine."""
+
+    num_queued: int = 100
+    send: Callable[[Message], None] = print
+    template: Template = field(default_factory=Template)
+    codec: Codec = field(default_factory=Codec)
+
+    def __post_init__(self) -> None:
+        self.front = Front(
+            Opening("m", {}, {}, 1 << 20, 1000, 16, ()),
+            ServeOptions(max_queued_requests=self.num_queued),
+            self.codec,
+            self.template,  # type: ignore[arg-type]  # as far as a front goes
+            EngineClient(self.send),
+            RequestLog(None),
+        )
+
+    def prepare(self, url: str, raw: bytes) -> tuple[Preparation, asyncio.Task[Any]]:
+        preparation = Preparation(self.front, self.front.next_number())
+        return preparation, asyncio.create_task(preparation.requests(url, raw))
+
+    async def until_rendering(self) -> None:
+        """The first chat has the template's thread."""
+        begun = asyncio.get_running_loop().run_in_executor(None, self.template.has_begun.wait)
+        assert await asyncio.wait_for(begun, WITHIN_S)
+
+
+def run(test: Callable[[Setting], Awaitable[None]], setting: Setting) -> None:
+    """A test in a loop of its own, with an end to it."""
+
+    async def bounded() -> None:
+        try:
+            await asyncio.wait_for(test(setting), WITHIN_S)
+        finally:
+            setting.front.close()
+
+    asyncio.run(bounded())
+
+
+def test_templates_that_never_end_keep_nobody_from_being_tokenised() -> None:
+    async def test(setting: Setting) -> None:
+        chats = [setting.prepare(CHAT_URL, CHAT)[1] for _ in range(40)]
+        _, text = setting.prepare(COMPLETIONS_URL, TEXT)
+        _, large = setting.prepare(COMPLETIONS_URL, json.dumps({"prompt": [7] * 9000}).encode())
+        for task, tokens in ((text, (97, 98, 99)), (large, (7,) * 9000)):
+            asked, requests = await task
+            assert not asked.is_chat and requests[0].prompt_token_ids == tokens
+        assert not any(chat.done() for chat in chats)
+        setting.template.may_render.set()
+        for chat in chats:
+            assert (await chat)[1][0].prompt_token_ids == (97, 98)
+
+    run(test, Setting())
+
+
+def test_what_is_being_prepared_is_queued_and_more_is_refused_before_it_is() -> None:
+    async def test(setting: Setting) -> None:
+        (_, waits), _ = (setting.prepare(CHAT_URL, CHAT) for _ in range(2))
+        await setting.until_rendering()
+        assert setting.front.admission.num_requests == 2
+        for url, raw in ((CHAT_URL, CHAT), (COMPLETIONS_URL, TEXT)):
+            with pytest.raises(Refused, match="too many requests wait") as caught:
+                await setting.prepare(url, raw)[1]
+            assert caught.value.status == 429 and "retry-after" in caught.value.headers
+        assert setting.codec.num_encoded == 0, "it wasn't tokenised to be refused"
+        # Token ids cost nothing to look at; their size decides when they enter the queue.
+        assert (await setting.prepare(COMPLETIONS_URL, b'{"prompt": [7]}')[1])[1]
+        with pytest.raises(Refused, match="not a token id"):
+            await setting.prepare(COMPLETIONS_URL, b'{"prompt": [-7]}')[1]
+        setting.template.may_render.set()
+        await waits
+
+    run(test, Setting(num_queued=2))
+
+
+def test_who_leaves_before_his_turn_is_never_rendered() -> None:
+    async def test(setting: Setting) -> None:
+        _, first = setting.prepare(CHAT_URL, CHAT)
+        leaving, second = setting.prepare(CHAT_URL, CHAT)
+        await setting.until_rendering()
+        leaving.leave()
+        with pytest.raises(Disconnected):
+            await second
+        setting.template.may_render.set()
+        await first
+        with pytest.raises(Disconnected):
+            await leaving.beside(setting.front.threads.bodies, lambda: None)
+        assert setting.template.num_rendered == 1
+
+    run(test, Setting())
+
+
+def answered(num_tokens: int) -> tuple[Setting, list[Any]]:
+    """A whole answer of so many tokens, as it is sent."""
+    sent: list[Any] = []
+
+    def send(message: Message) -> None:
+        if isinstance(message, Asked):
+            delta = Delta(message.requests[0].request_id, 0, "x", (5,) * num_tokens, None, "stop")
+            asyncio.get_running_loop().call_soon(setting.front.client.deliver, [delta])
+
+    async def take(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    bodies = iter([{"type": "http.request", "body": b'{"prompt": [7]}', "more_body": False}])
+
+    async def receive() -> MutableMapping[str, Any]:
+        for body in bodies:
+            return body
+        return await asyncio.get_running_loop().create_future()  # he stays
+
+    async def test(setting: Setting) -> None:
+        setting.front.outlook = Outlook(True, seen=Seen("ready"), seen_s=time.monotonic())
+        scope = {"headers": [(b"content-type", b"application/json")]}
+        await Generation(setting.front, Exchange(scope, receive, take), COMPLETIONS_URL).run()
+
+    setting = Setting(send=send)
+    run(test, setting)
+    return setting, sent
+
+
+@pytest.mark.parametrize("num_tokens", [MOST_WORDS_AT_ONCE, MOST_WORDS_AT_ONCE + 1])
+def test_long_answers_are_put_together_beside_the_loop(num_tokens: int) -> None:
+    setting, sent = answered(num_tokens)
+    said = json.loads(sent[-1]["body"])
+    assert said["usage"]["completion_tokens"] == num_tokens
+    (who,) = setting.codec.looked_at_by
+    assert who.startswith("bodies") is (num_tokens > MOST_WORDS_AT_ONCE)
