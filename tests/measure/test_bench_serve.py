@@ -4,7 +4,13 @@ delays are scripted."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
+import statistics
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +34,10 @@ def test_loads_are_what_was_asked_and_the_same_again() -> None:
     assert [each.due_s for each in faster] == pytest.approx([each.due_s / 2 for each in load])
     clock = arriving(SHAPE, rate=10.0, cv=0.0)
     assert clock[10].due_s == pytest.approx(1.0)
+    for cv in (1.0, 3.0):
+        due = [each.due_s for each in arriving(SHAPE, rate=10.0, cv=cv)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(due)]
+        assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(cv, rel=0.15)
     wide = closed(LoadShape(4000, 100, 50, spread=0.5, seed=3))
     lengths = [len(each.prompt) for each in wide]
     assert sum(lengths) / 4000 == pytest.approx(100, rel=0.1) and len(set(lengths)) > 50
@@ -45,6 +55,60 @@ def test_a_request_log_is_a_load(tmp_path: Path) -> None:
         log.write_text(bad)
         with pytest.raises(ConfigError, match="--trace"):
             traced(log, SHAPE)
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[str]:
+    """Where ``scripted`` answers, from a thread of its own."""
+    address: Future[str] = Future()
+    over = threading.Event()
+
+    async def run() -> None:
+        server = await asyncio.start_server(scripted, "127.0.0.1", 0)
+        async with server:
+            address.set_result(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            await asyncio.get_running_loop().run_in_executor(None, over.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        yield address.result(30)
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_the_command_runs_loads_of_every_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, figures = tmp_path / "log.jsonl", tmp_path / "figures.json"
+    line = {"time": 100.0, "prompt_tokens": 3, "output_tokens": 3}
+    log.write_text("".join(json.dumps({**line, "time": i / 100}) + "\n" for i in range(7)))
+    slo = ["--slo", "ttft=60s,tpot=60s"]
+    with serving() as url:
+        for options, num in (
+            (["--concurrency", "2", "--requests", "5", "--spread", "0.5"], 5),
+            (["--rate", "500", "--cv", "3", "--requests", "5", *slo], 5),
+            (["--trace", str(log), "--speed", "10", *slo], 7),
+        ):
+            assert main(["bench-serve", "--base-url", url, "--json", str(figures), *options]) == 0
+            told_of = json.loads(figures.read_text())
+            assert (told_of["answered"], told_of["output_tokens"]) == (num, 3 * num)
+            assert told_of["without_usage"] == 0 and told_of["tpot_s"]["mean"] > 0
+            assert told_of.get("attainment") == (1.0 if slo[0] in options else None)
+        never = ["--rate", "500", "--find-goodput", "--slo", "ttft=0.001ms", "--requests", "2"]
+        assert main(["bench-serve", "--base-url", url, "--json", str(figures), *never]) == 0
+        assert json.loads(figures.read_text())["greatest_rate"] == 0
+    assert "0.0% kept the SLO" in capsys.readouterr().err
+
+
+def test_the_client_says_when_it_was_the_limit() -> None:
+    on_time = [Record(1.0, 1.002, [1.1, 1.2], 4, 2) for _ in range(99)]
+    late = [*on_time, *[Record(1.0, 1.03, [1.1, 1.2], 4, 2) for _ in range(3)]]
+    assert not report(on_time, None)["client_was_the_limit"]
+    figures = report(late, None)
+    assert figures["client_was_the_limit"] and figures["client_lag_s"]["p99"] == pytest.approx(0.03)
+    assert "the client itself was the limit: it sent 30 ms late (p99)" in told(figures)
 
 
 def record(ttft_s: float, tpot_s: float, num: int = 3, error: str | None = None) -> Record:

@@ -218,8 +218,9 @@ def test_who_outgrows_its_room_steps_when_it_has_more() -> None:
 
 def test_who_never_fits_leaves_nothing_behind() -> None:
     life = lifecycle((4,))
-    with pytest.raises(CapacityError):
+    with pytest.raises(CapacityError) as caught:
         submit(life, "long", num_prompt_tokens=20, max_tokens=20)
+    assert caught.value.code == "exceeds_capacity", "a server's client is told that it never will"
     life.check_invariants()
     assert not life.lives.by_request and not life.lives.sequences("long")
 

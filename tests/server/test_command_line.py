@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 from mpi_launch import needs_mpi
 
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
-from server_process import CHECKPOINT, FASTDECODE, serving
+from server_process import CHECKPOINT, FASTDECODE, Server, serving
 
 from fastdecode.cli.main import main
 from fastdecode.cli.serve import exit_code, stops_noted
@@ -34,11 +35,25 @@ def test_stopped_while_it_loads_it_has_answered_all_that_ran(number: signal.Sign
     assert "asked to stop while it started" in outcome.output
 
 
-def test_a_hang_up_while_it_loads_ends_nothing() -> None:
-    with serving([*FASTDECODE, *SERVE], is_ready=False) as server:
+def test_a_hang_up_has_keys_read_again_also_while_it_loads(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first-key-0001\n")
+    command = [*FASTDECODE, *SERVE, "--api-key-file", str(keys), "--log-level", "error"]
+
+    def statuses(server: Server) -> list[int]:
+        every = ("first-key-0001", "second-key-002")
+        return [server.ask("GET", "/version", authorization=f"Bearer {key}")[0] for key in every]
+
+    with serving(command, is_ready=False) as server:
+        assert statuses(server) == [200, 401]
+        keys.write_text("second-key-002\n")
         os.kill(server.job.pid, signal.SIGHUP)
-        server.wait_until_ready()
-        server.job.wait_until(lambda: "keys that let in: none is needed" in server.job.output())
+        server.wait_until(lambda: statuses(server) == [401, 200])
+        assert server.ask("GET", "/health")[0] == 200, "it was read once the model was there"
+        keys.write_text("short\n")
+        os.kill(server.job.pid, signal.SIGHUP)
+        server.wait_until(lambda: "the keys stay as they are" in server.job.output())
+        assert statuses(server) == [401, 200]
 
 
 @pytest.mark.parametrize("ending", Ending)

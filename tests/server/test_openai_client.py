@@ -38,7 +38,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(template: Path) -> Iterator[Server]:
     options = ("--chat-template", str(template), "--served-model-name", "<img src=x>")
-    with model_server(*options, "--served-model-name", "demo") as server:
+    with model_server(*options, "--served-model-name", "demo", "--prefix-cache", "on") as server:
         yield server
 
 
@@ -227,6 +227,16 @@ def test_streams_whole_answers_and_batch_jobs_say_the_same(server: Server, tmp_p
         assert rounded(_joined(said, body.get("n", 1))) == rounded(whole["choices"]), body
 
 
+NAMES = {
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions_total",
+    "vllm:request_time_per_output_token_seconds_count", "vllm:request_prompt_tokens_sum",
+    "fastdecode:r_workers", "fastdecode:r_worker_kv_blocks", "fastdecode:r_worker_load_tokens",
+    "fastdecode:lanes", "fastdecode:s_busy_seconds_total", "fastdecode:s_wait_seconds_total",
+    "fastdecode:recomputed_sequences_total", "fastdecode:rejected_requests_total",
+    "fastdecode:aborted_requests_total",
+}  # fmt: skip
+
+
 def test_metrics_add_up(server: Server) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -242,7 +252,14 @@ def test_metrics_add_up(server: Server) -> None:
         return sums
 
     before = values()
-    usages = [server.complete(prompt=[5] * (i + 1), max_tokens=i + 1)[1]["usage"] for i in range(5)]
+    usages = []
+    for i in range(5):
+        body = {"prompt": [[5] * (i + 1), [6]], "max_tokens": i + 1, "n": 1 + i % 2}
+        usages.append(server.complete(**body)[1]["usage"])
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        said = events(server.ask("POST", "/v1/completions", {**body, **more})[2])
+        usages.append(said[-2]["usage"])
+        assert usages[-1] == usages[-2]
     server.wait_until_idle()  # what is told of KV blocks is as old as the last look
     after = values()
 
@@ -252,12 +269,51 @@ def test_metrics_add_up(server: Server) -> None:
     total = {name: sum(usage[name] for usage in usages) for name in usages[0]}
     assert gained("vllm:generation_tokens_total") == total["completion_tokens"]
     assert gained("vllm:prompt_tokens_total") == total["prompt_tokens"]
-    assert gained("vllm:request_success_total") == 5
+    assert gained("vllm:request_success_total") == 10
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
-        assert gained(f"vllm:{name}_count") == 5
+        assert gained(f"vllm:{name}_count") == 10
     assert gained("vllm:request_generation_tokens_sum") == total["completion_tokens"]
     assert after["vllm:kv_cache_usage_perc"] == 0
-    assert {"vllm:num_requests_running", "vllm:num_requests_waiting"} <= set(after)
+    num_gaps = total["completion_tokens"] - 2 * sum(2 * (1 + i % 2) for i in range(5))
+    # Those that come with the first are none after it.
+    assert 0 < gained("vllm:inter_token_latency_seconds_count") <= num_gaps
+    assert set(after) >= NAMES
+
+
+def test_what_was_cached_is_told_and_only_shared_with_who_has_the_same_salt(
+    server: Server, client: Any
+) -> None:
+    """The cache keeps whole blocks, of 64 tokens."""
+    asked = {
+        "model": "demo", "prompt": [9 + i % 50 for i in range(150)], "max_tokens": 3,
+        "temperature": 0,
+    }  # fmt: skip
+
+    def cached(**extra: Any) -> tuple[str, int]:
+        done = client.completions.create(**asked, extra_body=extra)
+        assert done.usage.prompt_tokens == 150
+        details = done.usage.prompt_tokens_details
+        return done.choices[0].text, 0 if details is None else details.cached_tokens
+
+    text, num_cached = cached()
+    assert num_cached == 0
+    for extra, expected in (
+        ({}, 128),
+        ({"cache_salt": "tenant-1"}, 0),
+        ({"cache_salt": "tenant-1"}, 128),
+        ({"cache_salt": "tenant-2"}, 0),
+        ({"cache": "off"}, 0),
+        ({"cache_salt": None, "cache": "on"}, 128),
+    ):
+        assert cached(**extra) == (text, expected), extra
+    *_, last = client.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    )
+    assert last.usage.prompt_tokens_details.cached_tokens == 128
+    for extra, param in (({"cache_salt": 7}, "cache_salt"), ({"cache": "maybe"}, "cache")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(**asked, extra_body=extra)
+        assert caught.value.param == param
 
 
 def test_tokens_and_text(server: Server) -> None:

@@ -33,6 +33,7 @@ from fastdecode.text.codec import TextCodec
 
 CHAT = b'{"messages": [{"role": "user", "content": "x"}]}'
 TEXT = b'{"prompt": "abc"}'
+PING = b": ping\n\n"
 WITHIN_S = 30
 
 
@@ -165,19 +166,29 @@ def test_who_leaves_before_his_turn_is_never_rendered() -> None:
     run(test, Setting())
 
 
-def answered(num_tokens: int) -> tuple[Setting, list[Any]]:
-    """A whole answer of so many tokens, as it is sent."""
-    sent: list[Any] = []
+def answered(body: dict[str, Any], num_tokens: int, num_pings: int = 0) -> tuple[Setting, bytes]:
+    """What is sent for a body, if the engine says so many tokens once it has
+    been silent for so many pings."""
+    sent: list[bytes] = []
+    asked: list[str] = []
+
+    def say() -> None:
+        delta = Delta(asked[0], 0, "x", (5,) * num_tokens, None, "stop")
+        setting.front.client.deliver([delta])
 
     def send(message: Message) -> None:
         if isinstance(message, Asked):
-            delta = Delta(message.requests[0].request_id, 0, "x", (5,) * num_tokens, None, "stop")
-            asyncio.get_running_loop().call_soon(setting.front.client.deliver, [delta])
+            asked.append(message.requests[0].request_id)
+            if not num_pings:
+                asyncio.get_running_loop().call_soon(say)
 
     async def take(message: MutableMapping[str, Any]) -> None:
-        sent.append(message)
+        sent.append(message.get("body", b""))
+        if sent.count(PING) == num_pings and sent[-1] == PING:
+            say()
 
-    bodies = iter([{"type": "http.request", "body": b'{"prompt": [7]}', "more_body": False}])
+    raw = json.dumps(body).encode()
+    bodies = iter([{"type": "http.request", "body": raw, "more_body": False}])
 
     async def receive() -> MutableMapping[str, Any]:
         for body in bodies:
@@ -187,17 +198,26 @@ def answered(num_tokens: int) -> tuple[Setting, list[Any]]:
     async def test(setting: Setting) -> None:
         setting.front.outlook = Outlook(True, seen=Seen("ready"), seen_s=time.monotonic())
         scope = {"headers": [(b"content-type", b"application/json")]}
-        await Generation(setting.front, Exchange(scope, receive, take), COMPLETIONS_URL).run()
+        ping_s = 0.001 if num_pings else WITHIN_S
+        exchange = Exchange(scope, receive, take)
+        await Generation(setting.front, exchange, COMPLETIONS_URL, ping_s).run()
 
     setting = Setting(send=send)
     run(test, setting)
-    return setting, sent
+    return setting, b"".join(sent)
 
 
 @pytest.mark.parametrize("num_tokens", [MOST_WORDS_AT_ONCE, MOST_WORDS_AT_ONCE + 1])
 def test_long_answers_are_put_together_beside_the_loop(num_tokens: int) -> None:
-    setting, sent = answered(num_tokens)
-    said = json.loads(sent[-1]["body"])
+    setting, sent = answered({"prompt": [7]}, num_tokens)
+    said = json.loads(sent)
     assert said["usage"]["completion_tokens"] == num_tokens
     (who,) = setting.codec.looked_at_by
     assert who.startswith("bodies") is (num_tokens > MOST_WORDS_AT_ONCE)
+
+
+def test_a_stream_that_is_silent_says_comments_before_it_says_anything() -> None:
+    _, sent = answered({"prompt": [7], "stream": True}, 3, num_pings=3)
+    assert sent.startswith(PING * 3) and sent.endswith(b"data: [DONE]\n\n")
+    chunk, done = (part for part in sent.split(b"\n\n") if part.startswith(b"data: "))
+    assert json.loads(chunk[6:])["choices"][0]["text"] == "x" and done == b"data: [DONE]"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,6 +70,42 @@ def test_every_route_is_in_the_table_and_protected_as_it_says() -> None:
             words = " ".join(process.cmdline())
             assert all(each not in words for each in KEYS)
         assert "FASTDECODE_API_KEYS" not in server.process("http").environ()
+
+
+def test_openai_s_client_knows_what_is_wrong_with_its_key() -> None:
+    openai = pytest.importorskip("openai", reason="needs a client: pip install openai")
+    with scripted_server(FASTDECODE_API_KEYS=KEYS[0]) as server:
+        for key, error in ((KEYS[0], None), ("wrong-key-0001", openai.AuthenticationError)):
+            with openai.OpenAI(base_url=server.url + "/v1", api_key=key) as client:
+                refused = contextlib.nullcontext() if error is None else pytest.raises(error)
+                with refused:
+                    assert client.models.list().data[0].id == "checkpoint"
+
+
+def test_tls(tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs openssl, to make a certificate")
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    made = subprocess.run([*command, "-keyout", key, "-out", cert], capture_output=True, timeout=60)
+    assert made.returncode == 0, made.stderr
+    script = str(Path(__file__).parents[1] / "scripted_serving.py")
+    options = ["--port", "0", "--tls-cert", cert, "--tls-key", key]
+    with running([sys.executable, script, *options], **PATHS) as job:
+        job.wait_until(lambda: "listening at https://" in job.output())
+        port = int(job.output().split("127.0.0.1:")[1].split()[0])
+        trusting = ssl.create_default_context(cafile=cert)
+        connection = http.client.HTTPSConnection("localhost", port, timeout=30, context=trusting)
+        with contextlib.closing(connection):
+            connection.request("GET", "/live")
+            assert connection.getresponse().status == 200
+        with contextlib.closing(http.client.HTTPConnection("localhost", port, timeout=30)) as plain:
+            plain.request("GET", "/live")
+            with pytest.raises((OSError, http.client.HTTPException)):
+                plain.getresponse()
+    assert main(["serve", str(CHECKPOINT), "--port", "0", "--tls-cert", key, "--tls-key", key]) == 2
 
 
 def test_who_is_not_let_in_is_counted_and_logged(tmp_path: Path) -> None:

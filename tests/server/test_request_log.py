@@ -17,6 +17,7 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 from server_process import scripted_server
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.measure.serving.load import LoadShape, traced
 from fastdecode.server.request_log import RequestLog
 
 PIPE_BYTES = 4096
@@ -63,6 +64,8 @@ def test_every_request_has_a_line_but_those_that_watch(tmp_path: Path) -> None:
     assert seen[:-1] == [(route, status, code) for _, route, _, status, code in asked[2:]]
     assert (seen[-1], lines[-1]["stage"]) == (("/v1/completions", None, "abort"), "reading")
     assert all(line["e2e_s"] >= 0 and line["time"] > 1e9 and line["id"] for line in lines)
+    (planned,) = traced(path, LoadShape(10, 5, 5))
+    assert (planned.due_s, len(planned.prompt), planned.output_tokens) == (0.0, 1, 3)
     counted = [line for line in metrics if "_requests_total" in line and line.endswith(" 4")]
     assert len(counted) == 1 and 'reason="invalid"' in counted[0]
     assert any('stage="reading"' in line and line.endswith(" 1") for line in metrics)
