@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 import threading
+import time
 from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
@@ -17,10 +18,10 @@ from typing import Any
 
 from fastdecode.cli.options import add_options
 from fastdecode.cli.serve import exit_code
-from fastdecode.core.delta import Delta, Listener
+from fastdecode.core.delta import Delta, DeltaQueue, Listener
 from fastdecode.core.errors import CapacityError, FastDecodeError
 from fastdecode.core.host.logs import keep_traces_out
-from fastdecode.core.sequence import Request
+from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.engine.service import EngineService
 from fastdecode.server.bridge import Bridge
 from fastdecode.server.messages import Opening, Ready
@@ -124,6 +125,31 @@ def figures(served: Any) -> dict[str, Any]:
     return {"num_steps": engine.num_steps, "lanes": 1, "r_workers": [worker], **zeros}
 
 
+def first_token_delays(engine: ScriptedEngine, num_requests: int) -> list[float]:
+    """Seconds from asking to the first token, without HTTP, one by one."""
+    served = _served(engine)
+    service: EngineService[Any] = EngineService(lambda: served)
+    service.open()
+    delays = []
+    for i in range(num_requests):
+        reader = DeltaQueue()
+        asked_s = time.monotonic()
+        service.submit([Request(str(i), (1, 2), SamplingParams(), 2, 0)], reader)
+        service.take(reader)
+        delays.append(time.monotonic() - asked_s)
+        while service.snapshot().engine.num_running:
+            service.take(reader, 0.01)
+    service.close()
+    return delays
+
+
+def _served(engine: ScriptedEngine) -> SimpleNamespace:
+    return SimpleNamespace(
+        engine=engine, num_r_workers=1, num_live_r_workers=1, has_hung_r_workers=False,
+        close=lambda: None,
+    )  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     add_options(parser.add_argument_group("server"), ServeOptions)
@@ -131,7 +157,11 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--kv-tokens", type=int, default=1 << 20)
     parser.add_argument("--never-ready", action="store_true")
+    parser.add_argument("--in-process", type=int, help="print first tokens' delays without HTTP")
     args = parser.parse_args()
+    if args.in_process is not None:
+        print(first_token_delays(ScriptedEngine(args.step_s, args.width), args.in_process))
+        return 0
     logging.basicConfig()
     keep_traces_out()
     fields = [field.name for field in dataclasses.fields(ServeOptions)]
@@ -142,10 +172,7 @@ def main() -> int:
     )
     print(f"listening at {http.address}", flush=True)
     engine = ScriptedEngine(args.step_s, args.width)
-    served = SimpleNamespace(
-        engine=engine, num_r_workers=1, num_live_r_workers=1, has_hung_r_workers=False,
-        close=lambda: None,
-    )  # fmt: skip
+    served = _served(engine)
     service: EngineService[Any] = EngineService(lambda: served)
     wishes = Wishes()
 
