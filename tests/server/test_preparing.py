@@ -7,7 +7,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 
 from fastdecode.core.delta import Delta
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
+from fastdecode.server.admission import Admission
 from fastdecode.server.client import EngineClient
 from fastdecode.server.front import Front
 from fastdecode.server.health import Outlook
@@ -72,6 +73,18 @@ class Codec(TextCodec):
         self.looked_at_by.append(threading.current_thread().name)
 
 
+class Queue(Admission):
+    """Knows who has entered it, each time."""
+
+    def __init__(self, max_requests: int) -> None:
+        super().__init__(max_requests, 1 << 40)
+        self.entered: list[Hashable] = []
+
+    def enter(self, key: Hashable, num_requests: int, num_tokens: int, now: float) -> None:
+        self.entered.append(key)
+        super().enter(key, num_requests, num_tokens, now)
+
+
 @dataclass
 class Setting:
     """A front without an engine."""
@@ -90,6 +103,7 @@ class Setting:
             EngineClient(self.send),
             RequestLog(None),
         )
+        self.front.admission = self.queue = Queue(self.num_queued)
 
     def prepare(self, url: str, raw: bytes) -> tuple[Preparation, asyncio.Task[Any]]:
         preparation = Preparation(self.front, self.front.next_number())
@@ -214,6 +228,7 @@ def test_long_answers_are_put_together_beside_the_loop(num_tokens: int) -> None:
     assert said["usage"]["completion_tokens"] == num_tokens
     (who,) = setting.codec.looked_at_by
     assert who.startswith("bodies") is (num_tokens > MOST_WORDS_AT_ONCE)
+    assert setting.queue.entered == [1], "whoever is being answered queues for nothing"
 
 
 def test_a_stream_that_is_silent_says_comments_before_it_says_anything() -> None:

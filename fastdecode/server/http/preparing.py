@@ -97,11 +97,11 @@ class Preparation:
                 add_generation_prompt=turn.add_generation_prompt,
                 variables=turn.variables,
             )
-            text = await self.beside(front.threads.templates, render)
+            text = await self.queued(front.threads.templates, render)
             return await self.encoded(text, add_special_tokens=False)
         tokenise = partial(front.checker.tokenise, turn)
         if isinstance(turn, str):
-            return await self.beside(front.threads.tokenizer, tokenise)
+            return await self.queued(front.threads.tokenizer, tokenise)
         return await self._maybe_beside(tokenise)
 
     async def encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -112,14 +112,21 @@ class Preparation:
             ids = front.codec.encode(text, add_special_tokens=add_special_tokens)
             return front.checker.tokenise(ids)
 
-        return await self.beside(front.threads.tokenizer, encode)
+        return await self.queued(front.threads.tokenizer, encode)
+
+    async def queued(self, threads: Executor, act: Callable[[], T]) -> T:
+        """The same as ``beside`` of a body that is only being prepared: from
+        the first time on it has a place in the queue. Raises Refused, too."""
+        if not self._has_place:
+            self._has_place = True
+            enter(self._front, self._number, 1, self._num_bytes // ORDINARY_BYTES_PER_TOKEN)
+        return await self.beside(threads, act)
 
     async def beside(self, threads: Executor, act: Callable[[], T]) -> T:
         """What ``act`` returns, from one of these threads. Raises what that
-        raises, and as ``requests``; what hasn't begun then never does."""
+        raises, and Disconnected; what hasn't begun then never does."""
         if self._is_left:
             raise Disconnected
-        self._take_place()
         self._pending = asyncio.get_running_loop().run_in_executor(threads, act)
         try:
             done: T = await self._pending
@@ -138,13 +145,7 @@ class Preparation:
     async def _maybe_beside(self, act: Callable[[], T]) -> T:
         if self._num_bytes <= SMALL_BYTES:
             return act()
-        return await self.beside(self._front.threads.bodies, act)
-
-    def _take_place(self) -> None:
-        """In the queue: how large it is shows later. Raises Refused."""
-        if not self._has_place:
-            self._has_place = True
-            enter(self._front, self._number, 1, self._num_bytes // ORDINARY_BYTES_PER_TOKEN)
+        return await self.queued(self._front.threads.bodies, act)
 
 
 def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> None:

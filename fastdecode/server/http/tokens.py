@@ -37,7 +37,7 @@ async def detokenize(front: Front, exchange: Exchange) -> None:
     with _prepared(front) as preparation:
         body = await preparation.read(await _read(front, exchange), _checked_tokens)
         with typed():
-            text = await preparation.beside(front.threads.bodies, partial(_text, front, body))
+            text = await preparation.queued(front.threads.bodies, partial(_text, front, body))
     await exchange.answer_json({"prompt": text})
 
 
