@@ -34,6 +34,8 @@ BREAKS, HANGS, NEVER_FITS, IS_WORDY = 1000, 1001, 1002, 1003
 """Prompts that begin with these break the engine's step, keep it, could never
 fit, or are answered with long words."""
 NUM_BLOCKS = 1000
+MOMENT_S = 1e-6
+"""A step that takes no time lets other threads go on, as a model's do."""
 
 
 class ScriptedEngine:
@@ -71,7 +73,7 @@ class ScriptedEngine:
 
     def step(self) -> None:
         self.num_steps += 1
-        self._is_abandoned.wait(self._step_s)
+        self._is_abandoned.wait(self._step_s or MOMENT_S)
         for request_id, index in list(self._said)[: self._width]:
             if request_id in self._open:
                 self._say(request_id, index)

@@ -169,7 +169,7 @@ def test_a_body_that_never_ends_neither_delays_a_drain_nor_hides_what_is_cut() -
 
 def test_an_http_process_that_is_stopped_holds_up_no_end() -> None:
     """More waits for it than their socket takes."""
-    with scripted_server("--drain-timeout-s", "0.3", "--step-s", "0") as server:
+    with scripted_server("--drain-timeout-s", "0.3", "--step-s", "0.02") as server:
         stream = Stream(server, prompt=[IS_WORDY], n=64)
         stream.first()
         server.process("http").suspend()
