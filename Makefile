@@ -37,12 +37,13 @@ demo: $(VENV)/.base
 	    --output out/completions.jsonl --summary out/summary.json --r-workers 2 --temperature 0 --show
 	@echo; echo "completions: out/completions.jsonl   summary: out/summary.json"
 
+# Files in the order of tests/conftest.py; compiled modules are kept, as hundreds of processes import them.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 campaign: $(VENV)/.dev
 	@mkdir -p out
-	FASTDECODE_ALL_EXAMPLES=1 $(BIN)/python -m pytest -q tests/schedule
+	FASTDECODE_ALL_EXAMPLES=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python tests/campaign/campaign.py --out out/campaign.json
 
 check: $(VENV)/.dev
