@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traffic import schedule_options
+from schedule_choices import schedule_options
 
 from cost_model.simulate.report import as_json, as_text, summarise
 from cost_model.simulate.simulator import Outcome, Simulator
