@@ -146,15 +146,14 @@ ROUNDED = {
 """How far log-probabilities may go, by KV dtype and where it is."""
 # Nearly each with R-workers is a kernel to compile, so not all of them.
 ROUNDINGS = [
-    *(("llama", *how) for how in ROUNDED),
-    ("gemma2", "int8", "r"),
-    ("gemma2", "float16", "gpu"),
-    ("bloom", "bfloat16", "r"),
-    ("bloom", "bfloat16", "gpu"),
+    *(("gemma2", *how) for how in ROUNDED),
+    ("llama", "int8", "r"),
+    ("llama", "bfloat16", "gpu"),
+    ("bloom", "float16", "gpu"),
 ]
 MORE_ROUNDINGS = [
     (family, *how)
-    for family in ("gemma2", "bloom")
+    for family in ("llama", "bloom")
     for how in ROUNDED
     if (family, *how) not in ROUNDINGS
 ]

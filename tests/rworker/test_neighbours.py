@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from dense_attention import to_bits
 
-from examples import TRIES_ALL
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.messages import (
@@ -20,7 +19,8 @@ from fastdecode.wire.messages import (
 )
 from rworker.worker import start_worker_thread
 
-HQ, HKV, D, PAST, PROMPT = 4, 2, 32, 40, 3
+HQ, HKV, D, PAST, PROMPT = 6, 2, 20, 40, 3
+# Of the tests' Gemma 2, whose kernels other tests compile, too.
 SPEC = AttentionSpec(HQ, HKV, D, scale=D**-0.5)
 WAIT_S = 120.0
 
@@ -65,12 +65,8 @@ def decoded(kv_dtype: DType, activation_dtype: DType, *, beside_a_prompt: bool) 
         worker.join(WAIT_S)
 
 
-# Each pair is two kernels to compile.
-PAIRS = [(DType.BFLOAT16, DType.BFLOAT16), (DType.INT8, DType.FLOAT32)]
-MORE_PAIRS = [(DType.BFLOAT16, DType.FLOAT32), (DType.INT8, DType.BFLOAT16)]
-
-
-@pytest.mark.parametrize(("kv_dtype", "activation_dtype"), PAIRS + MORE_PAIRS * TRIES_ALL)
+@pytest.mark.parametrize("activation_dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("kv_dtype", [DType.BFLOAT16, DType.INT8])
 def test_a_prompt_beside_it_changes_no_bit_of_what_decodes(
     kv_dtype: DType, activation_dtype: DType
 ) -> None:
