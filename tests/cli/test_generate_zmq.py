@@ -99,7 +99,7 @@ def test_the_python_api_and_workers_that_end_with_it(tiny_checkpoint: Callable[.
             assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop", [signal.SIGTERM, *[signal.SIGINT] * TRIES_ALL])
 def test_told_to_stop_it_leaves_whole_lines_and_its_r_workers_end(
     stop: signal.Signals, asked: Asked
 ) -> None:
@@ -116,10 +116,11 @@ def test_told_to_stop_it_leaves_whole_lines_and_its_r_workers_end(
     assert "interrupted; 1 of 8 answers are in" in outcome.output
 
 
-@pytest.mark.parametrize(
-    ("trouble", "partition"),
-    [(signal.SIGKILL, "sequences"), (signal.SIGSTOP, "sequences"), (signal.SIGKILL, "heads")],
-)
+LOSSES = [(signal.SIGSTOP, "sequences"), (signal.SIGKILL, "heads")]
+MORE_LOSSES = [(signal.SIGKILL, "sequences")]
+
+
+@pytest.mark.parametrize(("trouble", "partition"), LOSSES + MORE_LOSSES * TRIES_ALL)
 def test_a_lost_r_worker_changes_no_token(
     trouble: signal.Signals,
     partition: str,
