@@ -6,6 +6,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 LOWEST := $(VENV)-lowest
 
+PROCESSES ?= 2
+
 .PHONY: help demo test campaign check check-lowest format venv clean
 .DEFAULT_GOAL := help
 
@@ -37,12 +39,13 @@ demo: $(VENV)/.base
 	    --output out/completions.jsonl --summary out/summary.json --r-workers 2 --temperature 0 --show
 	@echo; echo "completions: out/completions.jsonl   summary: out/summary.json"
 
+# Files go to so many processes, in the order of tests/conftest.py.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 campaign: $(VENV)/.dev
 	@mkdir -p out
-	FASTDECODE_ALL_EXAMPLES=1 $(BIN)/python -m pytest -q tests/schedule
+	FASTDECODE_ALL_EXAMPLES=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 	$(BIN)/python tests/campaign/campaign.py --out out/campaign.json
 
 check: $(VENV)/.dev

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -99,22 +99,37 @@ def _draw(family: str, name: str, parameter: torch.Tensor, generator: torch.Gene
 @dataclass(frozen=True)
 class Oracle:
     """transformers' own model in float32 with its plainest attention, run on
-    one sequence at a time."""
+    one sequence at a time, and on each only once."""
 
     model: Any
+    answers: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
-    @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """[len(tokens), vocab]"""
-        logits: torch.Tensor = self.model(torch.tensor([list(tokens)])).logits[0]
+        logits: torch.Tensor = self._once(self._logits, tuple(tokens))
         return logits
 
-    @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], float]:
         """``num_tokens`` tokens after the prompt, EOS ignored, and the least
         lead of a chosen logit over the next."""
+        tokens, lead = self._once(self._greedy, tuple(prompt), num_tokens)
+        return list(tokens), lead
+
+    def _once(self, answer: Callable[..., Any], *asked: Any) -> Any:
+        key = (answer.__name__, *asked)
+        if key not in self.answers:
+            self.answers[key] = answer(*asked)
+        return self.answers[key]
+
+    @torch.inference_mode()
+    def _logits(self, tokens: tuple[int, ...]) -> torch.Tensor:
+        logits: torch.Tensor = self.model(torch.tensor([tokens])).logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], float]:
         output = self.model.generate(
-            torch.tensor([list(prompt)]),
+            torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=num_tokens,
             do_sample=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +27,37 @@ with contextlib.suppress(ModuleNotFoundError):
 sys.path.insert(0, str(Path(__file__).parent))
 
 from inherited_signals import hear_interrupts
+from one_thread import compute_on_one_thread
+
+from examples import TRIES_ALL
 
 hear_interrupts()
+# Before anything imports torch or NumPy's BLAS, which read it when they are loaded.
+if not TRIES_ALL:
+    compute_on_one_thread(os.environ)
+
+
+# They take longest, and begin first, so that none of them is left for the end: of two processes,
+# one waits for jobs of several while the other compiles kernels and runs engines.
+LONGEST = (
+    "mpi/test_generate_mpi.py",
+    "cpu_kernels/test_attend_kernels.py",
+    "engine/test_tokens_equal_transformers.py",
+    "cli/test_generate_zmq.py",
+    "engine/test_split.py",
+    "mpi/test_starting_mpi.py",
+    "engine/test_independence.py",
+    "cpu_kernels/test_amx.py",
+    "mpi/test_transport_mpi.py",
+    "server/test_server_life.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, the others as they stand."""
+    here = Path(__file__).parent
+    places = {here / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from checkpoints import prompts
+from schedule_choices import schedule_options
 from torch.utils._python_dispatch import TorchDispatchMode
-from traffic import schedule_options
 
 from fastdecode.core.delta import Delta, Listener, OutputFold
 from fastdecode.core.dtype import DType

@@ -1,5 +1,6 @@
-"""How many examples a property is tried with. In ``make test`` a quarter of
-them, always the same ones; in ``make campaign`` all."""
+"""How much is tried: in ``make test`` a quarter of a property's examples, always
+the same ones, and tables of cases without what is named ``MORE_…``; in ``make
+campaign`` all."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Running:
         while not condition():
             assert time.monotonic() < end, self.output()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.005)
+                self._process.wait(0.02)
                 assert condition(), self.output()
 
     def wait(self, timeout_s: float = 120.0, grace_s: float = 5.0) -> Outcome:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from schedule_choices import schedule_options
 from torch import Tensor
-from traffic import schedule_options
 from trouble import Trouble
 
 from fastdecode.core.delta import Delta, Listener, OutputFold

@@ -6,14 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
 
 import numpy as np
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from schedule_choices import MAX_SEQUENCES, MAX_STEP_TOKENS, PREFILL_CHUNK
 
-from examples import examples
-from fastdecode.core.config.groups import Batching
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId, Part
 from fastdecode.core.sequence import SHARED, CacheUse, Request, SamplingParams, Sequence
@@ -39,17 +35,10 @@ from fastdecode.schedule.life.events import (
     Submitted,
 )
 from fastdecode.schedule.life.lifecycle import Lifecycle
-from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.plan import Forget, Keep
 from rworker.kv_store import KVStore
 
 BLOCK_SIZE = 4
-MAX_SEQUENCES = 7
-PREFILL_CHUNK = 5
-MAX_STEP_TOKENS = MAX_SEQUENCES + 7
-
-Requests: TypeAlias = "list[tuple[int, tuple[int, ...], int]]"
-"""Prompt tokens, generated tokens of each sequence, max_tokens."""
 
 
 class Store:
@@ -402,66 +391,3 @@ def last_part(sequence: Sequence) -> Part:
     """The one that grows."""
     assert sequence.residence is not None
     return sequence.residence.parts[sequence.residence.index_of(sequence.num_cached)]
-
-
-def options(mode: str, num_lanes: int, **more: object) -> ScheduleOptions:
-    given_ = {
-        "max_num_sequences": MAX_SEQUENCES,
-        "prefill_chunk": PREFILL_CHUNK,
-        "max_step_tokens": MAX_STEP_TOKENS,
-        "target_length": 24,
-    }
-    return schedule_options(mode, num_lanes, **(given_ | more))
-
-
-def schedule_options(
-    mode: str,
-    num_lanes: int,
-    split_tokens: int | None = None,
-    max_closed_rows: int = ScheduleOptions.max_closed_rows,
-    **batching: Any,
-) -> ScheduleOptions:
-    """Of a user's choices by name."""
-    chosen = Batching(schedule=mode, lanes=num_lanes, **batching)
-    return ScheduleOptions(chosen, split_tokens, max_closed_rows)
-
-
-@st.composite
-def traffic(draw: st.DrawFn, *, forks: bool) -> Requests:
-    requests = []
-    for _ in range(draw(st.integers(1, 12))):
-        max_tokens = draw(st.integers(1, 24))
-        n = draw(st.sampled_from((1, 1, 2, 3))) if forks else 1
-        lengths = tuple(draw(st.integers(1, max_tokens)) for _ in range(n))
-        requests.append((draw(st.integers(1, 24)), lengths, max_tokens))
-    return requests
-
-
-def play(data: st.DataObject, harness: Harness, requests: Requests, *, lose: bool) -> None:
-    """Requests come in between turns of random lanes; sequences are cancelled
-    and R-workers lost at random."""
-    expected: dict[int, int] = {}
-    cancelled: set[int] = set()
-    for prompt, lengths, max_tokens in requests:
-        first = harness.num_arrived
-        if harness.arrive(prompt, lengths, max_tokens):
-            expected.update(enumerate(lengths, first))
-        for lane in data.draw(st.lists(st.integers(0, harness.num_lanes - 1), max_size=12)):
-            harness.turn(lane)
-        if harness.live and data.draw(st.integers(0, 7)) == 0:
-            victim = data.draw(st.sampled_from(list(harness.live.values())))
-            cancelled |= harness.cancel(victim)
-        if lose and not harness.lost and data.draw(st.integers(0, 7)) == 0:
-            harness.lose(0)
-    harness.run_out()
-    assert harness.scheduler.num_running == harness.scheduler.num_waiting == 0
-    for sequence_id, length in expected.items():
-        if sequence_id in harness.finished:
-            assert harness.finished[sequence_id] == [1000 * sequence_id + i for i in range(length)]
-        else:
-            assert sequence_id in cancelled or harness.lost
-
-
-relaxed = settings(
-    max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)

@@ -10,11 +10,13 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import pytest
+from generate_jobs import answers_alone, write_requests
 from mpi_launch import Running, running
 
+from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.cli.main import main
 from fastdecode.cli.r_worker import MOST_FILES
@@ -46,39 +48,21 @@ def r_workers(
         yield jobs, [job.output().split(" listens at ")[1].split()[0] for job in jobs]
 
 
-@pytest.fixture
-def asked(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> Callable[[int], tuple[list[str], Path, str]]:
-    """``asked(max_tokens)``: generate's options, its output file, and what
-    threads put in there. The first request is done long before the others."""
+Asked: TypeAlias = Callable[[int], tuple[list[str], Path, Callable[[], str]]]
 
-    def make(max_tokens: int) -> tuple[list[str], Path, str]:
-        shared = {"temperature": 0, "ignore_eos": True}
-        lines: list[dict[str, Any]] = [
-            {
-                "id": i,
-                "prompt_token_ids": [5 + i] * (1 + 5 * i),
-                "max_tokens": max_tokens if i else 3,
-                **shared,
-            }
-            for i in range(8)
-        ]
-        source = tmp_path / "in.jsonl"
-        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        options = [
-            "generate",
-            "--model",
-            str(tiny_checkpoint("llama")),
-            "--dtype",
-            "float32",
-            "--prefill-chunk",
-            "16",
-        ]
-        options += ["--input", str(source), "--output"]
-        expected, output = tmp_path / "expected.jsonl", tmp_path / "out.jsonl"
-        assert main([*options, str(expected), "--kv-memory-gb", "0.01"]) == 0
-        return [*options, str(output)], output, expected.read_text()
+
+@pytest.fixture
+def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Asked:
+    """``asked(max_tokens)``: generate's options, its output file, and what
+    threads put in there."""
+
+    def make(max_tokens: int) -> tuple[list[str], Path, Callable[[], str]]:
+        source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        write_requests(source, max_tokens)
+        model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
+        model += ["--prefill-chunk", "16"]
+        options = ["generate", *model, "--input", str(source), "--output", str(output)]
+        return options, output, lambda: answers_alone(source, *model)
 
     return make
 
@@ -87,9 +71,7 @@ def at(addresses: list[str]) -> list[str]:
     return [word for address in addresses for word in ("--r-worker", address)]
 
 
-def test_tokens_are_those_of_threads_one_job_after_another(
-    asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
-) -> None:
+def test_tokens_are_those_of_threads_one_job_after_another(asked: Asked, tmp_path: Path) -> None:
     options, output, expected = asked(12)
     key, summary = tmp_path / "key", tmp_path / "summary.json"
     assert main(["r-worker", "--new-key", str(key)]) == 0
@@ -98,7 +80,7 @@ def test_tokens_are_those_of_threads_one_job_after_another(
         for how in (["--transport", "zmq"], [], ["--r-partition", "heads", "--lanes", "2"]):
             command = [*options, *how, *at(addresses), "--key", str(key), "--summary", str(summary)]
             assert main(command) == 0
-            assert output.read_text() == expected
+            assert output.read_text() == expected()
         assert all(job.processes() for job in jobs)
     written = json.loads(summary.read_text())
     assert (written["r_workers"], written["r_workers_lost"], written["r_threads"]) == (2, 0, 1)
@@ -117,9 +99,9 @@ def test_the_python_api_and_workers_that_end_with_it(tiny_checkpoint: Callable[.
             assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop", [signal.SIGTERM, *[signal.SIGINT] * TRIES_ALL])
 def test_told_to_stop_it_leaves_whole_lines_and_its_r_workers_end(
-    stop: signal.Signals, asked: Callable[[int], tuple[list[str], Path, str]]
+    stop: signal.Signals, asked: Asked
 ) -> None:
     options, output, expected = asked(400)
     with r_workers("*", "*") as (jobs, addresses):
@@ -130,18 +112,19 @@ def test_told_to_stop_it_leaves_whole_lines_and_its_r_workers_end(
         assert (outcome.exit_code, outcome.orphans) == (130, []), outcome
         assert [job.wait().exit_code for job in jobs] == [0, 0]
     answered = output.read_text()
-    assert answered.endswith("\n") and expected.startswith(answered) and answered != expected
+    assert answered.endswith("\n") and expected().startswith(answered) and answered != expected()
     assert "interrupted; 1 of 8 answers are in" in outcome.output
 
 
-@pytest.mark.parametrize(
-    ("trouble", "partition"),
-    [(signal.SIGKILL, "sequences"), (signal.SIGSTOP, "sequences"), (signal.SIGKILL, "heads")],
-)
+LOSSES = [(signal.SIGSTOP, "sequences"), (signal.SIGKILL, "heads")]
+MORE_LOSSES = [(signal.SIGKILL, "sequences")]
+
+
+@pytest.mark.parametrize(("trouble", "partition"), LOSSES + MORE_LOSSES * TRIES_ALL)
 def test_a_lost_r_worker_changes_no_token(
     trouble: signal.Signals,
     partition: str,
-    asked: Callable[[int], tuple[list[str], Path, str]],
+    asked: Asked,
     tmp_path: Path,
 ) -> None:
     options, output, expected = asked(300)
@@ -161,14 +144,14 @@ def test_a_lost_r_worker_changes_no_token(
             jobs[0].processes()[0].send_signal(trouble)
             outcome = s_worker.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome  # every request was answered
-    assert output.read_text() == expected, outcome.output
+    assert output.read_text() == expected(), outcome.output
     assert f"R-worker {addresses[0]} is lost" in outcome.output
     written = json.loads(summary.read_text())
     assert written["r_workers_lost"] == 1 and written["recomputed"] > 0
 
 
 def test_more_connections_than_an_r_worker_takes_change_no_token(
-    asked: Callable[[int], tuple[list[str], Path, str]],
+    asked: Asked,
 ) -> None:
     """They wait outside; who is served goes on being served."""
     options, output, expected = asked(300)
@@ -184,13 +167,19 @@ def test_more_connections_than_an_r_worker_takes_change_no_token(
             s_worker.wait_until(lambda: r_worker.num_fds() == MOST_FILES)
             outcome = s_worker.wait()
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
-        assert output.read_text() == expected and "is lost" not in outcome.output
+        assert output.read_text() == expected() and "is lost" not in outcome.output
         assert job.wait().exit_code == 0
 
 
-@pytest.mark.parametrize("split", [[], ["--split-tokens", "64"]], ids=["whole", "split"])
+SPLIT, WHOLE = (
+    pytest.param(["--split-tokens", "64"], id="split"),
+    pytest.param([], id="whole"),  # as one that joins later
+)
+
+
+@pytest.mark.parametrize("split", [SPLIT, WHOLE][: 1 + TRIES_ALL])
 def test_a_replacement_at_the_same_address_joins(
-    split: list[str], asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
+    split: list[str], asked: Asked, tmp_path: Path
 ) -> None:
     options, output, expected = asked(480)
     options += split
@@ -217,13 +206,13 @@ def test_a_replacement_at_the_same_address_joins(
                 jobs[1].kill()
                 outcome = s_worker.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
-    assert output.read_text() == expected, outcome.output
+    assert output.read_text() == expected(), outcome.output
     written = json.loads(summary.read_text())
     assert (written["r_workers_lost"], written["r_workers_rejoined"]) == (1, 1)
 
 
 def test_when_all_are_lost_the_exit_code_says_so(
-    asked: Callable[[int], tuple[list[str], Path, str]],
+    asked: Asked,
 ) -> None:
     options, output, _ = asked(300)
     options += ["--worker-timeout-s", "2"]
@@ -239,7 +228,7 @@ def test_when_all_are_lost_the_exit_code_says_so(
 
 
 def test_an_s_worker_that_was_stopped_finds_its_r_workers_again(
-    asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
+    asked: Asked, tmp_path: Path
 ) -> None:
     """They have given it up meanwhile, and let go of their caches; they listen on."""
     options, output, expected = asked(300)
@@ -264,14 +253,12 @@ def test_an_s_worker_that_was_stopped_finds_its_r_workers_again(
             outcome = s_worker.wait()
         ends = [job.wait() for job in jobs]
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
-    assert output.read_text() == expected, outcome.output
+    assert output.read_text() == expected(), outcome.output
     assert json.loads(summary.read_text())["r_workers_rejoined"] >= 1
     assert [end.exit_code for end in ends] == [0, 0], ends
 
 
-def test_whoever_is_there_starts_and_the_others_join_later(
-    asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
-) -> None:
+def test_whoever_is_there_starts_and_the_others_join_later(asked: Asked, tmp_path: Path) -> None:
     options, output, expected = asked(480)
     summary = tmp_path / "summary.json"
     with r_workers("*") as (_, addresses):
@@ -292,7 +279,7 @@ def test_whoever_is_there_starts_and_the_others_join_later(
                 s_worker.processes()[0].resume()
                 outcome = s_worker.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
-    assert output.read_text() == expected, outcome.output
+    assert output.read_text() == expected(), outcome.output
     assert (
         f"the job starts with 1 of 2 R-workers: can't reach R-worker tcp://127.0.0.1:{later}"
         in outcome.output
@@ -301,7 +288,7 @@ def test_whoever_is_there_starts_and_the_others_join_later(
 
 
 def test_too_few_that_are_there_are_refused(
-    asked: Callable[[int], tuple[list[str], Path, str]],
+    asked: Asked,
 ) -> None:
     options, _, _ = asked(1)
     with r_workers("*", options=("--keep-serving",)) as (_, addresses):
@@ -338,7 +325,7 @@ def test_too_few_that_are_there_are_refused(
 def test_options_that_are_refused(
     options: list[str],
     match: str,
-    asked: Callable[[int], tuple[list[str], Path, str]],
+    asked: Asked,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command, _, _ = asked(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -10,8 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
+from generate_jobs import answers_alone, write_requests
 from mpi_launch import needs_mpi, run, running
 
 from fastdecode.cli.main import main
@@ -90,38 +91,21 @@ def test_options_that_are_refused(
     assert match in capsys.readouterr().err
 
 
+Generate: TypeAlias = tuple[list[str], Path, Callable[[], str]]
+
+
 @pytest.fixture
-def generate(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> tuple[list[str], Path, str]:
+def generate(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Generate:
     """The command, its output file and what is to be in it."""
-    lines = [
-        {
-            "id": i,
-            "prompt_token_ids": [5 + i] * 9,
-            "max_tokens": 400 if i else 3,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        for i in range(6)
-    ]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [
-        "generate",
-        "--model",
-        str(tiny_checkpoint("llama")),
-        "--dtype",
-        "float32",
-        "--input",
-        str(source),
-    ]
-    assert main([*command, "--output", str(output), "--kv-memory-gb", "0.01"]) == 0
-    expected = output.read_text()
-    output.unlink()
-    return [*command, "--output", str(output)], output, expected
+    write_requests(source, 400, [9] * 6)
+    model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
+    command = ["generate", *model, "--input", str(source), "--output", str(output)]
+    return command, output, lambda: answers_alone(source, *model)
 
 
 @needs_mpi
-def test_a_dry_run_shows_the_line_and_runs_nothing(generate: tuple[list[str], Path, str]) -> None:
+def test_a_dry_run_shows_the_line_and_runs_nothing(generate: Generate) -> None:
     command, output, _ = generate
     outcome = run(
         [*FASTDECODE, "launch", "--hosts", "localhost:2", "--dry-run", "--", *command], **PATHS
@@ -135,7 +119,7 @@ def test_a_dry_run_shows_the_line_and_runs_nothing(generate: tuple[list[str], Pa
 
 @needs_mpi
 def test_a_job_whose_r_worker_is_killed_still_ends_with_the_s_workers_exit_code(
-    generate: tuple[list[str], Path, str],
+    generate: Generate,
 ) -> None:
     command, output, expected = generate
     launch = [
@@ -157,11 +141,11 @@ def test_a_job_whose_r_worker_is_killed_still_ends_with_the_s_workers_exit_code(
         workers[0].send_signal(signal.SIGKILL)
         outcome = job.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
-    assert output.read_text() == expected and "is lost" in outcome.output
+    assert output.read_text() == expected() and "is lost" in outcome.output
 
 
 @needs_mpi
-def test_exit_codes_of_mpirun_pass_through(generate: tuple[list[str], Path, str]) -> None:
+def test_exit_codes_of_mpirun_pass_through(generate: Generate) -> None:
     command, _, _ = generate
     launch = [*FASTDECODE, "launch", "--hosts", "localhost:1", "--"]
     outcome = run([*launch, *command, "--model", "/nonexistent"], **PATHS)

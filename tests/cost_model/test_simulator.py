@@ -8,12 +8,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traffic import schedule_options
+from schedule_choices import schedule_options
 
 from cost_model.simulate.report import as_json, as_text, summarise
 from cost_model.simulate.simulator import Outcome, Simulator
 from cost_model.simulate.tables import Table, TabledTimes
 from cost_model.simulate.trace import ArrivalUnit, Trace, TracedRequest
+from examples import examples
 from fastdecode.schedule.admission.load_control import FixedInterval
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
@@ -214,7 +215,7 @@ def test_load_goes_where_it_is_fast() -> None:
     assert max(step.r_part_s for step in outcome.steps) <= 0.010 + 0.0013
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.data(),
     st.sampled_from(MODES),

@@ -16,6 +16,7 @@ from cost_model.plans.question import Goal, Setup
 from cost_model.plans.size import size
 from cost_model.shapes import model_named
 from cost_model.workload import Workload
+from examples import examples
 from fastdecode.core.dtype import DType
 
 HARDWARE = Hardware.load()
@@ -51,7 +52,7 @@ def never_fewer(base: dict[str, int], worse: dict[str, int]) -> bool:
     return all(worse[name] >= base[name] for name in base)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(setups, plans, factors)
 def test_a_slower_network(setup: Setup, plan: tuple[int, int], factor: float) -> None:
     assert isinstance(setup.nic, Nic)
@@ -63,7 +64,7 @@ def test_a_slower_network(setup: Setup, plan: tuple[int, int], factor: float) ->
     assert never_fewer(sockets(replace(setup, num_nics=2), plan), base)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(setups, plans, st.floats(1e-3, 10.0), factors)
 def test_a_tighter_promise(
     setup: Setup, plan: tuple[int, int], tpot_s: float, factor: float
@@ -75,7 +76,7 @@ def test_a_tighter_promise(
     assert never_fewer(sockets(setup, plan), sockets(setup, plan, Goal(headroom=0.1 * factor)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(setups, plans, st.integers(1, 512))
 def test_longer_sequences(setup: Setup, plan: tuple[int, int], more: int) -> None:
     workload = replace(setup.workload, output_tokens=setup.workload.output_tokens + more)
@@ -87,7 +88,7 @@ def test_longer_sequences(setup: Setup, plan: tuple[int, int], more: int) -> Non
     assert all(longer[name] >= count for name, count in base.items())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(setups, plans, factors)
 def test_faster_memory(setup: Setup, plan: tuple[int, int], factor: float) -> None:
     assert isinstance(setup.cpu, Cpu)
@@ -99,7 +100,7 @@ def test_faster_memory(setup: Setup, plan: tuple[int, int], factor: float) -> No
     assert never_fewer(sockets(replace(setup, kv_dtype="int8"), plan), base)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(setups, plans, factors)
 def test_a_slower_gpu(setup: Setup, plan: tuple[int, int], factor: float) -> None:
     """A GPU that takes longer leaves the R-workers more time."""

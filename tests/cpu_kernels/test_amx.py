@@ -20,6 +20,7 @@ from cpu_kernels.codegen.amx import TILE_UNITS, SoftTiles, soft_multiply
 from cpu_kernels.dispatch import choose_variant, plan_attend, tiles_work
 from cpu_kernels.isa import LEVELS, SOFT_AMX, Isa
 from cpu_kernels.kernels import compare_levels
+from examples import TRIES_ALL
 
 AMX = LEVELS[-1]
 SEED = 20261121
@@ -106,10 +107,11 @@ def attend_both(layout, group_size, context_lens, num_queries, **options):
     return results
 
 
-@pytest.mark.parametrize(
-    ("group_size", "head_dim"),
-    [(8, 64), (16, 128), (17, 80), (8, 96), (16, 112), (16, 256), (8, 33)],
-)
+SHAPES = [(17, 80), (16, 112), (16, 256), (8, 33)]
+MORE_SHAPES = [(8, 64), (16, 128), (8, 96)]
+
+
+@pytest.mark.parametrize(("group_size", "head_dim"), SHAPES + MORE_SHAPES * TRIES_ALL)
 def test_one_query_a_sequence(group_size, head_dim):
     """Groups that fill a tile, don't, and need two; dims that leave a rest;
     contexts of two chunks and of odd ends."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -62,7 +63,7 @@ def _compiled(tree: Path, cache: Path) -> set[tuple[str, int]]:
     command = [
         sys.executable,
         "-c",
-        "from cpu_kernels.dispatch import append_entry; append_entry()",
+        "from cpu_kernels.dispatch import copy_entry; copy_entry()",
     ]
     subprocess.run(command, env=environment, cwd=tree, check=True, timeout=120)
     return {(path.name, path.stat().st_mtime_ns) for path in cache.rglob("*.nbc")}
@@ -97,10 +98,23 @@ def _log(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("log: ")]
 
 
-def test_machine_code_is_kept_and_loaded(script: Path, tmp_path: Path) -> None:
-    cache = str(tmp_path / "cache")
-    assert _run(script, NUMBA_CACHE_DIR=cache) == COMPILED
-    assert _run(script, NUMBA_CACHE_DIR=cache) == LOADED
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The script, and a cache that it has filled."""
+    directory = tmp_path_factory.mktemp("filled")
+    (script := directory / "add.py").write_text(SCRIPT)
+    assert _run(script, NUMBA_CACHE_DIR=str(directory / "cache")) == COMPILED
+    return script, directory / "cache"
+
+
+@pytest.fixture
+def cache(filled: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy of that cache."""
+    return shutil.copytree(filled[1], tmp_path / "cache")
+
+
+def test_machine_code_is_kept_and_loaded(filled: tuple[Path, Path], cache: Path) -> None:
+    assert _run(filled[0], NUMBA_CACHE_DIR=str(cache)) == LOADED
 
 
 def test_no_directory_can_be_written_to(script: Path) -> None:
@@ -130,40 +144,39 @@ def _flip(at: float) -> Callable[[bytes], bytes]:
     return damage
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda content: b"", id="empty"),
-        pytest.param(lambda content: content[:20], id="shorter than a checksum"),
-        pytest.param(lambda content: content[: len(content) // 2], id="half"),
-        pytest.param(lambda content: content[:-1], id="one byte short"),
-        pytest.param(lambda content: content + b"x", id="one byte more"),
-        *[pytest.param(_flip(at), id=f"a bit flipped at {at}") for at in (0.0, 0.3, 0.9, 1.0)],
-    ],
-)
+Damage: TypeAlias = Callable[[bytes], bytes]
+DAMAGES: dict[str, tuple[Damage, Damage]] = {
+    "empty, shorter than a checksum": (lambda content: b"", lambda content: content[:20]),
+    "half, its first byte": (lambda content: content[: len(content) // 2], _flip(0.0)),
+    "a byte short, a byte more": (lambda content: content[:-1], lambda content: content + b"x"),
+    "a bit in the middle": (_flip(0.3), _flip(0.9)),
+    "a bit at the end": (_flip(0.6), _flip(1.0)),
+}
+
+
+@pytest.mark.parametrize("damages", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_files_are_compiled_anew_and_replaced(
-    script: Path, tmp_path: Path, damage: Callable[[bytes], bytes]
+    filled: tuple[Path, Path],
+    cache: Path,
+    damages: tuple[Damage, Damage],
 ) -> None:
-    cache = tmp_path / "cache"
-    assert _run(script, NUMBA_CACHE_DIR=str(cache)) == COMPILED
+    """Each of the two files in its own way."""
+    script, _ = filled
     kept = sorted(path for path in cache.rglob("*") if path.is_file())
-    contents = [path.read_bytes() for path in kept]
-    for path, content in zip(kept, contents, strict=True):
-        path.write_bytes(damage(content))
+    for path, damage in zip(kept, damages, strict=True):
+        path.write_bytes(damage(path.read_bytes()))
     lines = _run(script, NUMBA_CACHE_DIR=str(cache))
     assert _results(lines) == COMPILED
     assert len(_log(lines)) == 1
     assert _run(script, NUMBA_CACHE_DIR=str(cache)) == LOADED
 
 
-def test_a_directory_where_a_file_should_be(script: Path, tmp_path: Path) -> None:
+def test_a_directory_where_a_file_should_be(filled: tuple[Path, Path], cache: Path) -> None:
     """What can be neither read nor replaced is gone without, at each start."""
-    cache = tmp_path / "cache"
-    assert _run(script, NUMBA_CACHE_DIR=str(cache)) == COMPILED
     for path in [path for path in cache.rglob("*") if path.is_file()]:
         path.unlink()
         path.mkdir()
     for _ in range(2):
-        lines = _run(script, NUMBA_CACHE_DIR=str(cache))
+        lines = _run(filled[0], NUMBA_CACHE_DIR=str(cache))
         assert _results(lines) == COMPILED
         assert len(_log(lines)) == 1

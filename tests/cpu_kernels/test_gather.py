@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import cpu_kernels
 from cpu_kernels import BlockLayout, StoredTokens, allocate_pool, allocate_tokens, reference
+from examples import examples
 
 SEED = 20261122
 NUM_BLOCKS = 5
@@ -76,7 +77,7 @@ def gathered(layout, pool, slots, heads, gather=cpu_kernels.gather, **threads):
     return tokens
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(layout=layouts, seed=st.integers(0, 2**32 - 1))
 def test_the_twin_gathers_the_same_bits(layout, seed):
     rng = np.random.default_rng(seed)
@@ -89,7 +90,7 @@ def test_the_twin_gathers_the_same_bits(layout, seed):
     np.testing.assert_array_equal(pool, before)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(layout=layouts, seed=st.integers(0, 2**32 - 1))
 def test_appending_what_was_gathered_gives_the_same_bits(layout, seed):
     """In place, nothing changes; elsewhere, in blocks of another size and among

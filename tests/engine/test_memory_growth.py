@@ -15,6 +15,7 @@ import torch
 from checkpoints import prompts
 from trouble import crash_after
 
+from examples import examples
 from fastdecode import LLM, SamplingParams
 from fastdecode.engine.setup import launch, resolve, s_worker
 from sworker.graphs import StepGraphs
@@ -30,7 +31,7 @@ def live_tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def test_2000_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_later_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., Path]) -> None:
     path = str(tiny_checkpoint("llama", num_hidden_layers=1))
     asked = prompts((20, 33, 7), seed=1)
     params = [
@@ -58,7 +59,7 @@ def test_2000_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., P
         llm.generate(asked, params)
         engine = llm._running.engine
         first, first_steps = live_tensor_bytes(), llm.stats.num_steps
-        while llm.stats.num_steps < first_steps + 2000:
+        while llm.stats.num_steps < first_steps + examples(2000):
             llm.generate(asked, params)
         assert live_tensor_bytes() <= first
         assert not engine.num_unfinished and not engine.num_unfinished_sequences

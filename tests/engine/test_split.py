@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +94,24 @@ def run(path: Path, **how: Any) -> tuple[list[list[tuple[int, ...]]], LLM]:
         return [[c.token_ids for c in output.completions] for output in outputs], llm
 
 
+@cache
+def whole(path: Path) -> list[list[tuple[int, ...]]]:
+    """Everybody's tokens from one R-worker that has whole sequences."""
+    return run(path)[0]
+
+
 @pytest.mark.parametrize(("schedule", "prompt_attention"), [("greedy", "s"), ("stabilized", "r")])
 def test_forks_share_parts(
     schedule: str, prompt_attention: str, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     path = tiny_checkpoint("llama")
     how = {"schedule": schedule, "prompt_attention": prompt_attention}
-    assert run(path, r_workers=3, split_tokens=16, lanes=2, **how)[0] == run(path)[0]
+    assert run(path, r_workers=3, split_tokens=16, lanes=2, **how)[0] == whole(path)
 
 
 def test_a_context_that_no_r_worker_could_hold_alone(tiny_checkpoint: Callable[..., Path]) -> None:
     path = tiny_checkpoint("llama")
-    expected, _ = run(path)
+    expected = whole(path)
     small = {"kv_memory_gb": 80e-6, "r_workers": 3}
     with LLM(str(path), **{**OPTIONS, **small}) as llm:
         assert llm.facts.num_kv_blocks * 16 < 3 * 130
@@ -128,7 +135,7 @@ def test_the_loss_of_a_part_changes_no_token(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
     path = tiny_checkpoint("llama")
-    expected, _ = run(path)
+    expected = whole(path)
     crash_after(monkeypatch, after)
     tokens, llm = run(path, r_workers=3, split_tokens=32, lanes=lanes)
     assert tokens == expected
@@ -150,7 +157,7 @@ def test_an_lse_that_was_not_asked_costs_the_r_worker_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = tiny_checkpoint("llama")
-    expected, _ = run(path)
+    expected = whole(path)
     give(monkeypatch, {"r1": lambda: Talkative(num_threads=1)})
     tokens, llm = run(path, r_workers=3, split_tokens=64)
     assert tokens == expected
@@ -206,7 +213,7 @@ def test_a_part_that_is_refused_makes_its_sequence_wait(
 ) -> None:
     """And gives back what the other R-workers had accepted."""
     path = tiny_checkpoint("llama")
-    expected, _ = run(path)
+    expected = whole(path)
     refused = keep_one_sequence_each(monkeypatch)
     assert run(path, r_workers=3, split_tokens=64, lanes=lanes)[0] == expected
     assert refused

@@ -15,6 +15,7 @@ from small_tokenizers import (
     with_text,
 )
 
+from examples import examples
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.codec import SequenceText, TextCodec
 from fastdecode.text.detokenizer import Vocabulary, detokenizer_for
@@ -93,7 +94,7 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     assert speak(pieces, ["END"], min_tokens=6) == ("aENDbENDc", None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(
     pieces=st.lists(st.text("abc", max_size=4), max_size=12),
     stop=st.lists(st.text("abc", min_size=1, max_size=5), max_size=3),
@@ -203,7 +204,7 @@ def test_a_special_token_ends_held_back_bytes() -> None:
 
 
 @with_text
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(data=st.data())
 def test_stop_strings_in_real_text(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]

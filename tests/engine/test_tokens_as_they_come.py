@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import TOKENIZERS
 
+from examples import examples
 from fastdecode import LLM, PromptRequest, SamplingParams
 from fastdecode.core.delta import OutputFold
 from fastdecode.core.errors import ConfigError, RequestError
@@ -76,7 +77,7 @@ def folded(llm: LLM, requests: list[PromptRequest]) -> list[RequestOutput]:
 STOPS = st.lists(st.text("aeiou ntsr\ufffd", min_size=1, max_size=3), max_size=3)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(40))
 @given(
     kind=st.sampled_from(["byte-level", "llama"]),
     stops=st.lists(STOPS, min_size=1, max_size=4),
@@ -164,12 +165,12 @@ def test_an_interrupt_at_any_moment_leaves_the_llm_usable(
     with LLM(path, dtype="float32", r_threads=1, kv_memory_gb=0.01, max_num_sequences=3) as llm:
         expected = llm.generate(asked, params)
         chance, num_interrupts = random.Random(7), 0
-        for _ in range(40):
+        for _ in range(examples(40)):
             num_interrupts += interrupted(
                 lambda: llm.generate(asked, params), chance.uniform(0.0, 0.1)
             )
             assert llm.generate(asked, params) == expected
-    assert num_interrupts > 5
+    assert num_interrupts > examples(5)
 
 
 def test_an_interrupted_start_leaves_no_thread(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.cli.main import main
 
@@ -37,9 +38,10 @@ def test_the_checkpoint_is_small_and_transformers_loads_it() -> None:
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
 
-@pytest.mark.parametrize(
-    "options", [{"r_workers": 1}, {"r_workers": 3, "prefill_chunk": 48, "lanes": 2}]
-)
+MANY = {"r_workers": 3, "prefill_chunk": 48, "lanes": 2}
+
+
+@pytest.mark.parametrize("options", [MANY, *[{"r_workers": 1}] * TRIES_ALL])
 def test_it_recalls_what_its_prompts_told(options: dict[str, int]) -> None:
     lines = (EXAMPLES / "model" / "recall_eval.jsonl").read_text().splitlines()
     items = [json.loads(line) for line in lines]

@@ -8,55 +8,42 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
+from generate_jobs import answers_alone, write_requests
 from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, run, running
 
-from fastdecode.cli.main import main
+from examples import TRIES_ALL
 
 pytestmark = needs_mpi
 
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 
 
-def write_requests(path: Path, max_tokens: int) -> None:
-    """The first is done long before the others."""
-    shared = {"temperature": 0, "ignore_eos": True}
-    lines = [
-        {
-            "id": i,
-            "prompt_token_ids": [5 + i] * (1 + 5 * i),
-            "max_tokens": max_tokens if i else 3,
-            **shared,
-        }
-        for i in range(8)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+Job: TypeAlias = Callable[..., tuple[list[str], Path, Callable[[], str]]]
 
 
 @pytest.fixture
-def job(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> Callable[..., tuple[list[str], Path, str]]:
+def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
     """``job(max_tokens, *options, **model)``: generate's options, its output
     file, and what is to be in it."""
 
-    def make(max_tokens: int, *options: str, **overrides: Any) -> tuple[list[str], Path, str]:
-        write_requests(tmp_path / "in.jsonl", max_tokens)
-        checkpoint = str(tiny_checkpoint("llama", **overrides))
-        model = ["generate", "--model", checkpoint, "--dtype", "float32", "--prefill-chunk", "16"]
-        model += ["--input", str(tmp_path / "in.jsonl"), *options]
-        expected = tmp_path / "expected.jsonl"
-        assert main([*model, "--output", str(expected), "--kv-memory-gb", "0.01"]) == 0
-        output = tmp_path / "out.jsonl"
-        return [*model, "--output", str(output)], output, expected.read_text()
+    def make(
+        max_tokens: int, *options: str, **overrides: Any
+    ) -> tuple[list[str], Path, Callable[[], str]]:
+        source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        write_requests(source, max_tokens)
+        model = ["--model", str(tiny_checkpoint("llama", **overrides)), "--dtype", "float32"]
+        model += ["--prefill-chunk", "16", *options]
+        files = ["--input", str(source), "--output", str(output)]
+        return ["generate", *model, *files], output, lambda: answers_alone(source, *model)
 
     return make
 
 
-def test_ranks_with_a_command_each(job: Callable[..., tuple[list[str], Path, str]]) -> None:
+def test_ranks_with_a_command_each(job: Job) -> None:
     options, output, expected = job(12)
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":"]
     outcome = run(
@@ -64,10 +51,10 @@ def test_ranks_with_a_command_each(job: Callable[..., tuple[list[str], Path, str
     )
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert "rank 3" in outcome.output
-    assert output.read_text() == expected
+    assert output.read_text() == expected()
 
 
-def test_roles_by_rank(job: Callable[..., tuple[list[str], Path, str]]) -> None:
+def test_roles_by_rank(job: Job) -> None:
     options, output, expected = job(12)
     command = [
         mpirun(),
@@ -81,7 +68,7 @@ def test_roles_by_rank(job: Callable[..., tuple[list[str], Path, str]]) -> None:
     ]
     outcome = run(command, timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
-    assert output.read_text() == expected
+    assert output.read_text() == expected()
 
 
 NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -93,10 +80,12 @@ NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
     pytest.param(["--device", "cuda", "--cuda-graphs", "on"], marks=[pytest.mark.gpu,
         NEEDS_TWO_GPUS]),
 ])  # fmt: skip
-def test_two_s_workers_act_as_one(
-    device: list[str], job: Callable[..., tuple[list[str], Path, str]]
-) -> None:
-    options, output, expected = job(12)
+def test_two_s_workers_act_as_one(device: list[str], job: Job) -> None:
+    """Also in the LongRoPE factors that each takes, which go by max_model_len."""
+    short, long = [1.0, 1.1, 1.3, 1.5, 1.7, 1.8], [1.5, 2.0, 4.0, 5.0, 7.0, 9.0]
+    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    scaling["original_max_position_embeddings"] = 20
+    options, output, expected = job(12, "--max-model-len", "64", rope_scaling=scaling)
     options += device
     command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
     outcome = run(
@@ -104,29 +93,12 @@ def test_two_s_workers_act_as_one(
     )
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert "rank 3" in outcome.output and "R-worker rank 1" not in outcome.output
-    assert output.read_text() == expected
-
-
-def test_every_s_worker_takes_the_longrope_factors_of_max_model_len(
-    job: Callable[..., tuple[list[str], Path, str]],
-) -> None:
-    short, long = [1.0, 1.1, 1.3, 1.5, 1.7, 1.8], [1.5, 2.0, 4.0, 5.0, 7.0, 9.0]
-    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-    scaling["original_max_position_embeddings"] = 20
-    options, output, expected = job(12, "--max-model-len", "64", rope_scaling=scaling)
-    command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
-    outcome = run(
-        [*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120
-    )
-    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
-    assert output.read_text() == expected
-    assert all("error" not in json.loads(line) for line in expected.splitlines())
+    assert output.read_text() == expected()
+    assert all("error" not in json.loads(line) for line in expected().splitlines())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_lost_s_worker_ends_the_job(
-    rank: int, job: Callable[..., tuple[list[str], Path, str]]
-) -> None:
+def test_a_lost_s_worker_ends_the_job(rank: int, job: Job) -> None:
     """Soon, and with every process."""
     options, output, _ = job(400)
     command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
@@ -142,7 +114,7 @@ def test_a_lost_s_worker_ends_the_job(
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
 
 
-def test_an_r_worker_in_an_s_workers_place(job: Callable[..., tuple[list[str], Path, str]]) -> None:
+def test_an_r_worker_in_an_s_workers_place(job: Job) -> None:
     options, _, _ = job(1)
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, "--tp", "2", ":"]
     outcome = run(
@@ -152,7 +124,7 @@ def test_an_r_worker_in_an_s_workers_place(job: Callable[..., tuple[list[str], P
     assert outcome.exit_code not in (0, None) and outcome.orphans == []
 
 
-def test_ranks_with_nothing_to_do(job: Callable[..., tuple[list[str], Path, str]]) -> None:
+def test_ranks_with_nothing_to_do(job: Job) -> None:
     options, _, _ = job(1)
     command = [
         mpirun(),
@@ -169,7 +141,7 @@ def test_ranks_with_nothing_to_do(job: Callable[..., tuple[list[str], Path, str]
     assert "without a launcher" in outcome.output and "Traceback" not in outcome.output
 
 
-def test_one_rank_is_too_few(job: Callable[..., tuple[list[str], Path, str]]) -> None:
+def test_one_rank_is_too_few(job: Job) -> None:
     options, _, _ = job(1)
     outcome = run([mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options], timeout_s=120)
     assert outcome.exit_code == 2, outcome.output
@@ -181,16 +153,13 @@ HEADS = ["--r-partition", "heads"]
 PARTS = ["--split-tokens", "64"]
 
 
-@pytest.mark.parametrize(
-    ("trouble", "partition"),
-    [
-        (signal.SIGKILL, WHOLE), (signal.SIGSTOP, WHOLE), (signal.SIGKILL, HEADS), (signal.SIGSTOP,
-            HEADS),
-        (signal.SIGKILL, PARTS),
-    ],
-)  # fmt: skip
+LOSSES = [(signal.SIGKILL, WHOLE), (signal.SIGSTOP, HEADS), (signal.SIGKILL, PARTS)]
+MORE_LOSSES = [(signal.SIGSTOP, WHOLE), (signal.SIGKILL, HEADS)]
+
+
+@pytest.mark.parametrize(("trouble", "partition"), LOSSES + MORE_LOSSES * TRIES_ALL)
 def test_a_lost_r_worker_changes_no_token(
-    trouble: signal.Signals, partition: list[str], job: Callable[..., tuple[list[str], Path, str]]
+    trouble: signal.Signals, partition: list[str], job: Job
 ) -> None:
     options, output, expected = job(300, num_key_value_heads=3)
     options += partition
@@ -210,7 +179,7 @@ def test_a_lost_r_worker_changes_no_token(
         started.wait_for_text(output)
         lose_an_r_worker(started, trouble)
         outcome = started.wait(timeout_s=120)
-    assert output.read_text() == expected, outcome.output
+    assert output.read_text() == expected(), outcome.output
     assert "is lost" in outcome.output
     # Every request was answered; but only the launcher can end a rank that
     # hangs, and it wants an exit code for that.
@@ -219,20 +188,20 @@ def test_a_lost_r_worker_changes_no_token(
 
 
 def test_an_r_worker_that_answers_nan_changes_no_token(
-    job: Callable[..., tuple[list[str], Path, str]],
+    job: Job,
 ) -> None:
     options, output, expected = job(40)
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", "-n", "1"]
     command += [*FASTDECODE, "r-worker", "--kv-memory-gb", "0.01", ":", "-n", "1", sys.executable]
     outcome = run([*command, str(Path(__file__).with_name("ranks") / "not_finite.py")])
-    assert output.read_text() == expected, outcome.output
+    assert output.read_text() == expected(), outcome.output
     assert "is lost: it answered NaN or Inf in layer" in outcome.output
     # Every request was answered; the rank that was given up is the launcher's to end.
     assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
 
 
 def test_two_that_are_stopped_one_after_the_other_are_both_given_up(
-    job: Callable[..., tuple[list[str], Path, str]],
+    job: Job,
 ) -> None:
     """The second, while heads are shared among those that are left of the first's loss."""
     options, output, expected = job(300, num_key_value_heads=3)
@@ -249,7 +218,7 @@ def test_two_that_are_stopped_one_after_the_other_are_both_given_up(
         started.wait_until(lambda: "is lost" in started.output())
         workers[1].suspend()
         outcome = started.wait(timeout_s=90)
-    assert output.read_text() == expected, outcome.output
+    assert output.read_text() == expected(), outcome.output
     assert outcome.exit_code == 4 and not outcome.orphans, outcome
 
 

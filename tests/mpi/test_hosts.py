@@ -3,7 +3,6 @@ between them, and links of 2 Gb/s."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from generate_jobs import answers_alone, write_requests
 from mpi_launch import needs_mpi, run, running
 
 from fastdecode.cli.main import main
@@ -109,30 +109,15 @@ def asked(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> Callable[[int], tuple[list[str], Path, str]]:
     """``asked(max_tokens)``: a command, its output file, and what is to be in
-    it. The first line is done early."""
+    it."""
 
     def make(max_tokens: int) -> tuple[list[str], Path, str]:
-        lines = [
-            {"id": i, "prompt_token_ids": [5 + i] * (1 + 5 * i),
-             "max_tokens": max_tokens if i else 3, "temperature": 0, "ignore_eos": True}
-            for i in range(8)
-        ]  # fmt: skip
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        command = [
-            "generate",
-            "--model",
-            str(tiny_checkpoint("llama")),
-            "--dtype",
-            "float32",
-            "-i",
-            str(source),
-        ]
-        command += ["--prefill-chunk", "16", "-o", str(output)]
-        assert main([*command, "--kv-memory-gb", "0.01"]) == 0
-        expected = output.read_text()
-        output.unlink()
-        return command, output, expected
+        write_requests(source, max_tokens)
+        model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
+        model += ["--prefill-chunk", "16"]
+        command = ["generate", *model, "-i", str(source), "-o", str(output)]
+        return command, output, answers_alone(source, *model)
 
     return make
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 import pytest
+from generate_jobs import answers_alone, write_requests
 from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, running
 
+from examples import TRIES_ALL
 from fastdecode.cli.main import main
 
 pytestmark = needs_mpi
@@ -21,36 +23,20 @@ PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 R_WORKERS = ["-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01", "--log-level", "info"]
 
 
-@pytest.fixture
-def asked(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> Callable[[str, int], tuple[list[str], Path]]:
-    """``asked(command, max_tokens)``: a command's options, and its output file.
-    One line is done long before the others."""
+Asked: TypeAlias = Callable[[str, int], tuple[list[str], Path, Callable[[], str]]]
 
-    def make(command: str, max_tokens: int) -> tuple[list[str], Path]:
-        shared = {"temperature": 0, "ignore_eos": True}
-        lines = [
-            {
-                "id": i,
-                "prompt_token_ids": [5 + i] * 9,
-                "max_tokens": max_tokens if i else 3,
-                **shared,
-            }
-            for i in range(6)
-        ]
+
+@pytest.fixture
+def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Asked:
+    """``asked(command, max_tokens)``: a command's options, its output file, and
+    what ``generate`` is to put in there."""
+
+    def make(command: str, max_tokens: int) -> tuple[list[str], Path, Callable[[], str]]:
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        options = [
-            command,
-            "--model",
-            str(tiny_checkpoint("llama")),
-            "--dtype",
-            "float32",
-            "--input",
-            str(source),
-        ]
-        return [*options, "--output", str(output)], output
+        write_requests(source, max_tokens, [9] * 6)
+        model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
+        options = [command, *model, "--input", str(source), "--output", str(output)]
+        return options, output, lambda: answers_alone(source, *model)
 
     return make
 
@@ -64,16 +50,16 @@ def events(job: Running, event: str) -> list[str]:
     return [line for line in job.output().splitlines() if event in line]
 
 
-@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("partition", ["sequences", "heads"])
+LOSSES = [(signal.SIGKILL, "heads"), (signal.SIGSTOP, "sequences")]
+MORE_LOSSES = [(signal.SIGKILL, "sequences"), (signal.SIGSTOP, "heads")]
+
+
+@pytest.mark.parametrize(("trouble", "partition"), LOSSES + MORE_LOSSES * TRIES_ALL)
 def test_who_is_lost_before_the_greeting_is_done_without(
-    trouble: signal.Signals, partition: str, asked: Callable[[str, int], tuple[list[str], Path]]
+    trouble: signal.Signals, partition: str, asked: Asked
 ) -> None:
     """It has joined, and gives signs of life; the S-worker hasn't loaded the model yet."""
-    options, output = asked("generate", 40)
-    assert main([*options, "--kv-memory-gb", "0.01"]) == 0
-    expected = output.read_text()
-    output.unlink()
+    options, output, expected = asked("generate", 40)
     options += ["--r-partition", partition, "--worker-silence-s", "1"]
     with running(
         [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", *R_WORKERS], **PATHS
@@ -85,15 +71,15 @@ def test_who_is_lost_before_the_greeting_is_done_without(
         found[2].send_signal(trouble)
         found[0].resume()
         outcome = job.wait(100)
-    assert output.read_text() == expected, outcome.output
+    assert output.read_text() == expected(), outcome.output
     assert "the job starts with 1 of 2 R-workers: R-worker rank 2" in outcome.output
     assert outcome.exit_code is not None and outcome.orphans == [], outcome
 
 
 def test_when_the_s_worker_is_killed_the_job_has_failed(
-    asked: Callable[[str, int], tuple[list[str], Path]],
+    asked: Asked,
 ) -> None:
-    options, output = asked("generate", 400)
+    options, output, _ = asked("generate", 400)
     with running(
         [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", *R_WORKERS], **PATHS
     ) as job:
@@ -104,21 +90,22 @@ def test_when_the_s_worker_is_killed_the_job_has_failed(
     assert "the S-worker has died" in outcome.output
 
 
-@pytest.mark.parametrize(
-    ("command", "stop", "told"),
-    [
-        ("run-batch", signal.SIGINT, ("finishing what runs", "to go on:")),
-        ("run-batch", signal.SIGTERM, ("finishing what runs", "to go on:")),
-        ("generate", signal.SIGTERM, ("stopping after this step", "answers are in")),
-    ],
-)
+FINISHING = ("finishing what runs", "to go on:")
+STOPS = [
+    ("run-batch", signal.SIGINT, FINISHING),
+    ("generate", signal.SIGTERM, ("stopping after this step", "answers are in")),
+]
+MORE_STOPS = [("run-batch", signal.SIGTERM, FINISHING)]
+
+
+@pytest.mark.parametrize(("command", "stop", "told"), STOPS + MORE_STOPS * TRIES_ALL)
 def test_a_job_that_is_launched_may_finish_what_runs(
     command: str,
     stop: signal.Signals,
     told: tuple[str, str],
-    asked: Callable[[str, int], tuple[list[str], Path]],
+    asked: Asked,
 ) -> None:
-    options, output = asked(command, 300)
+    options, output, _ = asked(command, 300)
     launch = [
         *FASTDECODE,
         "launch",
@@ -141,9 +128,9 @@ def test_a_job_that_is_launched_may_finish_what_runs(
 
 
 def test_launch_refuses_what_would_end_before_its_ranks_have_met(
-    asked: Callable[[str, int], tuple[list[str], Path]], capsys: pytest.CaptureFixture[str]
+    asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options, _ = asked("generate", 1)
+    options, _, _ = asked("generate", 1)
     launch = ["launch", "--hosts", "localhost:2", "--"]
     for bad, told in (("--input", "is not a file"), ("--model", "is not a directory")):
         assert main([*launch, *options, bad, "/nonexistent"]) == 2

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from mpi_launch import Outcome, mpirun, needs_mpi, open_mpi_options, run, running
 
+from examples import TRIES_ALL
+
 RANKS = Path(__file__).parent / "ranks"
 
 pytestmark = needs_mpi
@@ -26,14 +28,17 @@ def run_ranks(file: str, num_ranks: int, btl: str = "self,sm", *options: str) ->
         return run(command, timeout_s=120.0)
 
 
-@pytest.mark.parametrize(("num_ranks", "btl"), [(2, "self,sm"), (4, "self,sm"), (4, "self,tcp")])
+SHARED, TCP = "self,sm", "self,tcp"
+
+
+@pytest.mark.parametrize(("num_ranks", "btl"), [(4, SHARED), (4, TCP), *[(2, SHARED)] * TRIES_ALL])
 def test_the_transport_suite(num_ranks: int, btl: str) -> None:
     outcome = run_ranks("suite.py", num_ranks, btl)
     assert outcome.exit_code == 0 and not outcome.orphans, outcome.output
     assert "passed" in outcome.output and "failed" not in outcome.output
 
 
-@pytest.mark.parametrize("btl", ["self,sm", "self,tcp"])
+@pytest.mark.parametrize("btl", [SHARED, *[TCP] * TRIES_ALL])
 def test_the_stream_suite(btl: str) -> None:
     command = [mpirun(), *open_mpi_options(btl), "-n", "2", sys.executable]
     outcome = run([*command, str(RANKS / "streams.py")], timeout_s=120.0)
@@ -41,8 +46,19 @@ def test_the_stream_suite(btl: str) -> None:
     assert "9 passed" in outcome.output, outcome.output
 
 
-@pytest.mark.parametrize("btl", ["self,sm", "self,tcp"])
-@pytest.mark.parametrize("name", ["killed", "killed_while_a_large_message_is_under_way", "stopped"])
+LOSSES = [
+    ("killed", TCP),
+    ("killed_while_a_large_message_is_under_way", SHARED),
+    ("stopped", TCP),
+]
+MORE_LOSSES = [
+    ("killed", SHARED),
+    ("killed_while_a_large_message_is_under_way", TCP),
+    ("stopped", SHARED),
+]
+
+
+@pytest.mark.parametrize(("name", "btl"), LOSSES + MORE_LOSSES * TRIES_ALL)
 def test_an_r_worker_that_was(name: str, btl: str) -> None:
     outcome = run_ranks("failures.py", 4, btl, "-k", f"test_{name}", "-x")
     assert "1 passed" in outcome.output or "2 passed" in outcome.output, outcome.output

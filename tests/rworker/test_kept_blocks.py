@@ -15,6 +15,7 @@ from state_machine import BLOCK_SIZE, HELLO, Worker, step_of
 from store_machine import BLOCK_SIZE as STORE_BLOCK
 from store_machine import NUM_BLOCKS, KVStoreMachine, counts, ids, refuses_unchanged
 
+from examples import examples
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import Accepted, CloseSequence, OpenSequence, Refused
@@ -99,7 +100,7 @@ class KeepingMachine(KVStoreMachine):
 
 
 KeepingMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(240), stateful_step_count=40, deadline=None, derandomize=True
 )
 TestKeepingMachine = KeepingMachine.TestCase
 

@@ -8,13 +8,14 @@ from hypothesis import settings
 from store_machine import KVStoreMachine, Memory, counts, ids, refuses_unchanged
 
 from cpu_kernels import BlockLayout
+from examples import examples
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import KVSpec
 from rworker.kv_store import KVStore
 
 KVStoreMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(240), stateful_step_count=40, deadline=None, derandomize=True
 )
 TestKVStoreMachine = KVStoreMachine.TestCase
 

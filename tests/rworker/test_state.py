@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from state_machine import BLOCK_SIZE, HELLO, KV, KV_BYTES, NUM_LAYERS, SPEC, Worker, attend, step_of
 
+from examples import examples
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.wire.messages import (
@@ -174,7 +175,7 @@ MESSAGES = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(st.lists(MESSAGES, min_size=1, max_size=25))
 def test_no_message_ever_corrupts_the_books(messages: list[Any]) -> None:
     worker = Worker(kv_bytes=20_000)

@@ -9,18 +9,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traffic import (
-    BLOCK_SIZE,
-    MAX_SEQUENCES,
-    MAX_STEP_TOKENS,
-    Harness,
-    Requests,
-    Store,
-    options,
-    play,
-    relaxed,
-    traffic,
-)
+from random_traffic import Requests, play, relaxed, traffic
+from schedule_choices import MAX_SEQUENCES, MAX_STEP_TOKENS, options
+from traffic import BLOCK_SIZE, Harness, Store
 
 from fastdecode.core.config.groups import COLD_STARTS
 from fastdecode.core.errors import CapacityError

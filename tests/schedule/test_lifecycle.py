@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from traffic import BLOCK_SIZE, options
+from schedule_choices import options
+from traffic import BLOCK_SIZE
 
 from fastdecode.core.errors import CapacityError, WorkerError
 from fastdecode.core.holders import HolderId

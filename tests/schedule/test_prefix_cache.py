@@ -6,15 +6,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traffic import (
-    BLOCK_SIZE,
-    Harness,
-    Requests,
-    Store,
-    options,
-    play,
-    traffic,
-)
+from random_traffic import Requests, play, traffic
+from schedule_choices import options
+from traffic import BLOCK_SIZE, Harness, Store
 
 from examples import examples
 from fastdecode.core.errors import RequestError

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traffic import BLOCK_SIZE, Harness, Requests, Store, options, play, relaxed, traffic
+from random_traffic import Requests, play, relaxed, traffic
+from schedule_choices import options
+from traffic import BLOCK_SIZE, Harness, Store
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.sequence import Request, SamplingParams, Sequence

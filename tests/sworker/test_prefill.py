@@ -17,6 +17,7 @@ from torch import Tensor
 
 import sworker.kernels.tiled as tiled
 import sworker.prefill as prefill
+from examples import examples
 from fastdecode.core.spec import AttentionSpec
 from sworker.kernels.tiled import tile_shape
 from sworker.prefill import local_causal_attention, merge_attention
@@ -99,7 +100,7 @@ def spec_with(name: str) -> AttentionSpec:
     return AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, **FEATURES[name])  # type: ignore[arg-type]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(240), deadline=None)
 @given(
     specs(),
     st.lists(st.integers(1, 70), min_size=1, max_size=5),
@@ -297,7 +298,7 @@ def test_later_chunks_in_one_call_where_there_is_a_kernel(monkeypatch: pytest.Mo
         row, key = row + new, key + total
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(specs(), st.lists(st.integers(1, 40), min_size=2, max_size=4), st.integers(0, 1 << 30))
 def test_chunks_merged_with_their_past_are_the_whole(
     spec: AttentionSpec, chunks: list[int], seed: int
@@ -387,7 +388,7 @@ def test_no_scores_beyond_a_tile_are_made(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(sizes) < 0.4 * causal
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     specs(), st.integers(1, 100), st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 )

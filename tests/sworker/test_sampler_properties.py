@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sworker.sampler as sampler
+from examples import examples
 from fastdecode.core.sequence import SamplingParams
 from sworker.sampler import SampledToken, SamplingState, sample
 
@@ -68,7 +69,7 @@ def run(logits: torch.Tensor, makers: list[Any]) -> list[SampledToken]:
     return [SampledToken(r.token_id, r.logprob, r.error and str(r.error)) for r in results]  # type: ignore[arg-type]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(160), deadline=None)
 @given(batches(), st.randoms(use_true_random=False))
 def test_a_row_alone_gives_what_it_gives_in_any_batch(
     batch: tuple[torch.Tensor, list[Any]], random: Any
@@ -81,7 +82,7 @@ def test_a_row_alone_gives_what_it_gives_in_any_batch(
     assert run(logits[order], [makers[row] for row in order]) == [together[row] for row in order]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(batches(), st.integers(1, 40), st.integers(1, 3000))
 def test_neither_short_list_nor_blocks_change_a_result(
     batch: tuple[torch.Tensor, list[Any]], short_list: int, block: int
@@ -92,7 +93,7 @@ def test_neither_short_list_nor_blocks_change_a_result(
         assert run(logits, makers) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(batches())
 def test_only_tokens_that_may_be_drawn_are_drawn(batch: tuple[torch.Tensor, list[Any]]) -> None:
     logits, makers = batch

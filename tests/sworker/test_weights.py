@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from examples import examples
 from fastdecode.core.errors import (
     CapacityError,
     CheckpointError,
@@ -323,7 +324,9 @@ def test_lying_headers(entry: object, llama: Path, tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(position=st.integers(0, 4000), byte=st.integers(0, 255))
 def test_any_damage_to_a_header_is_noticed_or_harmless(

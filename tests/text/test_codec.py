@@ -25,6 +25,7 @@ from small_tokenizers import (
 )
 from tokenizers import Tokenizer, models, processors
 
+from examples import examples
 from fastdecode.core.errors import CheckpointError, MissingExtraError, RequestError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.codec import TextCodec
@@ -46,7 +47,7 @@ def pieces_of(kind: str, token_ids: Sequence[int], prompt: Sequence[int] = ()) -
 
 
 @kinds
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_pieces_of_any_tokens_make_the_text_of_all(kind: str, data: st.DataObject) -> None:
     # Beyond the vocabulary too: models are padded, and tokenizers know fewer ids.
@@ -55,7 +56,7 @@ def test_pieces_of_any_tokens_make_the_text_of_all(kind: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma", "metaspace"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_runs_of_bytes_valid_and_not(kind: str, data: st.DataObject) -> None:
     tokenizer, of_byte = TOKENIZERS[kind], byte_ids(kind)
@@ -74,7 +75,7 @@ def test_runs_of_bytes_valid_and_not(kind: str, data: st.DataObject) -> None:
 
 
 @with_text
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(st.sampled_from("ab é你😀\n."), max_size=30))
 def test_no_piece_of_sound_text_is_broken(kind: str, text: str) -> None:
     ids = TOKENIZERS[kind].encode(text, add_special_tokens=False).ids
@@ -83,7 +84,7 @@ def test_no_piece_of_sound_text_is_broken(kind: str, text: str) -> None:
     assert "".join(pieces) == TOKENIZERS[kind].decode(ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(ids=st.lists(st.integers(0, TOKENIZERS["byte-level"].get_vocab_size() - 1), max_size=30))
 def test_byte_level_text_lags_by_no_more_than_part_of_a_character(ids: list[int]) -> None:
     detokenizer = ByteLevelDetokenizer(Vocabulary(TOKENIZERS["byte-level"]))
@@ -108,7 +109,7 @@ def test_a_byte_run_shows_when_it_ends(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "metaspace", "wordpiece"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(data=st.data())
 def test_output_continues_the_text_of_its_prompt(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]

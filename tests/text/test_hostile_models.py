@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from small_tokenizers import LINES, TOKENIZERS, byte_level, kinds
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+from examples import examples
 from fastdecode.core.errors import CheckpointError, RequestError
 from fastdecode.core.model.files import read_model_file
 from fastdecode.jobs.manifest import identify_model
@@ -208,7 +209,7 @@ def test_a_text_that_could_never_fit_is_not_encoded(tmp_path: Path) -> None:
 
 
 @kinds
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_no_token_stands_for_more_than_is_said(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -243,7 +244,7 @@ def composing() -> Tokenizer:
 
 
 @pytest.mark.parametrize("tokenizer", [byte_fallback(), composing()])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     text=st.text(
         st.sampled_from("ab é你😀\n.\u0301\u0308\u1fef\u212b\u0345\u1f82가ᄀ\u1161\U0002f800"),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages_for_tests import in_one_piece, same, small_attend, with_crc
 
+from examples import examples
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import AttentionSpec, KVSpec
@@ -153,7 +154,7 @@ SAMPLES: list[Message] = [
 
 
 @given(message=st.sampled_from(SAMPLES), data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_damaged_heads_are_refused(message: Message, data: st.DataObject) -> None:
     damaged = in_one_piece(message)
     head_bytes = len(codec.encode(message).head)
@@ -164,7 +165,7 @@ def test_damaged_heads_are_refused(message: Message, data: st.DataObject) -> Non
 
 
 @given(message=st.sampled_from(SAMPLES), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_truncated_and_extended_messages_are_refused(message: Message, data: st.DataObject) -> None:
     whole = in_one_piece(message)
     with pytest.raises(ProtocolError):
@@ -174,7 +175,7 @@ def test_truncated_and_extended_messages_are_refused(message: Message, data: st.
 
 
 @given(message=st.sampled_from(SAMPLES), data=st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 def test_forgers_get_a_message_or_a_refusal(message: Message, data: st.DataObject) -> None:
     """Whoever computes checksums too may say anything that a peer may say, and nothing else."""
     head_bytes = len(codec.encode(message).head)
@@ -196,7 +197,7 @@ def test_garbage_is_refused(garbage: bytes) -> None:
 
 
 @given(message=st.sampled_from(SAMPLES), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_heads_that_begin_like_one_that_came_before_are_checked_all_the_same(
     message: Message, data: st.DataObject
 ) -> None:
