@@ -10,6 +10,7 @@ a plan is judged at every rate by the same requests.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,13 +38,30 @@ class Draw:
     lengths: tuple[tuple[int, int], ...]
     """Prompt and output tokens."""
 
-    def at(self, rate: float) -> list[tuple[float, int, int]]:
-        """Seconds of arrival, prompt and output tokens, by arrival."""
-        times = np.cumsum(self.gaps) / rate
+    def at(self, rate: float, num_requests: int | None = None) -> list[tuple[float, int, int]]:
+        """Seconds of arrival, prompt and output tokens, by arrival.
+
+        Args:
+            num_requests: so many; the draw is gone through again if it has
+                fewer. None: as many as it has.
+        """
+        num = len(self.gaps) if num_requests is None else num_requests
+        # Where the draw begins again, there is a gap, too.
+        gaps = np.resize(np.array((*self.gaps[1:], 1.0)), max(0, num - 1))
+        times = np.concatenate([[0.0], np.cumsum(gaps) / rate])[:num]
+        lengths = itertools.islice(itertools.cycle(self.lengths), num)
         return [
             (float(at_s), prompt, output)
-            for at_s, (prompt, output) in zip(times, self.lengths, strict=True)
+            for at_s, (prompt, output) in zip(times, lengths, strict=True)
         ]
+
+    @property
+    def mean_prompt(self) -> float:
+        return sum(prompt for prompt, _ in self.lengths) / len(self.lengths)
+
+    @property
+    def mean_output(self) -> float:
+        return sum(output for _, output in self.lengths) / len(self.lengths)
 
 
 @dataclass(frozen=True)
