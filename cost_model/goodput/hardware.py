@@ -109,12 +109,13 @@ class Hardware:
 def batch_tokens(times: SystemTimes, mean_prompt: float) -> int:
     """L_m: the smallest batch of prompts of this mean length that gives nearly
     the most tokens a second; longer ones only make others wait."""
-    speeds = [tokens / times.prefill_s(_prompts(tokens, mean_prompt)) for tokens in _BATCHES]
+    speeds = [tokens / times.prefill_s(prompts_of(tokens, mean_prompt)) for tokens in _BATCHES]
     enough = ENOUGH_THROUGHPUT * max(speeds)
     return next(tokens for tokens, speed in zip(_BATCHES, speeds, strict=True) if speed >= enough)
 
 
-def _prompts(tokens: int, mean_prompt: float) -> Sequence[int]:
+def prompts_of(tokens: int, mean_prompt: float) -> Sequence[int]:
+    """A batch of so many tokens, as prompts of about this mean length."""
     count = max(1, round(tokens / mean_prompt))
     return [max(1, round(tokens / count))] * count
 

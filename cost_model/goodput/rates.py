@@ -13,7 +13,7 @@ from cost_model.goodput.workload import Draw
 PRECISION = 0.02
 """Of a rate that is found."""
 MIN_REQUESTS = 300
-MAX_REQUESTS = 20_000
+MAX_REQUESTS = 6000
 RESIDENCES = 2.5
 """A run is at least so many times as long as a request decodes at the SLO's
 pace: before that, batches are still growing."""
@@ -44,9 +44,6 @@ class Load:
         counted = run.counted(self.residence_s)
         return self.slo.is_attained(counted, self.how) and run.is_sustained
 
-    def share(self, run: Run) -> float:
-        return self.slo.share(run.counted(self.residence_s))
-
 
 def greatest_rate(
     load: Load, run_at: Callable[[list[tuple[float, int, int]]], Run], most: float
@@ -60,11 +57,12 @@ def greatest_rate(
 
     if is_carried(most):
         return most
+    least = most / _SPAN
+    if not is_carried(least):
+        return 0.0
     low, high = most / 2, most
-    while not is_carried(low):
+    while low > least and not is_carried(low):
         low, high = low / 2, low
-        if low < most / _SPAN:
-            return 0.0
     while high > low * (1 + PRECISION):
         middle = math.sqrt(low * high)
         if is_carried(middle):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from cost_model.goodput.hardware import Hardware
+from cost_model.goodput.hardware import Hardware, prompts_of
 from cost_model.goodput.placements import (
     Degrees,
     Judged,
@@ -24,11 +24,15 @@ from cost_model.goodput.placements import (
     replicate,
 )
 from cost_model.goodput.rates import Load, greatest_rate
-from cost_model.goodput.simulator import Run, simulate, simulate_colocated
+from cost_model.goodput.simulator import DecodeSpec, PrefillSpec, Run, simulate, simulate_colocated
+from cost_model.goodput.slo import RequestTimes, Slo
 
 Affinity = Literal["high", "low"]
 Objective = Literal["gpu", "cost"]
 NEARLY = 0.99
+_SLACK = 1.25
+"""Bounds from means are this much above what they say."""
+_MAX_BATCH = 1 << 16
 STEP_TOKENS = 512
 """Of prompts in a step of an instance for both phases."""
 
@@ -79,6 +83,10 @@ class Plan:
     """At that rate."""
     share: float
     """Of its requests that keep the SLO."""
+    is_carried: bool
+    """Enough of them, and they don't wait longer and longer."""
+    counted: tuple[RequestTimes, ...]
+    """Those of the run that say so."""
     segments: int = 1
     """Nodes that a pair is spread over."""
 
@@ -89,6 +97,10 @@ class Plan:
     @property
     def num_sockets(self) -> int:
         return sum(each.num_sockets for each in self.instances)
+
+    def quantiles(self, slo: Slo) -> tuple[float, float]:
+        """TTFT and TPOT at the attainment."""
+        return slo.quantiles(self.counted)
 
     @property
     def gpu_goodput(self) -> float:
@@ -114,19 +126,21 @@ class Search:
     def prefill(self, degrees: Degrees) -> float:
         """The goodput of one instance: TTFT alone."""
         spec = self.hardware.prefill(degrees)
-        return self._rate(("prefill", degrees), lambda r: simulate(r, [spec], []))
+        most = self._most_prompts(spec)
+        return self._rate(("prefill", degrees), lambda r: simulate(r, [spec], []), most)
 
     def decode(self, degrees: Degrees, sockets: int) -> float:
         """The goodput of one instance: TPOT alone."""
         spec, token_bytes = self.hardware.decode(degrees, sockets), self.hardware.token_bytes
-        key = ("decode", degrees, sockets)
-        return self._rate(key, lambda r: simulate(r, [], [spec], token_bytes))
+        key, most = ("decode", degrees, sockets), self._most_decoding(spec)
+        return self._rate(key, lambda r: simulate(r, [], [spec], token_bytes), most)
 
     def both(self, degrees: Degrees, sockets: int) -> float:
         """The goodput of one instance for both phases."""
         spec = self.hardware.decode(degrees, sockets)
         key = ("both", degrees, sockets)
-        return self._rate(key, lambda r: simulate_colocated(r, [spec], STEP_TOKENS))
+        most = min(self._most_prompts(self.hardware.prefill(degrees)), self._most_decoding(spec))
+        return self._rate(key, lambda r: simulate_colocated(r, [spec], STEP_TOKENS), most)
 
     def pair(self, pair: Pair, sockets: int) -> float:
         """The goodput of a prefill and a decode instance together."""
@@ -135,7 +149,28 @@ class Search:
         run = partial(
             simulate, prefill=[prefill], decode=[decode], token_bytes=self.hardware.token_bytes
         )
-        return self._rate(("pair", pair, sockets), run)
+        most = min(self._most_prompts(prefill), self._most_decoding(decode))
+        return self._rate(("pair", pair, sockets), run, most)
+
+    def _most_prompts(self, spec: PrefillSpec) -> float:
+        """Requests a second, if it never had to wait for one: a bound."""
+        prompts = prompts_of(spec.batch_tokens, self.hardware.mean_prompt)
+        return _SLACK * len(prompts) / spec.times.prefill_s(prompts)
+
+    def _most_decoding(self, spec: DecodeSpec) -> float:
+        """Requests a second of the largest batch that keeps the TPOT at mean
+        contexts: about a bound."""
+        draw, tpot_s = self.load.draw, self.load.slo.tpot_s
+        context = round(draw.mean_prompt + draw.mean_output / 2)
+        room = max(1, spec.capacity_tokens // round(draw.mean_prompt + draw.mean_output))
+        most, num = 0.0, 1
+        while num <= min(room, spec.max_sequences, _MAX_BATCH):
+            step_s = float(spec.times.decode_s(num, num * context, 1)[0])
+            if step_s > _SLACK * tpot_s and most:
+                break
+            most = max(most, 2 * num / step_s / draw.mean_output)
+            num *= 2
+        return _SLACK * most
 
     def with_sockets(
         self, goodput: Callable[[int], float], degrees: Degrees, gpus: int, most: int | None = None
@@ -185,9 +220,11 @@ class Search:
             best = best_per_gpu([found] if best is None else [best, found])
         return best
 
-    def _rate(self, key: object, run_at: Callable[[list[tuple[float, int, int]]], Run]) -> float:
+    def _rate(
+        self, key: object, run_at: Callable[[list[tuple[float, int, int]]], Run], most: float
+    ) -> float:
         if key not in self._found:
-            self._found[key] = greatest_rate(self.load, run_at, self.rate)
+            self._found[key] = greatest_rate(self.load, run_at, min(self.rate, most))
             self.progress(f"{len(self._found)} instances and pairs simulated")
         return self._found[key]
 
@@ -205,10 +242,24 @@ def plan_colocated(search: Search) -> Plan | None:
     def run(num: int) -> Run:
         return simulate_colocated(search.load.requests(rate), [spec] * num, STEP_TOKENS)
 
-    num, outcome = _grown(search, several.count, run)
+    num, outcome = _grown(search, several, run)
     instances = Instances("both", degrees, num, count, found)
-    share = search.load.share(outcome)
-    return Plan("colocated", (instances,), rate, num * found, outcome, share)
+    return _plan(search, "colocated", (instances,), num * found, outcome)
+
+
+def _plan(
+    search: Search,
+    kind: Literal["disaggregated", "colocated"],
+    instances: tuple[Instances, ...],
+    goodput: float,
+    run: Run,
+    segments: int = 1,
+) -> Plan:
+    load = search.load
+    counted = tuple(run.counted(load.residence_s))
+    carried = load.is_carried(run)
+    share = load.slo.share(counted)
+    return Plan(kind, instances, search.rate, goodput, run, share, carried, counted, segments)
 
 
 def _with_best_sockets(
@@ -230,12 +281,13 @@ def _with_best_sockets(
     return best.what, count, found
 
 
-def _grown(search: Search, num: int, run: Callable[[int], Run]) -> tuple[int, Run]:
+def _grown(search: Search, several: Replicated, run: Callable[[int], Run]) -> tuple[int, Run]:
     """More of them, until they keep the SLO together: what one carries, several
-    with several queues may carry a little less of."""
-    most = 2 * num + 2
+    with several queues may carry a little less of. Never more than there are GPUs."""
+    num = several.count
+    most = search.hardware.cluster.num_gpus // several.judged.what.num_gpus
     outcome = run(num)
-    while not search.load.is_carried(outcome) and num < most:
+    while num < most and not search.load.is_carried(outcome):
         num += 1
         outcome = run(num)
     return num, outcome
@@ -261,22 +313,22 @@ def _together(search: Search, prefill: Replicated, decode: Replicated, sockets: 
     assert isinstance(first, Degrees) and isinstance(second, Degrees)
     p_spec, d_spec = hardware.prefill(first), hardware.decode(second, sockets)
     num_p, num_d = prefill.count, decode.count
-    most = 2 * (num_p + num_d) + 2
+    gpus = hardware.cluster.num_gpus
     while True:
         requests = load.requests(rate)
         run = simulate(requests, [p_spec] * num_p, [d_spec] * num_d, hardware.token_bytes)
-        if load.is_carried(run) or num_p + num_d >= most:
+        used = num_p * first.num_gpus + num_d * second.num_gpus
+        is_first_late = _slow_first_tokens(load, run) >= 0.5
+        more = first if is_first_late else second
+        if load.is_carried(run) or used + more.num_gpus > gpus:
             break
-        if _slow_first_tokens(load, run) >= 0.5:
-            num_p += 1
-        else:
-            num_d += 1
+        num_p, num_d = num_p + is_first_late, num_d + (not is_first_late)
     goodput = min(num_p * prefill.judged.goodput, num_d * decode.judged.goodput)
     instances = (
         Instances("prefill", first, num_p, 0, prefill.judged.goodput),
         Instances("decode", second, num_d, sockets, decode.judged.goodput),
     )
-    return Plan("disaggregated", instances, rate, goodput, run, load.share(run))
+    return _plan(search, "disaggregated", instances, goodput, run)
 
 
 def _slow_first_tokens(load: Load, run: Run) -> float:
@@ -324,12 +376,9 @@ def _pairs(search: Search, best: Judged, sockets_of: dict[Pair, int]) -> Plan:
         requests = search.load.requests(rate)
         return simulate(requests, [prefill] * num, [decode] * num, hardware.token_bytes)
 
-    num, outcome = _grown(search, several.count, run)
+    num, outcome = _grown(search, several, run)
     instances = (
         Instances("prefill", pair.prefill, num, 0, search.prefill(pair.prefill)),
         Instances("decode", pair.decode, num, sockets, search.decode(pair.decode, sockets)),
     )
-    share = search.load.share(outcome)
-    return Plan(
-        "disaggregated", instances, rate, num * found, outcome, share, segments=pair.pp_cross
-    )
+    return _plan(search, "disaggregated", instances, num * found, outcome, pair.pp_cross)
