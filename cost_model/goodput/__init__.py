@@ -2,7 +2,19 @@
 greatest request rate at which enough requests meet a TTFT and a TPOT
 (DistServe, OSDI 2024).
 
-queueing   mean TTFT in closed form
-slo        limits, and what part of the requests keeps them
-published  the authors' simulator as it is
+queueing    mean TTFT in closed form
+slo         limits, and what part of the requests keeps them
+traces      requests as they are published or logged
+workload    fitted to a trace and drawn again, or given
+times       how long an instance takes, by ``size``'s stages
+instances   prefill and decode instances, links, on a virtual clock
+colocated   an instance for both
+simulator   requests through all of them
+rates       the greatest rate within an SLO
+placements  algorithms 1 and 2
+hardware    instances that given GPUs and sockets make
+search      the best of them
+answer      a question, answered
+report      as text, JSON, or a placement file
+published   the authors' simulator as it is
 """

@@ -14,7 +14,7 @@ from fastdecode.cli.main import main
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = [
     example
-    for page in ("disaggregation.md",)
+    for page in ("disaggregation.md", "goodput.md")
     for example in re.findall(
         r"```console\n\$ fastdecode (plan [^\n]*)\n(.*?)```",
         (DOCS / page).read_text("utf-8"),
@@ -100,3 +100,61 @@ def test_pipelines_that_nothing_fits_on(
     assert capsys.readouterr().out.count("nothing fits") == 3
     assert plan("pipelines", *files, "--machines", "1,x") == 2
     assert "--machines 1,x: give whole numbers from 1 to 256" in capsys.readouterr().err
+
+
+GOODPUT = [
+    "goodput", "--slo", "ttft=600ms,tpot=100ms", "--prompt-len", "512", "--output-len", "100",
+]  # fmt: skip
+
+
+def test_goodput_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, placed = tmp_path / "day.csv", tmp_path / "placement.json"
+    rows = [f"{i / 2},2,ChatGPT,300,{40 + i % 30},0,log" for i in range(60)]
+    head = "Timestamp,Session ID,Model,Request tokens,Response tokens,Elapsed time,Log Type"
+    trace.write_text("\n".join([head, *rows]) + "\n")
+    where = ["--model", "llama-2-7b", "--gpu", "A10", "--gpus-per-node", "2", "--max-sockets", "4"]
+    arguments = [*GOODPUT[:3], *where, f"--trace={trace}", f"--emit={placed}", "--json"]
+    assert plan(*arguments, "--seed", "3") == 0
+    told = capsys.readouterr()
+    answer = json.loads(told.out)
+    assert answer["rate"] == pytest.approx(2.0) and "burstgpt" in answer["workload"]
+    assert "only 60 requests" in told.err
+    instances = json.loads(placed.read_text())["instances"]
+    assert sum(each["tp"] * each["pp"] for each in instances) <= 2
+    assert plan(*arguments, "--seed", "3") == 0
+    assert capsys.readouterr().out == told.out, "same seed, same bytes"
+
+
+def test_goodput_by_the_published_simulator(capsys: pytest.CaptureFixture[str]) -> None:
+    published = [*GOODPUT, "--semantics", "published", "--requests", "40", "--affinity", "low"]
+    assert plan(*published, "--model", "OPT 13B", "--gpus-per-node", "2", "--json") == 0
+    told = capsys.readouterr()
+    answer = json.loads(told.out)
+    assert answer["best"] == "1,1,1,1,1" and list(answer["goodput_per_gpu"]) == ["1,1,1,1,1"]
+    assert "published semantics: A100-80GB profile" in told.err
+    assert plan(*published, "--model", "llama-2-7b") == 2
+    assert "the published profile has facebook/opt-13b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "on which GPUs? Give --gpu"),
+        (["--gpu", "A10"], "at which rate do they come? Give --rate"),
+        (["--gpu", "A10", "--rate", "0"], "--rate 0.0 is not a number of requests a second"),
+        (["--gpu", "A10", "--rate", "1", "--trace", "x"], "--trace, or --prompt-len and"),
+        (["--gpu", "A10", "--rate", "1", "--replay"], "--replay needs a --trace"),
+        (["--gpu", "A10", "--rate", "1", "--prices", "gpu=1"], "--prices gpu=1: give both"),
+        (["--gpu", "A10", "--rate", "1", "--cv", "-1"], "--cv -1.0 is not a number from 0"),
+        (["--gpu", "A10", "--rate", "1", "--nodes", "0"], "--nodes 0 is not a whole number"),
+        (["--gpu", "A10", "--rate", "1", "--max-sockets", "0"], "--max-sockets 0 is not"),
+        (["--gpu", "A10", "--rate", "1", "--requests", "0"], "--requests 0 is not"),
+        (["--gpu", "A10", "--rate", "1", "--attainment", "90"], "--attainment 90.0 is not a part"),
+        (["--gpu", "A11", "--rate", "1"], "--gpu 'A11' is not known. Did you mean"),
+    ],
+)
+def test_goodput_refuses(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(*GOODPUT, "--model", "llama-2-7b", *arguments) == 2
+    assert says in capsys.readouterr().err

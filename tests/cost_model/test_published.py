@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
+from cost_model.goodput.placements import Degrees, Pair
 from cost_model.goodput.published.profile import first_stage_ms, published_model, published_models
 from cost_model.goodput.published.search import (
     Asked,
-    Placement,
     best_placement,
     colocated_goodput,
     is_runnable,
     placements,
 )
 from cost_model.goodput.published.simulator import (
-    Degrees,
     simulate_colocated,
     simulate_disaggregated,
 )
@@ -59,11 +58,14 @@ def test_equal_to_the_authors(case: dict[str, Any]) -> None:
     """Both back ends, pipelines, several instances, bursts."""
     model = published_model(case["model"])
     requests = [(at_s, prompt, output) for at_s, prompt, output in case["requests"]]
-    prefill = Degrees(*case["prefill"])
+    *prefill, num_prefill = case["prefill"]
     if case["backend"] == "vllm":
-        found = simulate_colocated(requests, model, prefill)
+        degrees = Degrees(*prefill)
+        found = simulate_colocated(requests, model, degrees, num_instances=num_prefill)
     else:
-        found = simulate_disaggregated(requests, model, prefill, Degrees(*case["decode"]))
+        *decode, num_decode = case["decode"]
+        pair = (Degrees(*prefill), Degrees(*decode))
+        found = simulate_disaggregated(requests, model, *pair, num_prefill, num_decode)
     assert [each.ttft_s * 1e3 for each in found] == pytest.approx(case["ttft_ms"], abs=1e-6)
     tpots = [each.tpot_s for each in found if each.tpot_s is not None]
     assert [tpot_s * 1e3 for tpot_s in tpots] == pytest.approx(case["tpot_ms"], abs=1e-6)
@@ -92,10 +94,10 @@ def test_the_same_placement_is_best(case: dict[str, Any]) -> None:
 
 def test_placements_of_low_and_high_affinity() -> None:
     low = placements(OPT_13B, 2, 2, is_high_affinity=False)
-    assert set(low) == {Placement(1, 1, 1, 1, 1), Placement(2, 1, 1, 1, 1)}
+    assert set(low) == {Pair(1, 1, 1, 1, 1), Pair(2, 1, 1, 1, 1)}
     high = placements(OPT_13B, 2, 2, is_high_affinity=True)
     assert all(each.pp_cross == 1 and each.num_gpus <= 4 for each in high)
-    assert Placement(1, 2, 1, 2, 1) in high and Placement(1, 1, 3, 1, 1) not in high
+    assert Pair(1, 2, 1, 2, 1) in high and Pair(1, 1, 3, 1, 1) not in high
     opt_66b = published_model("facebook/opt-66b")
     assert not any(is_runnable(opt_66b, each) for each in low)
 
@@ -116,7 +118,7 @@ def test_says_what_it_has_no_numbers_of() -> None:
         published_model("opt-175b").stage(8, 1, "distserve")
     with pytest.raises(ConfigError, match="on so few GPUs"):
         best_placement(
-            published_model("opt-66b"), [Placement(1, 1, 1, 1, 1)], asked(CASES["searches"][0])
+            published_model("opt-66b"), [Pair(1, 1, 1, 1, 1)], asked(CASES["searches"][0])
         )
 
 

@@ -5,45 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate
 
+from cost_model.goodput.placements import Cluster, Degrees, Pair, pairs_anywhere
 from cost_model.goodput.published.profile import PublishedModel
 from cost_model.goodput.published.simulator import (
-    Degrees,
     simulate_colocated,
     simulate_disaggregated,
 )
 from cost_model.goodput.slo import RequestTimes, Slo
 from fastdecode.core.errors import ConfigError
-
-
-@dataclass(frozen=True, order=True)
-class Placement:
-    """A pair of instances; each is cut in ``pp_cross`` segments, one a node."""
-
-    pp_cross: int
-    tp_prefill: int
-    pp_prefill: int
-    tp_decode: int
-    pp_decode: int
-
-    @property
-    def num_gpus(self) -> int:
-        per_segment = self.tp_prefill * self.pp_prefill + self.tp_decode * self.pp_decode
-        return self.pp_cross * per_segment
-
-    @property
-    def prefill(self) -> Degrees:
-        return Degrees(self.tp_prefill, self.pp_cross * self.pp_prefill)
-
-    @property
-    def decode(self) -> Degrees:
-        return Degrees(self.tp_decode, self.pp_cross * self.pp_decode)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.pp_cross},{self.tp_prefill},{self.pp_prefill},{self.tp_decode},{self.pp_decode}"
-        )
 
 
 @dataclass(frozen=True)
@@ -63,33 +34,20 @@ class Asked:
 
 def placements(
     model: PublishedModel, num_nodes: int, gpus_per_node: int, *, is_high_affinity: bool
-) -> list[Placement]:
+) -> list[Pair]:
     """All that there are, whether or not the profile can run them."""
-    tps, pps = model.degrees
-    total = num_nodes * gpus_per_node
-    limit = total if is_high_affinity else gpus_per_node
-    tps = tuple(tp for tp in tps if tp <= limit)
-    few = tuple(pp for pp in pps if pp <= limit)
-    crosses = (1,) if is_high_affinity else tuple(pp for pp in pps if pp <= num_nodes)
-    found = [Placement(*each) for each in product(crosses, tps, few, tps, few)]
-    return [
-        each
-        for each in found
-        if each.num_gpus <= total
-        and (is_high_affinity or each.num_gpus <= each.pp_cross * gpus_per_node)
-        and each.prefill.pp in pps
-        and each.decode.pp in pps
-    ]
+    cluster = Cluster(num_nodes, gpus_per_node, model.heads, model.layers)
+    return list(pairs_anywhere(cluster) if is_high_affinity else cluster.pairs())
 
 
-def is_runnable(model: PublishedModel, placement: Placement) -> bool:
+def is_runnable(model: PublishedModel, placement: Pair) -> bool:
     return all(
         model.is_runnable(degrees.tp, degrees.pp)
         for degrees in (placement.prefill, placement.decode)
     )
 
 
-def gpu_goodput(model: PublishedModel, placement: Placement, asked: Asked) -> float:
+def gpu_goodput(model: PublishedModel, placement: Pair, asked: Asked) -> float:
     """Requests a second and GPU; 0 where the lowest rate tried is too high."""
 
     def run(requests: Sequence[tuple[float, int, int]]) -> list[RequestTimes]:
@@ -127,10 +85,10 @@ def _bisect(
 
 def best_placement(
     model: PublishedModel,
-    candidates: Iterable[Placement],
+    candidates: Iterable[Pair],
     asked: Asked,
     progress: Callable[[], object] = lambda: None,
-) -> tuple[Placement, dict[Placement, float]]:
+) -> tuple[Pair, dict[Pair, float]]:
     """The placement with the greatest goodput a GPU, and that of all; of equal
     ones, the one with the fewest GPUs.
 

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from cost_model.goodput.placements import Degrees
 from cost_model.goodput.published.profile import (
     Backend,
     PublishedModel,
@@ -33,15 +34,6 @@ from fastdecode.core.errors import ConfigError
 DECODE_MAX_TOKENS = 50_000
 BACK_PRESSURE_TOKENS = 9_000_000
 """Of contexts that wait for decoding: with more, an instance for both prefills none."""
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """Tensor and pipeline parallelism, and how many such instances."""
-
-    tp: int
-    pp: int
-    instances: int = 1
 
 
 @dataclass(eq=False)
@@ -198,11 +190,14 @@ def simulate_disaggregated(
     model: PublishedModel,
     prefill: Degrees,
     decode: Degrees,
+    num_prefill: int = 1,
+    num_decode: int = 1,
 ) -> list[RequestTimes]:
     """Instances for prefill, and others for decode.
 
     Args:
         requests: seconds of arrival, prompt and output tokens, by arrival.
+        num_prefill, num_decode: instances.
 
     Returns:
         times of each, in the same order.
@@ -217,8 +212,8 @@ def simulate_disaggregated(
         model.stage(decode.tp, decode.pp, "distserve"), decode.pp,
     )  # fmt: skip
     clock = _Clock()
-    prefill_heads = [_instance(clock, phases, prefill.pp) for _ in range(prefill.instances)]
-    decode_heads = [_instance(clock, phases, decode.pp) for _ in range(decode.instances)]
+    prefill_heads = [_instance(clock, phases, prefill.pp) for _ in range(num_prefill)]
+    decode_heads = [_instance(clock, phases, decode.pp) for _ in range(num_decode)]
 
     def hand_over(request: _Request) -> None:
         head = min(decode_heads, key=lambda each: len(each.decodes))
@@ -237,13 +232,14 @@ def simulate_colocated(
     model: PublishedModel,
     degrees: Degrees,
     backend: Backend = "vllm",
+    num_instances: int = 1,
 ) -> list[RequestTimes]:
     """Instances for both, which prefill first. As ``simulate_disaggregated``."""
     stage = model.stage(degrees.tp, degrees.pp, backend)
     max_tokens = model.max_tokens[degrees.tp, degrees.pp]
     phases = _Phases(stage, degrees.pp, max_tokens, stage, degrees.pp)
     clock = _Clock()
-    heads = [_instance(clock, phases, degrees.pp) for _ in range(degrees.instances)]
+    heads = [_instance(clock, phases, degrees.pp) for _ in range(num_instances)]
     return _run(clock, requests, heads, phases)
 
 

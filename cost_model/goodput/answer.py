@@ -1,0 +1,115 @@
+"""The whole question, answered: a model on GPUs, requests, an SLO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cost_model.goodput.hardware import Hardware
+from cost_model.goodput.placements import Degrees
+from cost_model.goodput.rates import Load
+from cost_model.goodput.report import Answer, queueing_notes
+from cost_model.goodput.search import (
+    Affinity,
+    Objective,
+    Prices,
+    Search,
+    plan_colocated,
+    plan_high_affinity,
+    plan_low_affinity,
+)
+from cost_model.goodput.simulator import simulate
+from fastdecode.core.errors import ConfigError
+
+_QUIET = 1 << 10
+"""At a rate so many times below the asked one, requests hardly ever wait."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Args:
+        sockets_per_node: of which a pair gets its part, with low affinity.
+        described: the requests, in words.
+    """
+
+    model: str
+    hardware: Hardware
+    load: Load
+    rate: float
+    affinity: Affinity
+    sockets_per_node: int
+    objective: Objective
+    prices: Prices
+    described: str
+
+    def __post_init__(self) -> None:
+        if not 1e-6 <= self.rate <= 1e6:
+            raise ConfigError(f"--rate {self.rate!r} is not a number of requests a second above 0")
+
+
+def answer(question: Question, progress: Callable[[str], object] = lambda _: None) -> Answer:
+    """Search both ways.
+
+    Raises:
+        ConfigError: the model fits on no instance.
+    """
+    hardware = question.hardware
+    search = Search(
+        hardware, question.load, question.rate, question.objective, question.prices, progress
+    )
+    if not search.degrees():
+        raise ConfigError(
+            f"{question.model} fits on no instance of up to {hardware.cluster.num_gpus} GPUs: take "
+            "larger GPUs, more a node, or a smaller dtype"
+        )
+    colocated = plan_colocated(search)
+    if question.affinity == "high":
+        apart = plan_high_affinity(search)
+    else:
+        apart = plan_low_affinity(search, question.sockets_per_node)
+    nearest = None if colocated or apart else _nearest(search)
+    system = hardware.system(1)
+    return Answer(
+        question.model, question.load.slo, question.load.how, question.rate,
+        hardware.cluster.num_gpus, question.prices, question.objective, apart, colocated, nearest,
+        f"{system.s.name} ({system.s.provenance}), {system.r.name} ({system.r.provenance}), "
+        f"{system.link.name} ({system.link.provenance})",
+        question.described, tuple(_notes(search)),
+    )  # fmt: skip
+
+
+def _nearest(search: Search) -> tuple[float, float]:
+    """TTFT and TPOT that requests see where they never wait, on the instances
+    that are best for each; the limits that are kept, as asked."""
+    load, hardware = search.load, search.hardware
+    requests = load.requests(search.rate / _QUIET)
+    ttfts, tpots = [], []
+    for degrees in search.degrees():
+        prompts = simulate(requests, [hardware.prefill(degrees)], [])
+        ttfts.append(load.slo.quantiles(prompts.times)[0])
+        for sockets in hardware.sockets(degrees)[-1:]:
+            tokens = simulate(requests, [], [hardware.decode(degrees, sockets)])
+            tpots.append(load.slo.quantiles(tokens.times)[1])
+    slack = 1.05
+    return (
+        max(load.slo.ttft_s, slack * min(ttfts)),
+        max(load.slo.tpot_s, slack * min(tpots, default=load.slo.tpot_s)),
+    )
+
+
+def _notes(search: Search) -> list[str]:
+    hardware, (one, *more) = search.hardware, search.degrees()
+    prompt = [max(1, round(hardware.mean_prompt))]
+
+    def prompt_s(degrees: Degrees) -> float:
+        return hardware.prefill(degrees).times.prefill_s(prompt)
+
+    twice = [each for each in more if each.pp == one.pp and each.tp == 2 * one.tp]
+    two_gpus_s = prompt_s(twice[0]) if twice and one == Degrees(1, 1) else None
+    batch = hardware.prefill(one).batch_tokens
+    return [
+        f"batches of prompts: up to {batch} tokens ({one})",
+        *queueing_notes(prompt_s(one), two_gpus_s, search.rate),
+    ]

@@ -1,0 +1,189 @@
+"""Placements: degrees of parallelism of a prefill and a decode instance, which of
+them there are, and how many of each carry a rate (DistServe, section 4).
+
+With high node affinity K and V cross nodes as quickly as they stay on one: each
+phase has its own best instance (algorithm 1). With low affinity a pair is cut
+in segments of layers, and a segment's stages of both phases are on one node, so
+that K and V never leave it: pairs are judged together (algorithm 2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from cost_model.closed_forms import at_most, whole
+
+
+@dataclass(frozen=True, order=True)
+class Degrees:
+    """Tensor and pipeline parallelism of an instance."""
+
+    tp: int
+    pp: int
+
+    @property
+    def num_gpus(self) -> int:
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"tp {self.tp}" + (f" pp {self.pp}" if self.pp > 1 else "")
+
+
+@dataclass(frozen=True, order=True)
+class Pair:
+    """A prefill and a decode instance, each cut in ``pp_cross`` segments, one a node."""
+
+    pp_cross: int
+    tp_prefill: int
+    pp_prefill: int
+    tp_decode: int
+    pp_decode: int
+
+    @property
+    def num_gpus(self) -> int:
+        return self.pp_cross * self.segment_gpus
+
+    @property
+    def segment_gpus(self) -> int:
+        return self.tp_prefill * self.pp_prefill + self.tp_decode * self.pp_decode
+
+    @property
+    def prefill(self) -> Degrees:
+        return Degrees(self.tp_prefill, self.pp_cross * self.pp_prefill)
+
+    @property
+    def decode(self) -> Degrees:
+        return Degrees(self.tp_decode, self.pp_cross * self.pp_decode)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pp_cross},{self.tp_prefill},{self.pp_prefill},{self.tp_decode},{self.pp_decode}"
+        )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs, and a model that is to be cut in parts."""
+
+    num_nodes: int
+    gpus_per_node: int
+    heads: int
+    layers: int
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_nodes * self.gpus_per_node
+
+    def instances(self) -> Iterator[Degrees]:
+        """Of one phase, anywhere: stages of a node's GPUs, on as many nodes as it
+        takes. Degrees divide heads and layers."""
+        for tp, pp in product(_divisors(self.heads), _divisors(self.layers)):
+            if tp <= self.gpus_per_node and tp * pp <= self.num_gpus:
+                stages_a_node = self.gpus_per_node // tp
+                if math.ceil(pp / stages_a_node) <= self.num_nodes:
+                    yield Degrees(tp, pp)
+
+    def pairs(self) -> Iterator[Pair]:
+        """All whose segments fit on a node, in as many segments as nodes at most."""
+        layers, few = _divisors(self.layers), self.gpus_per_node
+        crosses = [pp for pp in layers if pp <= self.num_nodes]
+        tps = [tp for tp in _divisors(self.heads) if tp <= few]
+        pps = [pp for pp in layers if pp <= few]
+        for pair in map(Pair, *zip(*product(crosses, tps, pps, tps, pps), strict=True)):
+            divides = all(degrees.pp in layers for degrees in (pair.prefill, pair.decode))
+            if pair.segment_gpus <= few and divides:
+                yield pair
+
+
+def pairs_anywhere(cluster: Cluster) -> Iterator[Pair]:
+    """Pairs that know no nodes, as the published search has them for high affinity."""
+    layers, most = _divisors(cluster.layers), cluster.num_gpus
+    tps = [tp for tp in _divisors(cluster.heads) if tp <= most]
+    pps = [pp for pp in layers if pp <= most]
+    for each in product(tps, pps, tps, pps):
+        pair = Pair(1, *each)
+        if pair.num_gpus <= most:
+            yield pair
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An instance, or a pair of them, and the rate that it carries."""
+
+    what: Degrees | Pair
+    goodput: float
+    """Requests a second of one of them; 0: it doesn't meet the SLO at any rate."""
+
+    @property
+    def per_gpu(self) -> float:
+        return self.goodput / self.what.num_gpus
+
+
+def best_per_gpu(judged: Iterable[Judged]) -> Judged | None:
+    """The one with the greatest goodput a GPU; of those that are equal but for
+    rounding, the one with the fewest GPUs, then the smallest degrees. None: none
+    meets the SLO."""
+    meeting = [each for each in judged if each.goodput > 0]
+    greatest = max((each.per_gpu for each in meeting), default=0.0)
+    equal = [each for each in meeting if at_most(greatest, each.per_gpu)]
+    return min(equal, key=_size, default=None)
+
+
+def _size(judged: Judged) -> tuple[object, ...]:
+    what = judged.what
+    degrees = (what.pp_cross, what.prefill, what.decode) if isinstance(what, Pair) else (what,)
+    return (what.num_gpus, *degrees)
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """So many of an instance, or of a pair."""
+
+    judged: Judged
+    count: int
+
+    @property
+    def num_gpus(self) -> int:
+        return self.count * self.judged.what.num_gpus
+
+    @property
+    def goodput(self) -> float:
+        return self.count * self.judged.goodput
+
+
+def replicate(judged: Judged, rate: float) -> Replicated:
+    """As many as carry the rate: ⌈rate / goodput⌉, where 0.1 + 0.2 is three tenths."""
+    return Replicated(judged, whole(rate / judged.goodput))
+
+
+def algorithm_1(
+    prefill: Mapping[Degrees, float], decode: Mapping[Degrees, float], rate: float
+) -> tuple[Replicated | None, Replicated | None]:
+    """Each phase by itself.
+
+    Args:
+        prefill, decode: the goodput of one instance in the phase alone.
+        rate: requests a second that are to be carried.
+
+    Returns:
+        instances for prefill and for decode; None where nothing meets the SLO.
+    """
+    best = [
+        best_per_gpu(Judged(degrees, goodput) for degrees, goodput in phase.items())
+        for phase in (prefill, decode)
+    ]
+    first, second = (None if each is None else replicate(each, rate) for each in best)
+    return first, second
+
+
+def algorithm_2(pairs: Mapping[Pair, float], rate: float) -> Replicated | None:
+    """Pairs as a whole. ``pairs``: the goodput of each. None: none meets the SLO."""
+    best = best_per_gpu(Judged(pair, goodput) for pair, goodput in pairs.items())
+    return None if best is None else replicate(best, rate)

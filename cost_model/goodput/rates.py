@@ -1,0 +1,72 @@
+"""The greatest rate that instances carry within an SLO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cost_model.goodput.simulator import Run
+from cost_model.goodput.slo import Attainment, Slo
+from cost_model.goodput.workload import Draw
+
+PRECISION = 0.02
+"""Of a rate that is found."""
+MIN_REQUESTS = 300
+MAX_REQUESTS = 6000
+RESIDENCES = 2.5
+"""A run is at least so many times as long as a request decodes at the SLO's
+pace: before that, batches are still growing."""
+_SPAN = 1 << 12
+"""Rates this many times below the greatest are no longer tried."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What comes, and what it must keep."""
+
+    draw: Draw
+    slo: Slo
+    how: Attainment = "both"
+
+    @property
+    def residence_s(self) -> float:
+        """How long a mean request decodes at the SLO's pace."""
+        return self.draw.mean_output * self.slo.tpot_s
+
+    def requests(self, rate: float) -> list[tuple[float, int, int]]:
+        wanted = math.ceil(RESIDENCES * rate * self.residence_s)
+        num = max(MIN_REQUESTS, min(MAX_REQUESTS, wanted))
+        return self.draw.at(rate, num)
+
+    def is_carried(self, run: Run) -> bool:
+        """Enough requests keep the SLO, and they don't wait longer and longer."""
+        counted = run.counted(self.residence_s)
+        return self.slo.is_attained(counted, self.how) and run.is_sustained
+
+
+def greatest_rate(
+    load: Load, run_at: Callable[[list[tuple[float, int, int]]], Run], most: float
+) -> float:
+    """Requests a second, to 2 %, and no more than ``most``; 0 if the SLO isn't
+    kept at any rate worth the name. The same requests come at every rate, only
+    closer."""
+
+    def is_carried(rate: float) -> bool:
+        return load.is_carried(run_at(load.requests(rate)))
+
+    if is_carried(most):
+        return most
+    least = most / _SPAN
+    if not is_carried(least):
+        return 0.0
+    low, high = most / 2, most
+    while low > least and not is_carried(low):
+        low, high = low / 2, low
+    while high > low * (1 + PRECISION):
+        middle = math.sqrt(low * high)
+        if is_carried(middle):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,384 @@
+"""From hardware, requests and an SLO to a placement.
+
+What an instance could carry beyond the rate that is asked for is worth nothing:
+its goodput counts up to that rate, so a larger instance isn't chosen for what
+nobody sends. Sockets are searched, too: by the objective ``gpu`` a decode instance gets the
+fewest with which its goodput is within 1 % of the best; by ``cost``, those with
+which its goodput is greatest for its price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+from cost_model.goodput.hardware import Hardware, prompts_of
+from cost_model.goodput.placements import (
+    Degrees,
+    Judged,
+    Pair,
+    Replicated,
+    best_per_gpu,
+    replicate,
+)
+from cost_model.goodput.rates import Load, greatest_rate
+from cost_model.goodput.simulator import DecodeSpec, PrefillSpec, Run, simulate, simulate_colocated
+from cost_model.goodput.slo import RequestTimes, Slo
+
+Affinity = Literal["high", "low"]
+Objective = Literal["gpu", "cost"]
+NEARLY = 0.99
+_SLACK = 1.25
+"""Bounds from means are this much above what they say."""
+_MAX_BATCH = 1 << 16
+STEP_TOKENS = 512
+"""Of prompts in a step of an instance for both phases."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """In any one unit; a socket costs a twentieth of a GPU, unless somebody says more."""
+
+    gpu: float = 1.0
+    socket: float = 0.05
+
+    def of(self, gpus: int, sockets: int) -> float:
+        return gpus * self.gpu + sockets * self.socket
+
+
+@dataclass(frozen=True)
+class Instances:
+    """So many alike for one role."""
+
+    role: Literal["prefill", "decode", "both"]
+    degrees: Degrees
+    count: int
+    sockets: int
+    """Of each, beside those of its own host."""
+    goodput: float
+    """Requests a second of each, by itself."""
+
+    @property
+    def num_gpus(self) -> int:
+        return self.count * self.degrees.num_gpus
+
+    @property
+    def num_sockets(self) -> int:
+        return self.count * self.sockets
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Instances that carry a rate together."""
+
+    kind: Literal["disaggregated", "colocated"]
+    instances: tuple[Instances, ...]
+    rate: float
+    """That they were made for."""
+    goodput: float
+    """Requests a second that they carry."""
+    run: Run
+    """At that rate."""
+    share: float
+    """Of its requests that keep the SLO."""
+    is_carried: bool
+    """Enough of them, and they don't wait longer and longer."""
+    counted: tuple[RequestTimes, ...]
+    """Those of the run that say so."""
+    segments: int = 1
+    """Nodes that a pair is spread over."""
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(each.num_gpus for each in self.instances)
+
+    @property
+    def num_sockets(self) -> int:
+        return sum(each.num_sockets for each in self.instances)
+
+    def quantiles(self, slo: Slo) -> tuple[float, float]:
+        """TTFT and TPOT at the attainment."""
+        return slo.quantiles(self.counted)
+
+    @property
+    def gpu_goodput(self) -> float:
+        return self.goodput / self.num_gpus
+
+    def price(self, prices: Prices) -> float:
+        return prices.of(self.num_gpus, self.num_sockets)
+
+
+@dataclass
+class Search:
+    """Goodputs of instances and pairs, each found once."""
+
+    hardware: Hardware
+    load: Load
+    rate: float
+    """Requests a second that are to be carried."""
+    objective: Objective = "gpu"
+    prices: Prices = field(default_factory=Prices)
+    progress: Callable[[str], object] = lambda _: None
+    _found: dict[object, float] = field(default_factory=dict)
+
+    def prefill(self, degrees: Degrees) -> float:
+        """The goodput of one instance: TTFT alone."""
+        spec = self.hardware.prefill(degrees)
+        most = self._most_prompts(spec)
+        return self._rate(("prefill", degrees), lambda r: simulate(r, [spec], []), most)
+
+    def decode(self, degrees: Degrees, sockets: int) -> float:
+        """The goodput of one instance: TPOT alone."""
+        spec, token_bytes = self.hardware.decode(degrees, sockets), self.hardware.token_bytes
+        key, most = ("decode", degrees, sockets), self._most_decoding(spec)
+        return self._rate(key, lambda r: simulate(r, [], [spec], token_bytes), most)
+
+    def both(self, degrees: Degrees, sockets: int) -> float:
+        """The goodput of one instance for both phases."""
+        spec = self.hardware.decode(degrees, sockets)
+        key = ("both", degrees, sockets)
+        most = min(self._most_prompts(self.hardware.prefill(degrees)), self._most_decoding(spec))
+        return self._rate(key, lambda r: simulate_colocated(r, [spec], STEP_TOKENS), most)
+
+    def pair(self, pair: Pair, sockets: int) -> float:
+        """The goodput of a prefill and a decode instance together."""
+        prefill = self.hardware.prefill(pair.prefill)
+        decode = self.hardware.decode(pair.decode, sockets)
+        run = partial(
+            simulate, prefill=[prefill], decode=[decode], token_bytes=self.hardware.token_bytes
+        )
+        most = min(self._most_prompts(prefill), self._most_decoding(decode))
+        return self._rate(("pair", pair, sockets), run, most)
+
+    def _most_prompts(self, spec: PrefillSpec) -> float:
+        """Requests a second, if it never had to wait for one: a bound."""
+        prompts = prompts_of(spec.batch_tokens, self.hardware.mean_prompt)
+        return _SLACK * len(prompts) / spec.times.prefill_s(prompts)
+
+    def _most_decoding(self, spec: DecodeSpec) -> float:
+        """Requests a second of the largest batch that keeps the TPOT at mean
+        contexts: about a bound."""
+        draw, tpot_s = self.load.draw, self.load.slo.tpot_s
+        context = round(draw.mean_prompt + draw.mean_output / 2)
+        room = max(1, spec.capacity_tokens // round(draw.mean_prompt + draw.mean_output))
+        most, num = 0.0, 1
+        while num <= min(room, spec.max_sequences, _MAX_BATCH):
+            step_s = float(spec.times.decode_s(num, num * context, 1)[0])
+            if step_s > _SLACK * tpot_s and most:
+                break
+            most = max(most, 2 * num / step_s / draw.mean_output)
+            num *= 2
+        return _SLACK * most
+
+    def with_sockets(
+        self, goodput: Callable[[int], float], degrees: Degrees, gpus: int, most: int | None = None
+    ) -> tuple[int, float]:
+        """Sockets of the best instance by the objective, and its goodput; (0, 0)
+        where there is none."""
+        counts = self.hardware.sockets(degrees, most)
+        if not counts:
+            return 0, 0.0
+        if self.objective == "cost":
+            per_price = {count: goodput(count) / self.prices.of(gpus, count) for count in counts}
+            best = max(counts, key=lambda count: (per_price[count], -count))
+            return best, goodput(best)
+        return counts[-1], goodput(counts[-1])
+
+    def fewest(
+        self, goodput: Callable[[int], float], degrees: Degrees, sockets: int
+    ) -> tuple[int, float]:
+        """As few sockets as give nearly the goodput of so many."""
+        if self.objective == "cost" or not sockets:
+            return sockets, goodput(sockets)
+        counts = [count for count in self.hardware.sockets(degrees) if count <= sockets] or [
+            sockets
+        ]
+        enough = NEARLY * goodput(sockets)
+        low, high = 0, len(counts) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if goodput(counts[middle]) >= enough:
+                high = middle
+            else:
+                low = middle + 1
+        return counts[high], goodput(counts[high])
+
+    def degrees(self) -> list[Degrees]:
+        """Of instances that hold the model, the smallest first."""
+        found = [each for each in self.hardware.cluster.instances() if self.hardware.fits(each)]
+        return sorted(found, key=lambda each: (each.num_gpus, each))
+
+    def best_instance(self, goodput: Callable[[Degrees], float]) -> Judged | None:
+        """By goodput a GPU. Those so large that they can't be, are left out."""
+        best: Judged | None = None
+        for degrees in self.degrees():
+            if best is not None and self.rate / degrees.num_gpus < best.per_gpu:
+                break
+            found = Judged(degrees, goodput(degrees))
+            best = best_per_gpu([found] if best is None else [best, found])
+        return best
+
+    def _rate(
+        self, key: object, run_at: Callable[[list[tuple[float, int, int]]], Run], most: float
+    ) -> float:
+        if key not in self._found:
+            self._found[key] = greatest_rate(self.load, run_at, min(self.rate, most))
+            self.progress(f"{len(self._found)} instances and pairs simulated")
+        return self._found[key]
+
+
+def plan_colocated(search: Search) -> Plan | None:
+    """Instances for both phases. None: none keeps the SLO."""
+    rate = search.rate
+    chosen = _with_best_sockets(search, search.both)
+    if chosen is None:
+        return None
+    degrees, count, found = chosen
+    several = replicate(Judged(degrees, found), rate)
+    spec = search.hardware.decode(degrees, count)
+
+    def run(num: int) -> Run:
+        return simulate_colocated(search.load.requests(rate), [spec] * num, STEP_TOKENS)
+
+    num, outcome = _grown(search, several, run)
+    instances = Instances("both", degrees, num, count, found)
+    return _plan(search, "colocated", (instances,), num * found, outcome)
+
+
+def _plan(
+    search: Search,
+    kind: Literal["disaggregated", "colocated"],
+    instances: tuple[Instances, ...],
+    goodput: float,
+    run: Run,
+    segments: int = 1,
+) -> Plan:
+    load = search.load
+    counted = tuple(run.counted(load.residence_s))
+    carried = load.is_carried(run)
+    share = load.slo.share(counted)
+    return Plan(kind, instances, search.rate, goodput, run, share, carried, counted, segments)
+
+
+def _with_best_sockets(
+    search: Search, goodput: Callable[[Degrees, int], float]
+) -> tuple[Degrees, int, float] | None:
+    """The best instance of a phase, its sockets, and its goodput."""
+    sockets: dict[Degrees, int] = {}
+
+    def judge(degrees: Degrees) -> float:
+        of_these = partial(goodput, degrees)
+        sockets[degrees], found = search.with_sockets(of_these, degrees, degrees.num_gpus)
+        return found
+
+    best = search.best_instance(judge)
+    if best is None:
+        return None
+    assert isinstance(best.what, Degrees)
+    count, found = search.fewest(partial(goodput, best.what), best.what, sockets[best.what])
+    return best.what, count, found
+
+
+def _grown(search: Search, several: Replicated, run: Callable[[int], Run]) -> tuple[int, Run]:
+    """More of them, until they keep the SLO together: what one carries, several
+    with several queues may carry a little less of. Never more than there are GPUs."""
+    num = several.count
+    most = search.hardware.cluster.num_gpus // several.judged.what.num_gpus
+    outcome = run(num)
+    while num < most and not search.load.is_carried(outcome):
+        num += 1
+        outcome = run(num)
+    return num, outcome
+
+
+def plan_high_affinity(search: Search) -> Plan | None:
+    """Algorithm 1: each phase by itself, then as many of both as carry the rate
+    together. None: a phase keeps its limit on no instance."""
+    prefill = search.best_instance(search.prefill)
+    chosen = _with_best_sockets(search, search.decode) if prefill is not None else None
+    if prefill is None or chosen is None:
+        return None
+    degrees, sockets, found = chosen
+    decode = replicate(Judged(degrees, found), search.rate)
+    return _together(search, replicate(prefill, search.rate), decode, sockets)
+
+
+def _together(search: Search, prefill: Replicated, decode: Replicated, sockets: int) -> Plan:
+    """Each phase alone keeps its limit for enough requests; both together may
+    not. Whichever phase breaks more gets an instance more, a few times."""
+    hardware, load, rate = search.hardware, search.load, search.rate
+    first, second = prefill.judged.what, decode.judged.what
+    assert isinstance(first, Degrees) and isinstance(second, Degrees)
+    p_spec, d_spec = hardware.prefill(first), hardware.decode(second, sockets)
+    num_p, num_d = prefill.count, decode.count
+    gpus = hardware.cluster.num_gpus
+    while True:
+        requests = load.requests(rate)
+        run = simulate(requests, [p_spec] * num_p, [d_spec] * num_d, hardware.token_bytes)
+        used = num_p * first.num_gpus + num_d * second.num_gpus
+        is_first_late = _slow_first_tokens(load, run) >= 0.5
+        more = first if is_first_late else second
+        if load.is_carried(run) or used + more.num_gpus > gpus:
+            break
+        num_p, num_d = num_p + is_first_late, num_d + (not is_first_late)
+    goodput = min(num_p * prefill.judged.goodput, num_d * decode.judged.goodput)
+    instances = (
+        Instances("prefill", first, num_p, 0, prefill.judged.goodput),
+        Instances("decode", second, num_d, sockets, decode.judged.goodput),
+    )
+    return _plan(search, "disaggregated", instances, goodput, run)
+
+
+def _slow_first_tokens(load: Load, run: Run) -> float:
+    """Of the requests that break the SLO, the part whose first token is late."""
+    broken = [each for each in run.counted(load.residence_s) if not load.slo.is_met_by(each)]
+    late = sum(each.ttft_s > load.slo.ttft_s for each in broken)
+    return late / len(broken) if broken else 1.0
+
+
+def plan_low_affinity(search: Search, sockets_per_node: int) -> Plan | None:
+    """Algorithm 2: pairs whose segments stay on a node, with the sockets that
+    are their part of it. No pair carries more than either phase by itself, or
+    than is asked for: those that can't be the best aren't simulated."""
+    search = replace(search, hardware=replace(search.hardware, crosses_nodes=False), _found={})
+    cluster = search.hardware.cluster
+    best: Judged | None = None
+    sockets_of: dict[Pair, int] = {}
+    for pair in sorted(cluster.pairs(), key=lambda each: (each.num_gpus, each)):
+        if not (search.hardware.fits(pair.prefill) and search.hardware.fits(pair.decode)):
+            continue
+        least = 0.0 if best is None else best.per_gpu * pair.num_gpus
+        if search.rate < least or search.prefill(pair.prefill) < least:
+            continue
+        share = sockets_per_node * pair.segment_gpus // cluster.gpus_per_node
+        goodput = partial(search.decode, pair.decode)
+        sockets, alone = search.with_sockets(
+            goodput, pair.decode, pair.num_gpus, pair.pp_cross * share
+        )
+        if alone and alone >= least:
+            sockets_of[pair] = sockets
+            found = Judged(pair, search.pair(pair, sockets))
+            best = best_per_gpu([found] if best is None else [best, found])
+    return None if best is None else _pairs(search, best, sockets_of)
+
+
+def _pairs(search: Search, best: Judged, sockets_of: dict[Pair, int]) -> Plan:
+    pair, rate = best.what, search.rate
+    assert isinstance(pair, Pair)
+    sockets, found = search.fewest(partial(search.pair, pair), pair.decode, sockets_of[pair])
+    several = replicate(Judged(pair, found), rate)
+    hardware = search.hardware
+    prefill, decode = hardware.prefill(pair.prefill), hardware.decode(pair.decode, sockets)
+
+    def run(num: int) -> Run:
+        requests = search.load.requests(rate)
+        return simulate(requests, [prefill] * num, [decode] * num, hardware.token_bytes)
+
+    num, outcome = _grown(search, several, run)
+    instances = (
+        Instances("prefill", pair.prefill, num, 0, search.prefill(pair.prefill)),
+        Instances("decode", pair.decode, num, sockets, search.decode(pair.decode, sockets)),
+    )
+    return _plan(search, "disaggregated", instances, num * found, outcome, pair.pp_cross)

@@ -1,0 +1,281 @@
+"""Requests through instances: FastDecode's dispatcher, batches, buffer and
+reservations on a virtual clock.
+
+A request waits until a prefill instance's queue has room for it, its prompt runs
+in a batch, its first token is drawn. Its K and V wait in the prefill instance's
+buffer until a decode instance has reserved room for all of it, cross both
+instances' ports, and are released; from the next step on it decodes. Room is
+held from the beginning of the fetch to the end of the request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cost_model.goodput.colocated import ColocatedInstance
+from cost_model.goodput.instances import (
+    Clock,
+    DecodeInstance,
+    Link,
+    PrefillInstance,
+    transfer,
+)
+from cost_model.goodput.slo import RequestTimes
+from cost_model.goodput.times import InstanceTimes
+from fastdecode.schedule.dispatch import Bind, DecodeRoom, Dispatcher, Fetch, Job, PrefillQueue
+
+_UNLIMITED = 1 << 60
+WARM_UP = 0.1
+"""The part of a run's first requests that isn't counted, where there are enough."""
+MIN_WARMED_UP = 200
+
+
+@dataclass(frozen=True)
+class PrefillSpec:
+    """A prefill instance."""
+
+    times: InstanceTimes
+    batch_tokens: int
+    buffer_tokens: int = _UNLIMITED
+    bytes_per_s: float = math.inf
+    """Of the port through which its K and V are fetched."""
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """A decode instance, or one for both phases."""
+
+    times: InstanceTimes
+    capacity_tokens: int = _UNLIMITED
+    """Of its R-workers."""
+    max_sequences: int = _UNLIMITED
+    bytes_per_s: float = math.inf
+    """Of its R-workers' ports."""
+
+
+@dataclass
+class Run:
+    """What came of it."""
+
+    times: list[RequestTimes]
+    """Of the requests, in order of arrival."""
+    total_s: float = 0.0
+    prefill_busy: list[float] = field(default_factory=list)
+    """The part of the time that each instance's first stage was busy."""
+    decode_busy: list[float] = field(default_factory=list)
+    link_busy: list[float] = field(default_factory=list)
+    """Of prefill instances' ports."""
+    most_buffered: int = 0
+    """Tokens in a prefill instance's buffer, at most."""
+
+    def counted(self, since_s: float = 0.0) -> list[RequestTimes]:
+        """Without the warm-up, where enough are left: the first tenth, and all
+        that arrived before ``since_s``."""
+        num = len(self.times)
+        if num < MIN_WARMED_UP:
+            return self.times
+        rest = self.times[int(num * WARM_UP) :]
+        later = [each for each in rest if each.arrived_s >= since_s]
+        return later if len(later) >= MIN_WARMED_UP // 2 else rest
+
+    @property
+    def is_sustained(self) -> bool:
+        """Requests don't wait longer and longer: those of the last third at most
+        half as long again as those of the middle one. (Waits that grow steadily
+        from nothing have 5/3.)"""
+        third = len(self.times) // 3
+        if third < 10:
+            return True
+        middle, last = self.times[third : 2 * third], self.times[2 * third :]
+        return _mean(last) <= 1.5 * _mean(middle)
+
+
+def _mean(times: Sequence[RequestTimes]) -> float:
+    return sum(each.ttft_s + (each.tpot_s or 0.0) for each in times) / len(times)
+
+
+@dataclass
+class _Request:
+    arrived_s: float
+    output_tokens: int
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    instance: int = 0
+    """That prefilled it."""
+
+
+class _Cluster:
+    """Instances, and the dispatcher before them."""
+
+    def __init__(
+        self,
+        prefill: Sequence[PrefillSpec],
+        decode: Sequence[DecodeSpec],
+        token_bytes: float,
+    ) -> None:
+        self.clock = Clock()
+        self._token_bytes = token_bytes
+        self.requests: dict[int, _Request] = {}
+        self.prefill = [
+            PrefillInstance(
+                self.clock, spec.times, spec.batch_tokens, spec.buffer_tokens, self._prefilled
+            )
+            for spec in prefill
+        ]
+        self.decode = [DecodeInstance(self.clock, spec.times, self._decoded) for spec in decode]
+        self._decoding: dict[int, int] = {}
+        self._out = [Link(spec.bytes_per_s) for spec in prefill]
+        self._in = [Link(spec.bytes_per_s) for spec in decode]
+        rooms = [DecodeRoom(spec.capacity_tokens, spec.max_sequences) for spec in decode]
+        queues = [PrefillQueue(spec.batch_tokens, _tokens) for spec in prefill]
+        self._dispatcher = Dispatcher(queues, rooms or [DecodeRoom(_UNLIMITED, _UNLIMITED)])
+
+    def arrive(self, job: Job) -> None:
+        self._do(self._dispatcher.arrived(job))
+
+    def offer(self, job: Job) -> None:
+        """Its prompt is done, wherever."""
+        self.requests[job.job_id].first_s = self.clock.now_s
+        self._dispatcher.prefill.append(PrefillQueue(1, _tokens, job.prompt_tokens))
+        self._do(self._dispatcher.prefilled(job, len(self._dispatcher.prefill) - 1))
+        self._dispatcher.prefill.pop()
+
+    def _do(self, decisions: Iterable[Bind | Fetch]) -> None:
+        for decision in decisions:
+            match decision:
+                case Bind(job, instance):
+                    self.requests[job.job_id].instance = instance
+                    self.prefill[instance].put(job)
+                case Fetch(job, instance):
+                    self._fetch(job, instance)
+
+    def _prefilled(self, job: Job) -> None:
+        request = self.requests[job.job_id]
+        request.first_s = request.ended_s = self.clock.now_s
+        if request.output_tokens > 1 and self.decode:
+            self._do(self._dispatcher.prefilled(job, request.instance))
+            return
+        self.prefill[request.instance].release(job)
+        self._do(self._dispatcher.left(job, request.instance))
+
+    def _fetch(self, job: Job, instance: int) -> None:
+        self._decoding[job.job_id] = instance
+        links = [self._in[instance]]
+        if self.prefill:
+            links.append(self._out[self.requests[job.job_id].instance])
+        num_bytes = job.prompt_tokens * self._token_bytes
+        links = [link for link in links if math.isfinite(link.bytes_per_s)]
+        there_s = transfer(self.clock.now_s, num_bytes, links)
+        self.clock.at(there_s, lambda: self._fetched(job, instance))
+
+    def _fetched(self, job: Job, instance: int) -> None:
+        request = self.requests[job.job_id]
+        if self.prefill:
+            self.prefill[request.instance].release(job)
+        self.decode[instance].join(job, request.output_tokens - 1)
+
+    def _decoded(self, job: Job) -> None:
+        self.requests[job.job_id].ended_s = self.clock.now_s
+        self._do(self._dispatcher.decoded(job, self._decoding.pop(job.job_id)))
+
+    def outcome(self) -> Run:
+        total_s = max(self.clock.now_s, 1e-12)
+        return Run(
+            _times(self.requests.values()),
+            total_s,
+            [each.busy_s / total_s for each in self.prefill],
+            [each.busy_s / total_s for each in self.decode],
+            [link.busy_s / total_s for link in self._out],
+            max((each.most_held for each in self.prefill), default=0),
+        )
+
+
+def _tokens(num_tokens: int) -> float:
+    """Instances of a phase are alike: the shortest queue has the fewest tokens."""
+    return float(num_tokens)
+
+
+def simulate(
+    requests: Sequence[tuple[float, int, int]],
+    prefill: Sequence[PrefillSpec],
+    decode: Sequence[DecodeSpec],
+    token_bytes: float = 0.0,
+) -> Run:
+    """Both phases; or one by itself, where there are no instances of the other:
+    without those for prefill a prompt is done as it arrives, without those for
+    decode a request is over with its first token.
+
+    Args:
+        requests: seconds of arrival, prompt and output tokens, by arrival.
+        token_bytes: K and V of a token, all layers.
+
+    Raises:
+        CapacityError: a request fits on no decode instance.
+    """
+    cluster = _Cluster(prefill, decode, token_bytes)
+    for number, (arrived_s, prompt, output) in enumerate(requests):
+        cluster.requests[number] = _Request(arrived_s, output)
+        job = Job(number, prompt, prompt + output)
+        if prefill:
+            cluster.clock.at(arrived_s, lambda job=job: cluster.arrive(job))  # type: ignore[misc]
+        elif output > 1:
+            cluster.clock.at(arrived_s, lambda job=job: cluster.offer(job))  # type: ignore[misc]
+        else:
+            cluster.requests[number].first_s = arrived_s
+    cluster.clock.run()
+    return cluster.outcome()
+
+
+def simulate_colocated(
+    requests: Sequence[tuple[float, int, int]], instances: Sequence[DecodeSpec], step_tokens: int
+) -> Run:
+    """Instances for both phases; a request goes to the one with the fewest
+    prompt tokens that haven't run.
+
+    Args:
+        step_tokens: of prompts in a step, at most.
+    """
+    clock = Clock()
+    known: dict[int, _Request] = {}
+
+    def first(job: Job) -> int:
+        request = known[job.job_id]
+        request.first_s = request.ended_s = clock.now_s
+        return request.output_tokens - 1
+
+    def done(job: Job) -> None:
+        known[job.job_id].ended_s = clock.now_s
+
+    engines = [
+        ColocatedInstance(
+            clock, spec.times, step_tokens,
+            DecodeRoom(spec.capacity_tokens, spec.max_sequences), first, done,
+        )
+        for spec in instances
+    ]  # fmt: skip
+
+    def arrive(job: Job) -> None:
+        min(engines, key=lambda engine: engine.num_queued_tokens).put(job)
+
+    for number, (arrived_s, prompt, output) in enumerate(requests):
+        known[number] = _Request(arrived_s, output)
+        job = Job(number, prompt, prompt + output)
+        clock.at(arrived_s, lambda job=job: arrive(job))  # type: ignore[misc]
+    clock.run()
+    total_s = max(clock.now_s, 1e-12)
+    return Run(_times(known.values()), total_s, [], [each.busy_s / total_s for each in engines])
+
+
+def _times(requests: Iterable[_Request]) -> list[RequestTimes]:
+    return [
+        RequestTimes(
+            each.arrived_s,
+            each.first_s - each.arrived_s,
+            (each.ended_s - each.first_s) / (each.output_tokens - 1)
+            if each.output_tokens > 1 and each.ended_s > each.first_s
+            else None,
+        )
+        for each in requests
+    ]

@@ -1,0 +1,233 @@
+"""Traces of requests in the forms in which they are published or logged:
+
+========== ================================================================
+own        JSON Lines as for ``fastdecode simulate`` (``arrival_s``)
+server     JSON Lines of ``fastdecode serve --request-log``
+azure      CSV ``TIMESTAMP,ContextTokens,GeneratedTokens``: dates and times
+mooncake   JSON Lines with ``timestamp`` (ms), ``input_length``,
+           ``output_length``
+burstgpt   CSV ``Timestamp,…,Request tokens,Response tokens,…`` (seconds)
+splitwise  CSV ``…,arrival_timestamp,…,prompt_size,token_size`` (seconds)
+========== ================================================================
+
+Requests without a prompt or without an answer are left out, and counted: of a
+server's log those that failed, of others the failures that they record.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from cost_model.simulate.trace import (
+    MAX_REQUESTS,
+    MAX_TOKENS,
+    Trace,
+    TracedRequest,
+    parse_trace,
+)
+from fastdecode.core.errors import ConfigError
+
+MAX_LINE_BYTES = 1 << 20
+"""Mooncake's lines name every block of a prompt."""
+
+Fields: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Format:
+    """Where a record has its time and its lengths."""
+
+    name: str
+    is_csv: bool
+    time: str
+    prompt: str
+    output: str
+    seconds: Callable[[Any], float]
+    """Of its time. Raises ValueError, TypeError."""
+
+
+@dataclass(frozen=True)
+class ReadTrace:
+    """What a file holds."""
+
+    trace: Trace
+    """By arrival; the first arrives at 0."""
+    form: str
+    num_left_out: int
+
+
+def _date_s(text: Any) -> float:
+    """``2023-11-16 18:15:46.6805900``, perhaps with an offset; else UTC."""
+    head, dot, rest = str(text).strip().partition(".")
+    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))] if dot else ""
+    moment = datetime.fromisoformat((head + rest[len(digits) :]).replace("Z", "+00:00"))
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=timezone.utc)
+    return moment.timestamp() + float(f"0.{digits or 0}")
+
+
+FORMATS = (
+    Format("server", False, "time", "prompt_tokens", "output_tokens", float),
+    Format("mooncake", False, "timestamp", "input_length", "output_length",
+           lambda ms: float(ms) / 1000),
+    Format("azure", True, "TIMESTAMP", "ContextTokens", "GeneratedTokens", _date_s),
+    Format("burstgpt", True, "Timestamp", "Request tokens", "Response tokens", float),
+    Format("splitwise", True, "arrival_timestamp", "prompt_size", "token_size", float),
+)  # fmt: skip
+_OWN = "num_prompt_tokens"
+
+
+def read_any_trace(path: Path) -> ReadTrace:
+    """Read a file of any of the forms; its first line says which.
+
+    Raises:
+        ConfigError: it can't be read, is of no known form, or a line is broken;
+            names the line and the field.
+    """
+    try:
+        with path.open("rb") as file:
+            return _read(file, f"--trace {path}")
+    except OSError as error:
+        raise ConfigError(f"can't read the trace {path}: {error.strerror}") from None
+
+
+def _read(file: Iterable[bytes], name: str) -> ReadTrace:
+    lines = _bounded(file, name)
+    first = next(((number, line) for number, line in lines if line.strip()), None)
+    if first is None:
+        raise ConfigError(f"{name} holds no requests")
+    form = _form(first[1])
+    if form is None and _OWN.encode() in first[1]:
+        trace = parse_trace(_rest(first, lines), name)
+        if trace.unit != "s":
+            raise ConfigError(f"{name}: arrivals are steps; a plan needs arrival_s")
+        return ReadTrace(_from_zero(list(trace.requests)), "own", 0)
+    if form is None:
+        known = ", ".join(["own", *(each.name for each in FORMATS)])
+        raise ConfigError(
+            f"{name}, line {first[0]}: a trace of no known form ({known}); own lines are like "
+            '{"num_prompt_tokens": 512, "num_output_tokens": 128, "arrival_s": 0.5}'
+        )
+    records = _csv(first[1], lines, name) if form.is_csv else _json(first, lines, name)
+    found = [_request(record, form, where) for where, record in records]
+    requests = [request for request in found if request is not None]
+    if not requests:
+        raise ConfigError(f"{name} holds no request with a prompt and an answer")
+    return ReadTrace(_from_zero(requests), form.name, len(found) - len(requests))
+
+
+def _bounded(file: Iterable[bytes], name: str) -> Iterator[tuple[int, bytes]]:
+    for number, line in enumerate(file, 1):
+        if len(line) > MAX_LINE_BYTES or number > MAX_REQUESTS:
+            raise ConfigError(
+                f"{name}, line {number}: a trace has at most {MAX_REQUESTS} lines of "
+                f"{MAX_LINE_BYTES} bytes"
+            )
+        yield number, line
+
+
+def _rest(first: tuple[int, bytes], lines: Iterator[tuple[int, bytes]]) -> Iterator[bytes]:
+    """All lines again, numbered as before."""
+    yield from [b"\n"] * (first[0] - 1)
+    yield first[1]
+    for _, line in lines:
+        yield line
+
+
+def _form(line: bytes) -> Format | None:
+    """What a file is that begins so."""
+    if line.lstrip().startswith(b"{"):
+        try:
+            names = set(json.loads(line))
+        except (ValueError, RecursionError):
+            return None
+    else:
+        names = set(_cells(line))
+    for form in FORMATS:
+        if {form.time, form.prompt, form.output} <= names:
+            return form
+    if {FORMATS[0].time, "status"} <= names:
+        return FORMATS[0]  # its first request was refused, and has no lengths
+    return None
+
+
+def _cells(line: bytes) -> list[str]:
+    text = line.decode("utf-8-sig", "replace").strip()
+    return [cell.strip() for cell in next(csv.reader([text]), [])]
+
+
+def _csv(
+    head: bytes, lines: Iterator[tuple[int, bytes]], name: str
+) -> Iterator[tuple[str, Fields]]:
+    names = _cells(head)
+    for number, line in lines:
+        if line.strip():
+            cells = _cells(line)
+            if len(cells) != len(names):
+                raise ConfigError(
+                    f"{name}, line {number}: {len(cells)} columns, but the first line names "
+                    f"{len(names)}"
+                )
+            yield f"{name}, line {number}", dict(zip(names, cells, strict=True))
+
+
+def _json(
+    first: tuple[int, bytes], lines: Iterator[tuple[int, bytes]], name: str
+) -> Iterator[tuple[str, Fields]]:
+    for number, line in (first, *lines):
+        if line.strip():
+            where = f"{name}, line {number}"
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{where} isn't JSON: {error}") from None
+            if not isinstance(fields, dict):
+                raise ConfigError(f"{where} isn't a JSON object")
+            yield where, fields
+
+
+def _request(record: Fields, form: Format, where: str) -> TracedRequest | None:
+    """None: it has no prompt or no answer."""
+    prompt, output = (_count(record, each, where) for each in (form.prompt, form.output))
+    value = record.get(form.time)
+    try:
+        arrival = math.nan if isinstance(value, bool) else form.seconds(value)
+    except (ValueError, TypeError, OverflowError):
+        arrival = math.nan
+    if not math.isfinite(arrival):
+        raise ConfigError(f"{where}: {form.time}={value!r} is no time")
+    return TracedRequest(prompt, output, output, arrival) if prompt and output else None
+
+
+def _count(record: Fields, name: str, where: str) -> int:
+    value = record.get(name)
+    if value is None:
+        return 0  # a request that failed has no answer
+    try:
+        count = math.nan if isinstance(value, bool) else float(value)
+    except (ValueError, TypeError):
+        count = math.nan
+    if not (0 <= count <= MAX_TOKENS and count == int(count)):
+        raise ConfigError(f"{where}: {name}={value!r} is not a whole number up to {MAX_TOKENS}")
+    return int(count)
+
+
+def _from_zero(requests: list[TracedRequest]) -> Trace:
+    requests.sort(key=lambda request: request.arrival)
+    start = requests[0].arrival
+    return Trace(
+        tuple(
+            TracedRequest(
+                each.num_prompt_tokens, each.num_output_tokens, each.max_tokens,
+                each.arrival - start,
+            )
+            for each in requests
+        )
+    )  # fmt: skip

@@ -1,0 +1,243 @@
+"""``fastdecode plan goodput``: instances for prefill and for decode that carry a
+rate within an SLO, or instances for both, whichever takes less.
+
+Exit codes: 0 a placement; 1 none keeps the SLO on these GPUs (the nearest SLO or
+rate is printed); 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.cli.options import add_log_level_option, tell
+from fastdecode.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cost_model.goodput.answer import Question
+    from cost_model.goodput.rates import Load
+    from cost_model.goodput.search import Prices
+    from cost_model.goodput.workload import Draw
+
+EXIT_INFEASIBLE = 1
+NUM_REQUESTS = 300
+PROGRESS_S = 5.0
+
+
+def add_goodput(questions: Any) -> None:
+    """Add the subcommand to those of ``plan``."""
+    parser: argparse.ArgumentParser = questions.add_parser(
+        "goodput",
+        help="prefill and decode instances for a rate and an SLO",
+        description="Which instances carry so many requests a second so that enough of them meet "
+        "a TTFT and a TPOT: some for prefill and some for decode, or alike for both. Every "
+        "candidate is simulated with the requests of a trace, or with drawn ones.",
+    )
+    parser.set_defaults(run=run_goodput, command="plan goodput")
+    _add_workload(parser.add_argument_group("what comes"))
+    _add_hardware(parser.add_argument_group("on what"))
+    _add_goal(parser.add_argument_group("what to keep"))
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_argument("--explain", action="store_true", help="show what is behind it")
+    parser.add_argument("--emit", type=Path, metavar="FILE", help="write the placement there")
+    add_log_level_option(parser)
+
+
+def _add_workload(group: Any) -> None:
+    add = group.add_argument
+    add("--model", required=True, metavar="M", help='directory, config.json, or "Llama-2 7B"')
+    add("--dtype", default="auto", help="weights and activations; auto is the checkpoint's")
+    add("--kv-dtype", default="auto", help="KV cache; auto is --dtype")
+    add("--rate", type=float, metavar="R", help="requests a second; default: the trace's")
+    add("--trace", type=Path, metavar="FILE", help="own JSONL, a server's log, Azure, Mooncake, "
+        "BurstGPT or Splitwise")  # fmt: skip
+    add("--replay", action="store_true", help="the trace's own gaps and order, not drawn ones")
+    add("--prompt-len", metavar="N", help="without a trace: tokens, or lognormal:512,0.8")
+    add("--output-len", metavar="N", help="without a trace: tokens, or lognormal:200,0.8")
+    add("--cv", type=float, help="of the gaps; 1 is Poisson; default: the trace's, or 1")
+    add("--requests", type=int, default=NUM_REQUESTS, metavar="N",
+        help="to draw; long runs go through them again (default: %(default)s)")  # fmt: skip
+    add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+
+
+def _add_hardware(group: Any) -> None:
+    add = group.add_argument
+    add("--gpu", metavar="G", help="name, or profile.json of `calibrate s`")
+    add("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
+    add("--nodes", type=int, default=1, metavar="N", help="default: 1")
+    add("--cpu", default="EPYC 7452", metavar="C", help="name, or profile.json of `calibrate r` "
+        "(default: %(default)s)")  # fmt: skip
+    add("--sockets-per-node", type=int, default=2, metavar="N", help="with low affinity, whose "
+        "decode instances have R-workers on their own nodes only (default: 2)")  # fmt: skip
+    add("--max-sockets", type=int, default=64, metavar="P", help="of a decode instance; 64")
+    add("--dram-gb", type=float, metavar="GB", help="memory a socket; default: the data file's")
+    add("--nic", default="100GbE", metavar="N", help="name, or profile.json (default: 100GbE)")
+    add("--nics", type=int, default=1, metavar="N", help="ports of a GPU's host (default: 1)")
+
+
+def _add_goal(group: Any) -> None:
+    add = group.add_argument
+    add("--slo", required=True, metavar="LIMITS", help="ttft=400ms,tpot=40ms")
+    add("--attainment", type=float, default=0.9, metavar="X", help="part of them (default: 0.9)")
+    add("--each", action="store_true", help="quantiles of TTFT and TPOT, each strictly below its "
+        "limit, instead of the part of requests that keep both")  # fmt: skip
+    add("--affinity", choices=("high", "low"), default="high", help="low: K and V stay on a node")
+    add("--objective", choices=("gpu", "cost"), default="gpu", help="what is to be least")
+    add("--prices", metavar="P", help="gpu=1,socket=0.05 (default)")
+    add("--semantics", choices=("own", "published"), default="own",
+        help="published: the authors' simulator, profile and search, to compare with")  # fmt: skip
+
+
+def run_goodput(args: argparse.Namespace) -> int:
+    """Answer one question. Returns the exit code."""
+    if args.semantics == "published":
+        from fastdecode.cli.plan.published import run_published
+
+        return run_published(args)
+    from cost_model.goodput.answer import answer
+    from cost_model.goodput.report import as_json, as_text, placement_file
+    from fastdecode.core.json_file import write_whole
+
+    found = answer(_question(args), _progress())
+    text = (
+        json.dumps(as_json(found), indent=2) if args.json else as_text(found, explain=args.explain)
+    )
+    print(text)
+    if args.emit is not None and found.best is not None:
+        placement = json.dumps(placement_file(found), indent=2) + "\n"
+        write_whole(
+            args.emit, placement, refuse=lambda why: ConfigError(f"--emit {args.emit}: {why}")
+        )
+    return 0 if found.best is not None else EXIT_INFEASIBLE
+
+
+def _question(args: argparse.Namespace) -> Question:
+    from cost_model.goodput.answer import Question
+    from cost_model.goodput.hardware import Hardware, check_cluster
+
+    if args.gpu is None:
+        raise ConfigError("on which GPUs? Give --gpu: a name, or a profile of `calibrate s`")
+    check_cluster(args.nodes, args.gpus_per_node)
+    for name, value in (
+        ("max-sockets", args.max_sockets),
+        ("sockets-per-node", args.sockets_per_node),
+    ):
+        if not 1 <= value <= 100_000:
+            raise ConfigError(f"--{name} {value} is not a whole number from 1 to 100000")
+    load, rate, described = read_load(args)
+    most = args.max_sockets
+    if args.affinity == "low":
+        most = min(most, args.nodes * args.sockets_per_node)
+    setup = _setup(args, load.draw)
+    hardware = Hardware(setup, args.nodes, args.gpus_per_node, most, load.draw.mean_prompt)
+    return Question(
+        setup.spec.name, hardware, load, rate, args.affinity, args.sockets_per_node,
+        args.objective, _prices(args.prices), described,
+    )  # fmt: skip
+
+
+def _setup(args: argparse.Namespace, draw: Draw) -> Any:
+    """One GPU's, by the reader of ``size``."""
+    from cost_model.hardware import Hardware
+    from fastdecode.cli.size import read_setup
+
+    args.seq_len, args.start_interval, args.gpus = None, 1, 1
+    longest = max(prompt + output for prompt, output in draw.lengths)
+    given = argparse.Namespace(**vars(args))
+    given.output_len = max(output for _, output in draw.lengths)
+    given.prompt_len = longest - given.output_len
+    return read_setup(given, Hardware.load())
+
+
+def read_load(args: argparse.Namespace) -> tuple[Load, float, str]:
+    """What comes, at which rate, and in words.
+
+    Raises:
+        ConfigError: an option is missing or makes no sense.
+    """
+    from cost_model.goodput.rates import Load
+    from cost_model.goodput.slo import Slo
+
+    if not 1 <= args.requests <= 100_000:
+        raise ConfigError(f"--requests {args.requests} is not a whole number from 1 to 100000")
+    slo = Slo.parse(args.slo, args.attainment)
+    how = "each" if args.each else "both"
+    draw, rate, described = _traced(args) if args.trace is not None else _drawn(args)
+    if rate is None:
+        raise ConfigError("at which rate do they come? Give --rate, in requests a second")
+    return Load(draw, slo, how), rate, described  # type: ignore[arg-type]
+
+
+def _drawn(args: argparse.Namespace) -> tuple[Draw, float | None, str]:
+    from cost_model.arrivals import GENERATOR
+    from cost_model.goodput.workload import Lengths, drawn
+
+    if args.prompt_len is None or args.output_len is None:
+        raise ConfigError("what comes? Give --trace, or --prompt-len and --output-len")
+    if args.replay:
+        raise ConfigError("--replay needs a --trace to replay")
+    cv = 1.0 if args.cv is None else args.cv
+    lengths = [Lengths.parse(name, getattr(args, name)) for name in ("prompt_len", "output_len")]
+    draw = drawn(lengths[0], lengths[1], cv, args.requests, args.seed)
+    described = (
+        f"drawn: prompts {args.prompt_len}, outputs {args.output_len}, cv {cv:g}, "
+        f"{args.requests} requests, {GENERATOR}, seed {args.seed}"
+    )
+    return draw, args.rate, described
+
+
+def _traced(args: argparse.Namespace) -> tuple[Draw, float | None, str]:
+    from cost_model.arrivals import GENERATOR
+    from cost_model.goodput.traces import read_any_trace
+    from cost_model.goodput.workload import fit_trace, replayed, resampled
+
+    if args.prompt_len is not None or args.output_len is not None:
+        raise ConfigError("give --trace, or --prompt-len and --output-len, not both")
+    read = read_any_trace(args.trace)
+    fit = fit_trace(read.trace)
+    for warning in fit.warnings:
+        tell(f"--trace {args.trace}: {warning}")
+    rate = fit.rate if args.rate is None else args.rate
+    cv = fit.cv if args.cv is None else args.cv
+    described = (
+        f"trace ({read.form}): {fit.num_requests} requests, {read.num_left_out} left out, cv "
+        f"{fit.cv:.3g}, mean prompt {fit.mean_prompt:.4g} and output {fit.mean_output:.4g} tokens"
+    )
+    if args.replay:
+        return replayed(read.trace), rate, f"{described}; replayed"
+    draw = resampled(read.trace, cv, args.requests, args.seed)
+    return draw, rate, f"{described}; resampled with cv {cv:.3g}, {GENERATOR}, seed {args.seed}"
+
+
+def _prices(text: str | None) -> Prices:
+    from cost_model.goodput.search import Prices
+
+    if text is None:
+        return Prices()
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = -1.0
+    if set(found) != {"gpu", "socket"} or not all(0 < each < 1e9 for each in found.values()):
+        raise ConfigError(f"--prices {text}: give both, above 0, like gpu=1,socket=0.05")
+    return Prices(found["gpu"], found["socket"])
+
+
+def _progress() -> Callable[[str], object]:
+    began_s = told_s = time.monotonic()
+
+    def progress(text: str) -> None:
+        nonlocal told_s
+        now_s = time.monotonic()
+        if now_s - told_s >= PROGRESS_S:
+            told_s = now_s
+            tell(f"{text} in {now_s - began_s:.0f} s")
+
+    return progress

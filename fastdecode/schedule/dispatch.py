@@ -1,0 +1,160 @@
+"""Which instance prefills a request, and which decodes it. Pure: the controller
+of instances and the simulator of plans are to drive the same object.
+
+First come, first served. A request is bound to a prefill instance as late as
+possible: to the one with the shortest predicted queue, and only while that
+holds less than two batches. When its prompt is done, it is fetched by the
+decode instance with the least reserved and promised KV, by our own accounts: an
+instance's word comes too late when many requests come at once. Where none has
+room, the oldest waits, and nobody overtakes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from fastdecode.core.errors import CapacityError
+
+QUEUED_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, as far as dispatch is concerned."""
+
+    job_id: int
+    prompt_tokens: int
+    reserved_tokens: int
+    """Prompt and all that it may generate: what its KV takes while it decodes."""
+
+
+@dataclass(frozen=True)
+class Bind:
+    """Prefill the job there."""
+
+    job: Job
+    instance: int
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Decode the job there: room is reserved, its KV may come."""
+
+    job: Job
+    instance: int
+
+
+@dataclass
+class PrefillQueue:
+    """What is bound to a prefill instance, and not done."""
+
+    batch_tokens: int
+    """Prompt tokens that a batch may have; a longer prompt is one by itself."""
+    seconds: Callable[[int], float]
+    """Predicted, of so many prompt tokens."""
+    num_tokens: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self.num_tokens < QUEUED_BATCHES * self.batch_tokens
+
+
+@dataclass
+class DecodeRoom:
+    """What is reserved at a decode instance."""
+
+    capacity_tokens: int
+    max_sequences: int
+    num_tokens: int = 0
+    num_sequences: int = 0
+
+    def fits(self, job: Job) -> bool:
+        fits = self.num_tokens + job.reserved_tokens <= self.capacity_tokens
+        return fits and self.num_sequences < self.max_sequences
+
+
+@dataclass
+class Dispatcher:
+    """Events in, decisions out. Instances are known by their place in the lists."""
+
+    prefill: list[PrefillQueue]
+    decode: list[DecodeRoom]
+    _arrived: deque[Job] = field(default_factory=deque)
+    _offered: deque[Job] = field(default_factory=deque)
+
+    def arrived(self, job: Job) -> Iterator[Bind]:
+        """A request has come.
+
+        Raises:
+            CapacityError: no decode instance could ever hold it.
+        """
+        if all(job.reserved_tokens > room.capacity_tokens for room in self.decode):
+            raise CapacityError(
+                f"a request of {job.reserved_tokens} tokens fits on no decode instance; the "
+                f"largest holds {max(room.capacity_tokens for room in self.decode)}"
+            )
+        self._arrived.append(job)
+        return self._bind()
+
+    def prefilled(self, job: Job, instance: int) -> Iterator[Bind | Fetch]:
+        """Its prompt is done, and its first token drawn; it is to be decoded."""
+        yield from self.left(job, instance)
+        self._offered.append(job)
+        yield from self._fetch()
+
+    def left(self, job: Job, instance: int) -> Iterator[Bind]:
+        """Its prompt is done, or nobody wants it any more: there is nothing to decode."""
+        queue = self.prefill[instance]
+        queue.num_tokens -= job.prompt_tokens
+        assert queue.num_tokens >= 0
+        yield from self._bind()
+
+    def decoded(self, job: Job, instance: int) -> Iterator[Fetch]:
+        """It is over, and its room is free."""
+        room = self.decode[instance]
+        room.num_tokens -= job.reserved_tokens
+        room.num_sequences -= 1
+        assert room.num_tokens >= 0 and room.num_sequences >= 0
+        yield from self._fetch()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no prefill instance has."""
+        return len(self._arrived)
+
+    @property
+    def num_offered(self) -> int:
+        """Prompts that wait for a decode instance."""
+        return len(self._offered)
+
+    def _bind(self) -> Iterator[Bind]:
+        while self._arrived:
+            queues = [i for i, queue in enumerate(self.prefill) if queue.has_room]
+            if not queues:
+                return
+            best = min(queues, key=self._queued_s)
+            job = self._arrived.popleft()
+            self.prefill[best].num_tokens += job.prompt_tokens
+            yield Bind(job, best)
+
+    def _queued_s(self, instance: int) -> float:
+        queue = self.prefill[instance]
+        return queue.seconds(queue.num_tokens)
+
+    def _fetch(self) -> Iterator[Fetch]:
+        while self._offered:
+            job = self._offered[0]
+            rooms = [i for i, room in enumerate(self.decode) if room.fits(job)]
+            if not rooms:
+                return
+            best = min(rooms, key=self._fullness)
+            self._offered.popleft()
+            self.decode[best].num_tokens += job.reserved_tokens
+            self.decode[best].num_sequences += 1
+            yield Fetch(job, best)
+
+    def _fullness(self, instance: int) -> float:
+        room = self.decode[instance]
+        return room.num_tokens / room.capacity_tokens

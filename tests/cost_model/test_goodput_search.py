@@ -1,0 +1,134 @@
+"""From hardware, requests and an SLO to a placement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from cost_model.goodput.answer import Question, answer
+from cost_model.goodput.hardware import Hardware, batch_tokens
+from cost_model.goodput.placements import Degrees, Pair
+from cost_model.goodput.rates import Load, greatest_rate
+from cost_model.goodput.report import as_json, as_text, binds, placement_file
+from cost_model.goodput.search import Prices, Search
+from cost_model.goodput.simulator import PrefillSpec, simulate
+from cost_model.goodput.slo import Slo
+from cost_model.goodput.times import FixedTimes, SystemTimes
+from cost_model.goodput.workload import Lengths, drawn
+from cost_model.hardware import Hardware as Catalogue
+from cost_model.plans.question import Setup
+from cost_model.shapes import model_named
+from cost_model.workload import Workload
+from fastdecode.core.errors import ConfigError
+
+DRAW = drawn(Lengths(512), Lengths(100), 1.0, 300, seed=0)
+
+
+@cache
+def hardware(model: str = "Llama-2 7B", nodes: int = 1, gpus: int = 2) -> Hardware:
+    catalogue, spec = Catalogue.load(), model_named(model)
+    setup = Setup(
+        spec, spec.choose_dtype("auto"), "float16", catalogue.gpu("A10"),
+        catalogue.cpu("EPYC 7452"), catalogue.nic("100GbE"), Workload(512, 100),
+    )  # fmt: skip
+    return Hardware(setup, nodes, gpus, 8, 512.0)
+
+
+def question(slo: str = "ttft=600ms,tpot=100ms", rate: float = 3.0, **changes: object) -> Question:
+    load = Load(DRAW, Slo.parse(slo, 0.9))
+    asked = Question(
+        "Llama-2 7B", hardware(), load, rate, "high", 4, "gpu", Prices(), "drawn requests"
+    )
+    return replace(asked, **changes)  # type: ignore[arg-type]
+
+
+def test_the_greatest_rate_is_found_to_two_percent() -> None:
+    load = Load(drawn(Lengths(100), Lengths(1), 0.0, 300, 0), Slo(0.15, 1.0, 1.0))
+
+    def run_at(requests: list[tuple[float, int, int]]) -> object:
+        return simulate(requests, [PrefillSpec(FixedTimes(0.1), 100)], [])
+
+    # Clockwork arrivals never wait below 10 a second, and soon do above.
+    found = greatest_rate(load, run_at, 64.0)  # type: ignore[arg-type]
+    assert 9.8 <= found <= 10.3
+    assert greatest_rate(load, run_at, 5.0) == 5.0  # type: ignore[arg-type]
+    never = replace(load, slo=Slo(0.05, 1.0, 1.0))
+    assert greatest_rate(never, run_at, 64.0) == 0.0  # type: ignore[arg-type]
+
+
+def test_batches_that_give_nearly_the_most_tokens() -> None:
+    times = SystemTimes(hardware().system(1), 1)
+    chosen = batch_tokens(times, 512.0)
+    speed = {n: n / times.prefill_s([512] * (n // 512)) for n in (512, 1024, 4096, 16384)}
+    assert chosen <= 1024 and speed[512] > 0.9 * max(speed.values())
+
+
+def test_instances_hold_the_model() -> None:
+    seventy = hardware("Llama-2 70B", 2, 8)
+    assert not seventy.fits(Degrees(1, 1)) and not seventy.fits(Degrees(4, 1))
+    assert seventy.fits(Degrees(8, 1)) and seventy.fits(Degrees(4, 2))
+    assert hardware().fits(Degrees(1, 1))
+
+
+def test_a_placement_that_keeps_the_slo() -> None:
+    found = answer(question())
+    best = found.best
+    assert best is not None and best.num_gpus <= 2 and best.share >= 0.9
+    tree = as_json(found)
+    assert tree["chosen"] == best.kind and tree["plans"][best.kind]["keeps_slo"]
+    assert binds(best, found.slo) in as_text(found, explain=True)
+    again = answer(question())
+    assert as_json(again) == tree and as_text(again) == as_text(found)
+    placed = placement_file(found)
+    assert placed["format"] == "fastdecode-placement/1"
+    assert len(placed["instances"]) == sum(each.count for each in best.instances)
+
+
+def test_low_affinity_keeps_pairs_together() -> None:
+    found = answer(question(affinity="low"))
+    assert found.disaggregated is not None
+    prefill, decode = found.disaggregated.instances
+    assert prefill.count == decode.count and decode.sockets <= 4
+    assert not any(found.disaggregated.run.link_busy)
+
+
+def test_the_cheapest_or_the_fewest_gpus() -> None:
+    search = Search(hardware(), question().load, 3.0)
+    by_cost = replace(search, objective="cost", prices=Prices(1.0, 1.0), _found={})
+    one = Degrees(1, 1)
+
+    def goodput(sockets: int) -> float:
+        return 3.0 * min(1.0, sockets / 4)
+
+    sockets, _ = search.with_sockets(goodput, one, 1)
+    assert search.fewest(goodput, one, sockets) == (4, 3.0)
+    assert by_cost.with_sockets(goodput, one, 1) == (4, 3.0)
+    dear = replace(by_cost, prices=Prices(1.0, 100.0))
+    assert dear.with_sockets(lambda _: 3.0, one, 1) == (1, 3.0)
+
+
+def test_says_the_nearest_slo_or_rate() -> None:
+    found = answer(question("ttft=1ms,tpot=100ms"))
+    assert found.best is None and found.nearest is not None
+    ttft_s, tpot_s = found.nearest
+    assert "no instance keeps the SLO" in found.verdict and tpot_s == 0.1
+    kept = answer(question(f"ttft={ttft_s:.6f}s,tpot={tpot_s}s", rate=0.01))
+    assert kept.best is not None
+    many = answer(question(rate=40.0))
+    assert many.best is None and "give more, or lower --rate" in many.verdict
+
+
+def test_refuses_what_fits_nowhere() -> None:
+    with pytest.raises(ConfigError, match="fits on no instance of up to 2 GPUs"):
+        answer(question(hardware=hardware("Llama-2 70B")))
+    with pytest.raises(ConfigError, match="--rate 0"):
+        question(rate=0)
+
+
+def test_a_pair_carries_no_more_than_either_phase() -> None:
+    search = Search(hardware(), question().load, 8.0)
+    together = search.pair(Pair(1, 1, 1, 1, 1), 4)
+    one = Degrees(1, 1)
+    assert 0 < together <= 1.02 * min(search.prefill(one), search.decode(one, 4))
