@@ -84,6 +84,11 @@ class Store:
         """Blocks that nobody has and nobody was promised."""
         return self._store.pool.num_available
 
+    @property
+    def num_touched(self) -> int:
+        """Blocks that were ever written."""
+        return int((self._cells >= 0).any(axis=1).sum())
+
     def keep(self, sequence_id: int, first_block: int, keys: tuple[bytes, ...]) -> None:
         table = self._store.tables.of_row(self._store.tables.row(sequence_id))
         assert first_block + len(keys) <= self.num_cached(sequence_id) // BLOCK_SIZE

@@ -33,10 +33,15 @@ def harness(
     mode: str = "greedy",
     lanes: int = 1,
     opening: int = 0,
+    identity: str | None = "a",
     **more: object,
 ) -> Harness:
     scheduler = make_scheduler(
-        options(mode, lanes, **more), blocks, BLOCK_SIZE, opening_steps=opening, cache_identity="a"
+        options(mode, lanes, **more),
+        blocks,
+        BLOCK_SIZE,
+        opening_steps=opening,
+        cache_identity=identity,
     )
     return Harness(scheduler, [Store(count) for count in blocks], lanes)
 
@@ -169,6 +174,20 @@ def test_blocks_that_nobody_has_hit_take_no_memory_that_was_never_touched() -> N
         for start in range(0, 500, 50):
             turn(chat, tuple(range(start, start + 11)), 1)
     assert ledger.cache.stock.num_kept(HolderId(0)) > 15
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_waves_of_prompts_touch_no_more_memory_than_without_a_cache(lanes: int) -> None:
+    touched = []
+    for identity in (None, "a"):
+        waves = harness((60,), lanes=lanes, identity=identity)
+        for wave in range(4):
+            for start in range(5):
+                own = 1000 * wave + 100 * start
+                assert waves.arrive(0, (4,), 4, prompt=tuple(range(own, own + 12)))
+            waves.run_out()
+        touched.append(waves.stores[0].num_touched)
+    assert touched[1] <= touched[0]
 
 
 def test_a_holder_that_is_much_busier_than_others_is_left_alone() -> None:

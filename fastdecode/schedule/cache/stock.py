@@ -82,10 +82,10 @@ class Stock:
         """Make room: so many idle blocks are kept no more."""
         self._forget(holder, self._indices[holder].give_up(count))
 
-    def trim(self, num_cached_tokens: int) -> None:
+    def trim(self, num_cached_tokens: int, num_running: int) -> None:
         """Give up what would take memory that was never touched before, when so
-        many tokens of running sequences are cached."""
-        most = self.fresh.most_unhit(num_cached_tokens)
+        many tokens of so many running sequences are cached."""
+        most = self.fresh.most_unhit(num_cached_tokens, num_running)
         if most is None:
             return
         excess = sum(index.num_unhit for index in self._indices) - most

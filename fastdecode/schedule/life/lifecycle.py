@@ -122,7 +122,6 @@ class Lifecycle:
             self._looks_for_room = False
             for request_id in _unplaceable(self.scheduler):
                 self._drop(request_id, WorkerError(_NO_ROOM))
-        self._cache.stock.trim(self.lives.num_cached_tokens)
         plan = self.scheduler.plan(lane, may_start=not (self._was_refused and self._flying))
         # Before anything is closed, since it may be kept, and opened, since it
         # may need the room.
@@ -139,6 +138,10 @@ class Lifecycle:
             self._out.append(Extend(part))
         for start in plan.starts:
             self._start(self.lives.by_sequence[start.sequence.sequence_id], start)
+        flying = sum([chunk.num_tokens for chunks in self._flying.values() for chunk in chunks])
+        coming = self.scheduler.lanes[lane].num_next_tokens
+        num_tokens = self.lives.num_cached_tokens + flying + coming
+        self._cache.stock.trim(num_tokens, self.scheduler.num_running)
 
     def _start(self, life: Life, start: Start) -> None:
         sequence, parent = life.sequence, start.parent
