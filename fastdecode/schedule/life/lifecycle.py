@@ -209,7 +209,7 @@ class Lifecycle:
         for chunk in lives.wanted(chunks):
             chunk.sequence.num_cached += chunk.num_tokens
             lives.num_cached_tokens += chunk.num_tokens
-            if chunk.sequence.sequence_id in cache.computing:
+            if chunk.sequence.sequence_id in cache.coming.computing:
                 cache.keep(chunk.sequence)
         if lives.num_fates:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
@@ -245,6 +245,7 @@ class Lifecycle:
         self._settle(life)
 
     def _finish(self, life: Life, reason: FinishReason) -> None:
+        self._cache.answered(life.sequence)
         request_id = life.sequence.request.request_id
         siblings = self.lives.by_request[request_id]
         siblings.remove(life)
@@ -285,7 +286,7 @@ class Lifecycle:
         """Close what is open of a sequence, which waits again, or is over."""
         self._out += self._cache.stock.take_orders()  # of blocks that are still open
         for part in self.grants.close(life):
-            self._out.append(Close(part))
+            self._out.append(Close(part, self._cache.stock.take_tail(part.part_id)))
             self._was_refused = False
         self.lives.place(life, Status.INTERRUPTED, 0)
         life.sequence.residence = None
