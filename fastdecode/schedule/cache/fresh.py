@@ -5,7 +5,8 @@ them one after the other, those given back first, so without a cache no more are
 ever touched than were full at the busiest moment. Kept blocks would make a job
 that has nothing to reuse touch all of them. So those that nobody has hit may
 only fill what the busiest moment has touched, until it shows that prompts do
-come again: then there is no limit.
+come again: then there is no limit. Blocks of conversations are as good as hit:
+somebody has said that there will be another turn.
 """
 
 from __future__ import annotations

@@ -82,6 +82,11 @@ class BlockIndex:
             self._idle.add(key, block)
         return condemned
 
+    def want(self, keys: Iterable[bytes]) -> None:
+        """These blocks, which are in use, are worth memory as if they were hit."""
+        for key in keys:
+            self._blocks[key].was_hit = True
+
     def condemn(self, keys: Iterable[bytes]) -> None:
         """Nobody is to start with these blocks, which are in use."""
         for key in keys:

@@ -163,7 +163,9 @@ class PrefixCache:
             self.stock.release(part.holder, part.keys, for_good=sequence.is_checked)
 
     def _keep_tail(self, sequence: Sequence, sharing: Sharing) -> None:
+        """What a turn has come to is kept, to the last token."""
         for part in sharing.parts:
+            self.stock[part.holder].want(part.keys)
             if part.is_turns_tail and part.tail is not None:
                 self.stock[part.holder].condemn([part.tail])
         last, num_tokens = sharing.parts[-1], sequence.num_cached

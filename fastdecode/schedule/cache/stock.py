@@ -60,6 +60,7 @@ class Stock:
         index = self._indices[part.holder]
         if key not in index:
             index.add(key)
+            index.want([key])
             index.release([key])
             self._tails[part.part_id] = key
 

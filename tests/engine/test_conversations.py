@@ -1,0 +1,116 @@
+"""Conversations of an LLM: a turn runs what is new and the last drawn token, and
+says what a prompt of all tokens says; what fails leaves them as they were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import prompts
+from small_tokenizers import TOKENIZERS
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.errors import RequestError
+from fastdecode.core.sequence import CacheUse, RequestOutput
+
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+CHATML = (
+    "{% for message in messages %}<s>{{ message.role }}|{{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant|{% endif %}"
+)
+BLOCK = 16
+PRIVATE = CacheUse(is_off=True)
+
+
+@pytest.fixture(scope="module")
+def llm(
+    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LLM]:
+    model = tmp_path_factory.mktemp("chats")
+    for file in tiny_checkpoint("llama", vocab_size=400).iterdir():
+        (model / file.name).symlink_to(file)
+    TOKENIZERS["byte-level"].save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    options: dict[str, Any] = {"block_size": BLOCK, "prefix_cache": "on", "kv_memory_gb": 0.01}
+    with LLM(str(model), dtype="float32", r_threads=1, **options) as made:
+        yield made
+
+
+def said(output: RequestOutput) -> tuple[int, ...]:
+    assert output.error is None, output.error
+    return output.prompt_token_ids + output.completions[0].token_ids
+
+
+def code_of(output: RequestOutput) -> str | None:
+    return None if output.error is None else output.error.code
+
+
+def test_a_turn_runs_its_new_tokens_and_the_last_drawn_one(llm: LLM) -> None:
+    history: tuple[int, ...] = ()
+    for new in prompts((40, 5, 1, 23), seed=1):
+        before = llm.stats.num_prompt_tokens
+        (output,) = llm.generate([new], GREEDY, conversation_id="a")
+        assert output.prompt_token_ids == (*history, *new)
+        assert llm.stats.num_prompt_tokens - before == len(new) + bool(history)
+        (alone,) = llm.generate([list(output.prompt_token_ids)], GREEDY, cache=PRIVATE)
+        assert alone.completions == output.completions
+        history = said(output)
+
+
+def test_a_chats_tokens_are_gone_on_with_as_they_were_drawn(llm: LLM) -> None:
+    first, second = ({"role": "user", "content": text} for text in ("The quick", "STOP"))
+    (before,) = llm.chat([first], GREEDY, conversation_id="chat")
+    ran = llm.stats.num_prompt_tokens
+    (after,) = llm.chat([second], GREEDY, conversation_id="chat")
+    rest = llm.codec.encode("</s><s>user|STOP</s><s>assistant|", add_special_tokens=False)
+    assert after.prompt_token_ids == (*said(before), *rest)
+    assert llm.stats.num_prompt_tokens - ran == len(rest) + 1
+
+
+def test_turns_of_one_call_come_one_after_the_other_and_others_go_on(llm: LLM) -> None:
+    asked = prompts((20, 30, 4, 7, 9), seed=2)
+    ids = ["x", "y", "x", "x", "y"]
+    one, two, three, four, five = llm.generate(asked, GREEDY, conversation_id=ids)
+    assert three.prompt_token_ids == (*said(one), *asked[2])
+    assert four.prompt_token_ids == (*said(three), *asked[3])
+    assert five.prompt_token_ids == (*said(two), *asked[4])
+
+
+def test_a_turn_that_fails_leaves_the_conversation_as_it_was(llm: LLM) -> None:
+    new, again = prompts((12, 3), seed=3)
+    (first,) = llm.generate([new], GREEDY, conversation_id="f")
+    bad, later = llm.generate([[-1], again], GREEDY, conversation_id=["f", "f"])
+    assert (code_of(bad), code_of(later)) == ("invalid_token_id", "previous_turn_failed")
+    (long,) = llm.generate([[5] * 5000], GREEDY, conversation_id="f")
+    assert code_of(long) == "conversation_too_long"
+    (output,) = llm.generate([again], GREEDY, conversation_id="f")
+    assert output.prompt_token_ids == (*said(first), *again)
+
+
+def test_what_was_forgotten_never_begins_anew(llm: LLM) -> None:
+    llm.generate([[5, 6]], GREEDY, conversation_id="gone")
+    llm.forget("gone")
+    llm.forget("gone")
+    (output,) = llm.generate([[5, 6]], GREEDY, conversation_id="gone")
+    assert code_of(output) == "conversation_expired"
+
+
+@pytest.mark.parametrize("conversation_id", ["", "x" * 2000, 7, ["a", "b"]])
+def test_what_is_no_id_is_refused(llm: LLM, conversation_id: Any) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.generate([[5, 6]], GREEDY, conversation_id=conversation_id)
+    assert refused.value.code == "invalid_conversation"
+
+
+def test_several_answers_are_no_turn_and_chats_are_no_prompts(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="n=2"):
+        llm.generate([[5]], SamplingParams(n=2), conversation_id="n")
+    message = {"role": "user", "content": "The quick"}
+    llm.generate([[5]], GREEDY, conversation_id="raw")
+    (chat,) = llm.chat([message], GREEDY, conversation_id="raw")
+    llm.chat([message], GREEDY, conversation_id="cooked")
+    (raw,) = llm.generate([[5]], GREEDY, conversation_id="cooked")
+    assert code_of(chat) == code_of(raw) == "invalid_conversation"
