@@ -53,6 +53,7 @@ class Conversations:
         limits: of how many are kept.
         store: keeps them beyond the process; None: nobody does.
         clock: seconds since 1970.
+        now: what the templates of conversations that begin are told.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class Conversations:
         limits: Limits | None = None,
         store: TurnStore | None = None,
         clock: Callable[[], float] = time.time,
+        now: Callable[[], datetime] = lambda: datetime.now().replace(microsecond=0),
     ) -> None:
+        self._now = now
         self._limits = limits or Limits()
         self._store = store
         self._clock = clock
@@ -72,9 +75,6 @@ class Conversations:
             found, self._over = store.recovered()
             self._kept.update(sorted(found.items(), key=lambda item: item[1].active_s))
         self._expire()
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def begin(self, conversation_id: str) -> History:
         """What the conversation's next turn goes on from; it is talking until
@@ -94,7 +94,7 @@ class Conversations:
             )
         self._talking.add(conversation_id)
         kept = self._kept.get(conversation_id)
-        return History(datetime.now().replace(microsecond=0)) if kept is None else kept.history
+        return History(self._now()) if kept is None else kept.history
 
     def end(
         self, conversation_id: str, name: str, history: History, step: Step | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.history import History
-from fastdecode.conversations.turns import Asked, Turn
+from fastdecode.conversations.turns import Asked, Turn, after_a_failed_turn
 from fastdecode.core.errors import CapacityError, FastDecodeError, RequestError
 from fastdecode.core.sequence import PromptRequest, RequestOutput
 
@@ -116,10 +116,4 @@ def _for_later_turns(error: FastDecodeError) -> FastDecodeError:
     lost may all be asked again."""
     if not isinstance(error, (RequestError, CapacityError)):
         return error
-    if error.code == "previous_turn_failed":
-        return error
-    return RequestError(
-        f"an earlier turn of its conversation has failed ({error.code}): ask that one again, and "
-        "this one after it",
-        code="previous_turn_failed",
-    )
+    return after_a_failed_turn()

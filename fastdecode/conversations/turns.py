@@ -63,14 +63,7 @@ class Turn:
     """What stands beside it where turns are kept; a batch line's number."""
 
     def __post_init__(self) -> None:
-        check_id(self.conversation_id)
-        if self.params.n > 1:
-            raise RequestError(
-                Given("n", self.params.n),
-                ": a conversation goes on with one answer: leave it out, or ask without a "
-                "conversation_id",
-                code="invalid_conversation",
-            )
+        check_turn(self.conversation_id, self.params, 1)
 
 
 def told_of_turn(error: FastDecodeError) -> FastDecodeError:
@@ -92,6 +85,29 @@ def check_id(conversation_id: object) -> str:
             code="invalid_conversation",
         )
     return conversation_id
+
+
+def check_turn(conversation_id: object, params: SamplingParams, num_prompts: int) -> str | None:
+    """The conversation that a request names, if it does: then it has one prompt,
+    and wants one answer. Raises RequestError."""
+    if conversation_id is None:
+        return None
+    if num_prompts != 1 or params.n > 1:
+        raise RequestError(
+            Given("conversation_id"),
+            ": a conversation goes on with one prompt and one answer: ask for the others without "
+            "it",
+            code="invalid_conversation",
+        )
+    return check_id(conversation_id)
+
+
+def after_a_failed_turn() -> RequestError:
+    """What turns come to that come after one that has failed."""
+    return RequestError(
+        "an earlier turn of its conversation has failed: ask that one again, and this one after it",
+        code="previous_turn_failed",
+    )
 
 
 @dataclass(frozen=True)

@@ -223,13 +223,17 @@ class Readings:
         pick: Callable[[Delta, RequestOutput | None], T | None],
         *,
         every_step: bool,
+        conversations: Conversations | None = None,
     ) -> Generator[T, None, None]:
         """What ``pick`` makes of what a feed reads, as far as that is something.
+
+        Args:
+            conversations: that requests are turns of, in place of its own.
 
         Raises:
             ConfigError: (code ``busy``) another reader isn't done.
         """
-        talk = Talk(self._conversations)
+        talk = Talk(self._conversations if conversations is None else conversations)
         feed = Feed(self._service, self._checker, self._most, talk, every_step=every_step)
         try:
             self._begin(feed)

@@ -19,6 +19,7 @@ from fastdecode.conversations.arguments import (
     chat_prompts,
 )
 from fastdecode.conversations.conversations import Conversations
+from fastdecode.conversations.keeping import Keeping
 from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn, check_id
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.delta import Delta
@@ -87,7 +88,8 @@ class LLM:
     Args:
         model: a Hugging Face model directory.
         options: those of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers,
-            device, …
+            device, …; and of ``Keeping``: conversations, conversation_ttl_s,
+            max_conversations.
         progress: told what start-up is doing, one line at a time.
         trace: told what every step does, from then on.
         times: what is known of step times beforehand, for the schedule; told
@@ -106,7 +108,10 @@ class LLM:
         times: MeasuredTimes | None = None,
         **options: Any,
     ) -> None:
+        keeping = Keeping.taken_from(options)
         self.config = config = EngineConfig.of(model, **options)
+        self.conversations = keeping.open(Path(model))
+        """What ``conversation_id`` names."""
         own_thread = _has_a_thread()
         self._service = EngineService(
             lambda: RunningEngine(config, progress, trace, times), own_thread=own_thread
@@ -117,8 +122,6 @@ class LLM:
         self.facts = _facts(self._running)
         checker = RequestChecker(self.codec, self.facts.vocab_size, self.facts.max_model_len)
         most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
-        self.conversations = Conversations()
-        """What ``conversation_id`` names."""
         self._readings = Readings(self._service, checker, most_sequences, self.conversations)
 
     def __enter__(self) -> LLM:
@@ -134,6 +137,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and the R-workers. Safe to call twice."""
+        self.conversations.close()
         self._service.close()
 
     @property
@@ -268,7 +272,10 @@ class LLM:
         self.conversations.forget(check_id(conversation_id))
 
     def stream(
-        self, requests: Iterable[Arriving], on_tick: Callable[[], None] | None = None
+        self,
+        requests: Iterable[Arriving],
+        on_tick: Callable[[], None] | None = None,
+        conversations: Conversations | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Run requests as they come from an iterable; yield each output as soon
         as it is complete.
@@ -283,9 +290,14 @@ class LLM:
             requests: asked for the next one when there is room for it.
             on_tick: called whenever outputs have been yielded, and a few times
                 a second. What it raises ends the stream.
+            conversations: that requests are turns of; None: the LLM's own.
         """
         return self._readings.read(
-            requests, on_tick, lambda delta, output: output, every_step=False
+            requests,
+            on_tick,
+            lambda delta, output: output,
+            every_step=False,
+            conversations=conversations,
         )
 
     def deltas(

@@ -3,6 +3,7 @@ says what a prompt of all tokens says; what fails leaves them as they were."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,12 @@ from checkpoints import prompts
 from small_tokenizers import TOKENIZERS
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.core.errors import RequestError
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import CacheUse, RequestOutput
+from fastdecode.jobs.opening import JobOptions, open_job
+from fastdecode.jobs.stopping import Stopping
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 CHATML = (
@@ -106,7 +111,7 @@ def test_what_is_no_id_is_refused(llm: LLM, conversation_id: Any) -> None:
 
 
 def test_several_answers_are_no_turn_and_chats_are_no_prompts(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="n=2"):
+    with pytest.raises(RequestError, match="one answer"):
         llm.generate([[5]], SamplingParams(n=2), conversation_id="n")
     message = {"role": "user", "content": "The quick"}
     llm.generate([[5]], GREEDY, conversation_id="raw")
@@ -114,3 +119,99 @@ def test_several_answers_are_no_turn_and_chats_are_no_prompts(llm: LLM) -> None:
     llm.chat([message], GREEDY, conversation_id="cooked")
     (raw,) = llm.generate([[5]], GREEDY, conversation_id="cooked")
     assert code_of(chat) == code_of(raw) == "invalid_conversation"
+
+
+# --- batches
+# ------------------------------------------------------------------------------
+
+
+class Batch:
+    """A batch job's files, and runs of it."""
+
+    def __init__(self, directory: Path, llm: LLM, lines: list[dict[str, Any]]) -> None:
+        self.input, self.output = directory / "in.jsonl", directory / "out.jsonl"
+        self.turns = directory / "out.jsonl.turns"
+        self._llm = llm
+        self.input.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def run(self, begin: Any = "new") -> dict[str, dict[str, Any]]:
+        """custom_id → body."""
+        sampling = {"temperature": 0.8, "max_tokens": 7, "ignore_eos": True}
+        options = JobOptions(self.input, self.output, sampling, begin, run_seed=5)
+        config = EngineConfig.of(self._llm.config.model, dtype="float32")
+        with open_job(options, config, lambda line: None) as job:
+            job.run(self._llm, Stopping(60), Progress(io.StringIO()))
+        answers = [json.loads(line) for line in self.output.read_text().splitlines()]
+        assert len({answer["custom_id"] for answer in answers}) == len(answers)
+        return {answer["custom_id"]: answer["response"]["body"] for answer in answers}
+
+
+def line(custom_id: str, whose: str | None, **body: Any) -> dict[str, Any]:
+    is_chat = "messages" in body
+    url = "/v1/chat/completions" if is_chat else "/v1/completions"
+    told = {**body, "return_token_ids": True, "conversation_id": whose}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": told}
+
+
+LINES = [
+    line("a1", "a", prompt=[5, 6, 7]),
+    line("b1", "b", messages=[{"role": "user", "content": "The quick"}]),
+    line("lone", None, prompt=[9, 9]),
+    line("a2", "a", prompt=[8] * 30),
+    line("b2", "b", messages=[{"role": "user", "content": "STOP"}]),
+    line("bad", "c", prompt=[399] * 4000),
+    line("c2", "c", prompt=[5]),
+    line("a3", "a", prompt=[4]),
+]
+
+
+def said_of(bodies: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {
+        name: body["error"]["code"] if "error" in body else body["choices"][0]["token_ids"]
+        for name, body in bodies.items()
+    }
+
+
+def test_a_batch_has_its_turns_in_order_and_goes_on_after_any_crash(
+    llm: LLM, tmp_path: Path
+) -> None:
+    """A turn is in the file beside the output before its answer is in that:
+    every state that this can leave behind is gone on with."""
+    batch = Batch(tmp_path, llm, LINES)
+    bodies = batch.run()
+    expected = said_of(bodies)
+    assert expected["bad"] == "conversation_too_long" and expected["c2"] == "previous_turn_failed"
+    first, last = bodies["a1"]["usage"], bodies["a3"]["usage"]
+    assert last["prompt_tokens"] == first["prompt_tokens"] + 7 + 30 + 7 + 1
+    answers = batch.output.read_bytes().splitlines(keepends=True)
+    turns = batch.turns.read_bytes()
+    ends = [64, *(place + 12 + num for _, place, num in records(turns))]
+    names = [json.loads(answer)["custom_id"] for answer in answers]
+    is_turn = [name not in ("lone", "bad", "c2") for name in names]
+    for count in range(2, len(answers)):
+        num_records = sum(is_turn[:count])
+        ahead = ends[num_records + is_turn[count]]
+        for end in {ends[num_records], ahead, max(ends[num_records], ahead - 3)}:
+            batch.output.write_bytes(b"".join(answers[:count]))
+            batch.turns.write_bytes(turns[:end])
+            assert said_of(batch.run("resume")) == expected
+
+
+def records(log: bytes) -> Iterator[tuple[int, int, int]]:
+    """Kind, place and length of each record in a log of turns."""
+    place = 64
+    while place < len(log):
+        num, kind = (int.from_bytes(log[at : at + 4], "little") for at in (place, place + 4))
+        yield kind, place, num
+        place += 12 + num
+
+
+def test_bodies_that_cannot_be_turns_are_bad_lines(llm: LLM, tmp_path: Path) -> None:
+    bad = [
+        line("x", "x", prompt=[[1], [2]]),
+        line("y", "", prompt=[1]),
+        line("z", "z", prompt=[1], n=2),
+    ]
+    for one in bad:
+        with pytest.raises(FastDecodeError, match="conversation_id"):
+            Batch(tmp_path, llm, [one]).run()
