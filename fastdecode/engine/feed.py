@@ -147,8 +147,6 @@ class Feed:
         prompt: str | None = None
         token_ids: tuple[int, ...] = ()
         try:
-            if request_id in self._folds:
-                raise duplicate_id(request_id)
             if isinstance(arrived, Turn):
                 asked, prompt = self._talk.begin(arrived), self._talk.text_of(arrived)
             else:
@@ -156,6 +154,8 @@ class Feed:
                 prompt = asked.prompt if isinstance(asked.prompt, str) else None
             token_ids = self._checker.tokenise(asked.prompt)
             request = self._checker.check(asked, token_ids)
+            if request_id in self._folds:
+                raise duplicate_id(request_id)
         except FastDecodeError as error:
             fold = self._fold_of(arrived, prompt, token_ids)
             self._refuse(fold, told_of_turn(error) if fold in self._turns else error)
