@@ -27,7 +27,7 @@ from fastdecode.schedule.cache.retention import FLAT_TO_HALF, POLICIES, policy_o
 
 SHAPES = {"sharegpt": (5.56, 37.77, 204.58), "ultrachat": (3.86, 51.78, 257.81)}
 SIGMA_IN, SIGMA_OUT = 1.0, 0.9
-MAX_CONTEXT = 16_384
+MAX_CONTEXT = 4096
 TOKEN_S = 0.02
 
 

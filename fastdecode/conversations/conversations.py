@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -47,7 +48,8 @@ class TurnStore(Protocol):
 
 
 class Conversations:
-    """See the module. One reader at a time asks them.
+    """See the module. All methods may be called from any thread; of one
+    conversation a turn begins when the one before it has ended.
 
     Args:
         limits: of how many are kept.
@@ -64,6 +66,7 @@ class Conversations:
         now: Callable[[], datetime] = lambda: datetime.now().replace(microsecond=0),
     ) -> None:
         self._now = now
+        self._lock = threading.Lock()
         self._limits = limits or Limits()
         self._store = store
         self._clock = clock
@@ -84,16 +87,12 @@ class Conversations:
             RequestError: (code ``conversation_expired``) the conversation is
                 over.
         """
-        self._expire()
-        if digest_of(conversation_id) in self._over:
-            raise RequestError(
-                "the conversation is over: it was forgotten, idle for too long, or one of too many "
-                "(conversation_ttl_s, max_conversations); begin another one under another "
-                "conversation_id",
-                code="conversation_expired",
-            )
-        self._talking.add(conversation_id)
-        kept = self._kept.get(conversation_id)
+        with self._lock:
+            self._expire()
+            if digest_of(conversation_id) in self._over:
+                raise _expired()
+            self._talking.add(conversation_id)
+            kept = self._kept.get(conversation_id)
         return History(self._now()) if kept is None else kept.history
 
     def end(
@@ -101,18 +100,23 @@ class Conversations:
     ) -> None:
         """A turn that began is over. ``step``: what it has added; None: it has
         failed, and everything is as it was."""
-        self._talking.discard(conversation_id)
-        if step is None or digest_of(conversation_id) in self._over:
-            return
-        now_s = self._clock()
-        if self._store is not None:
-            self._store.append(conversation_id, name, history, step, now_s)
-        self._kept[conversation_id] = Kept(history.then(step), now_s)
-        self._kept.move_to_end(conversation_id)
-        self._expire()
+        with self._lock:
+            self._talking.discard(conversation_id)
+            if step is None or digest_of(conversation_id) in self._over:
+                return
+            now_s = self._clock()
+            if self._store is not None:
+                self._store.append(conversation_id, name, history, step, now_s)
+            self._kept[conversation_id] = Kept(history.then(step), now_s)
+            self._kept.move_to_end(conversation_id)
+            self._expire()
 
     def forget(self, conversation_id: str) -> None:
         """The conversation is over, and nothing of it is kept here."""
+        with self._lock:
+            self._end_for_good(conversation_id)
+
+    def _end_for_good(self, conversation_id: str) -> None:
         self._kept.pop(conversation_id, None)
         self._over.add(digest_of(conversation_id))
         if self._store is not None:
@@ -120,8 +124,9 @@ class Conversations:
 
     def close(self) -> None:
         """Let go of what keeps them. Safe to call twice."""
-        if self._store is not None:
-            self._store.close()
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
 
     def _expire(self) -> None:
         """End those that were idle for too long, or are too many."""
@@ -135,7 +140,15 @@ class Conversations:
             if conversation_id not in self._talking:
                 over.append(conversation_id)
         for conversation_id in over:
-            self.forget(conversation_id)
+            self._end_for_good(conversation_id)
+
+
+def _expired() -> RequestError:
+    return RequestError(
+        "the conversation is over: it was forgotten, idle for too long, or one of too many "
+        "(conversation_ttl_s, max_conversations); begin another one under another conversation_id",
+        code="conversation_expired",
+    )
 
 
 def digest_of(conversation_id: str) -> bytes:

@@ -105,6 +105,12 @@ class Talk:
         self._due.clear()
         self.num_waiting = 0
 
+    def leave(self) -> None:
+        """Nobody hears any more how turns end: what has begun comes to nothing."""
+        for whose, talking in self._talking.items():
+            self._conversations.end(whose, talking.turn.name, talking.history)
+        self._talking.clear()
+
     def text_of(self, turn: Turn) -> str | None:
         """What the prompt of a turn that has begun was given as, if that is text."""
         talking = self._talking.get(turn.conversation_id)

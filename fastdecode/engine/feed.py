@@ -245,6 +245,7 @@ class Readings:
             # The reader went away, or was interrupted, and may be here once more: see ``_begin``.
             feed.is_over = True
             feed.forget()
+            talk.leave()
 
     def cancel_waiting(self) -> None:
         """End those requests of the latest reader of which nothing has run."""
