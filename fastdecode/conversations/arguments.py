@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from fastdecode.conversations.turns import check_id
+from fastdecode.conversations.turns import ChatTurn, Turn, check_id
 from fastdecode.core.errors import RequestError
-from fastdecode.core.sequence import Prompt, RequestOutput, SamplingParams
+from fastdecode.core.sequence import CacheUse, Prompt, RequestOutput, SamplingParams
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Message
 from fastdecode.text.codec import TextCodec
@@ -48,6 +48,24 @@ def chat_prompts(
         except RequestError as error:
             refused[place] = RequestOutput(str(place), None, (), error=error)
     return prompts, refused
+
+
+def chat_turns(
+    ids: Sequence[str],
+    chats: Sequence[Sequence[Message]],
+    params: Sequence[SamplingParams],
+    codec: TextCodec,
+    template: ChatTemplate,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any] | None,
+    cache: CacheUse,
+) -> list[Turn]:
+    """New messages as turns of these conversations."""
+    more = codec, template, add_generation_prompt, variables or {}
+    return [
+        Turn(str(place), whose, ChatTurn(tuple(new), *more), its, cache)
+        for place, (whose, new, its) in enumerate(zip(ids, chats, params, strict=True))
+    ]
 
 
 def as_batch(prompts: object) -> list[Prompt]:

@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,10 +16,11 @@ from fastdecode.conversations.arguments import (
     as_ids,
     as_params,
     chat_prompts,
+    chat_turns,
 )
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.keeping import Keeping
-from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn, check_id
+from fastdecode.conversations.turns import PromptTurn, Turn, check_id
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
@@ -234,32 +234,14 @@ class LLM:
         """
         chats = as_chats(messages)
         every = as_params(params, len(chats))
-        override = None if chat_template is None else Path(chat_template)
-        template = ChatTemplate.load(Path(self.config.model), override)
-        if template is None:
-            raise ConfigError(
-                f"{self.config.model} has no chat template: give a file as chat_template, or use "
-                "generate",
-                code="no_chat_template",
-            )
+        template = _chat_template(self.config.model, chat_template)
         with contextlib.closing(template):
             ids = as_ids(conversation_id, len(chats))
+            more = add_generation_prompt, variables
             if ids is not None:
-                said = partial(
-                    ChatTurn,
-                    codec=self.codec,
-                    template=template,
-                    add_generation_prompt=add_generation_prompt,
-                    variables=variables or {},
-                )
-                turns = [
-                    Turn(str(i), whose, said(tuple(new)), its, cache)
-                    for i, (whose, new, its) in enumerate(zip(ids, chats, every, strict=True))
-                ]
+                turns = chat_turns(ids, chats, every, self.codec, template, *more, cache)
                 return self._run_all(turns, len(chats), progress)
-            prompts, refused = chat_prompts(
-                chats, template, self.codec, add_generation_prompt, variables
-            )
+            prompts, refused = chat_prompts(chats, template, self.codec, *more)
         requests = _requests(list(prompts.values()), [every[place] for place in prompts], cache)
         answered = self._run_all(requests, len(prompts), progress)
         outputs = {p: replace(o, request_id=str(p)) for p, o in zip(prompts, answered, strict=True)}
@@ -325,6 +307,18 @@ class LLM:
         return [
             outputs.get(str(i)) or RequestOutput(str(i), None, (), error=lost) for i in range(count)
         ]
+
+
+def _chat_template(model: str, path: str | Path | None) -> ChatTemplate:
+    """A model's chat template, or that of a file in its place. Raises
+    ConfigError: there is none."""
+    template = ChatTemplate.load(Path(model), None if path is None else Path(path))
+    if template is None:
+        raise ConfigError(
+            f"{model} has no chat template: give a file as chat_template, or use generate",
+            code="no_chat_template",
+        )
+    return template
 
 
 def _requests(

@@ -91,7 +91,7 @@ class Stock:
         while excess > 0:
             holder = max(self.holders, key=lambda h: self._indices[h].num_unhit)
             count = min(excess, self._indices[holder].num_unhit)
-            given_up = self._indices[holder].give_up_unhit(count)
+            given_up = self._indices[holder].give_up(count, only_unhit=True)
             self._forget(holder, given_up)
             self.fresh.gave_up(given_up)
             excess -= count
