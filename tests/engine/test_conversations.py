@@ -65,6 +65,31 @@ def test_a_turn_runs_its_new_tokens_and_the_last_drawn_one(llm: LLM) -> None:
         history = said(output)
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"r_workers": 2, "r_partition": "heads"},
+        {"r_workers": 3, "split_tokens": 32, "lanes": 2},
+        {"kv_placement": "gpu"},
+    ],
+    ids=str,
+)
+def test_wherever_kv_is_a_turn_runs_what_is_new(
+    way: dict[str, Any], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "block_size": BLOCK, **way}
+    if way.get("kv_placement") == "gpu":
+        del options["r_threads"]
+    with LLM(str(tiny_checkpoint("llama")), prefix_cache="on", **options) as llm:
+        past = 0
+        for new in prompts((40, 5, 23), seed=6):
+            (output,) = llm.generate([new], GREEDY, conversation_id="a")
+            assert output.num_cached_tokens == past
+            (alone,) = llm.generate([list(output.prompt_token_ids)], GREEDY, cache=PRIVATE)
+            assert alone.completions == output.completions
+            past = len(said(output)) - 1
+
+
 def test_a_chats_tokens_are_gone_on_with_as_they_were_drawn(llm: LLM) -> None:
     first, second = ({"role": "user", "content": text} for text in ("The quick", "STOP"))
     (before,) = llm.chat([first], GREEDY, conversation_id="chat")
