@@ -4,12 +4,15 @@ spares where they do.
     python benchmarks/prefix_cache.py --rounds 3 --out benchmarks/results/prefix_cache.json
 
 A Llama-shaped random checkpoint of 100 M parameters (or ``--model DIR``),
-greedy, EOS ignored, all cores. Every run is a process of its own, on and off in
-turns, another order in every round. Each first runs as many other prompts, so
-that compilers have done their work; the cache has been of use to nobody then.
-A, B and C are the workloads of ``end_to_end.py``; their cost is the ratio of
-medians, on to off: CPU seconds count what the machine's other work doesn't. D
-is 64 prompts with 1,024 common and 32 own tokens.
+greedy, EOS ignored, all cores. A, B and C are the workloads of
+``end_to_end.py``; D is 64 prompts with 1,024 common and 32 own tokens.
+
+Of each workload a process has two engines, one with the cache and one without,
+which run in turns, another first in every round: so both meet the same other
+work of the machine. What is told is the median over rounds of on to off, of
+seconds and of CPU seconds, which count what other work doesn't. A first round
+isn't counted: compilers do their work in it. Memory is another matter: it is
+the peak of a process with one engine, which runs the workload twice.
 """
 
 from __future__ import annotations
@@ -29,36 +32,123 @@ from typing import Any
 from end_to_end import MODELS, VOCAB, WORKLOADS
 from provenance import provenance
 
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.config.groups import Batching
+from fastdecode.core.sequence import Request
+from fastdecode.schedule.life.events import (
+    Drawn,
+    LaneIdle,
+    LaneReady,
+    Open,
+    Opened,
+    Resume,
+    Run,
+    StepDone,
+    Submitted,
+)
+from fastdecode.schedule.life.lifecycle import Lifecycle
+from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.options import ScheduleOptions
+
 COMMON = {"A": 0, "B": 0, "C": 0, "D": 1024}
 SHAPES = {**WORKLOADS, "D": (64, 1024 + 32, 16)}
-MEASURES = ("total_s", "cpu_s", "peak_rss_gb", "prompt_tokens")
 
 
-def run_once(model: str, workload: str, mode: str, scale: int) -> dict[str, float]:
-    """One run, in this process."""
-    from fastdecode import LLM, SamplingParams
+def prompts(workload: str, scale: int, rng: random.Random) -> list[list[int]]:
+    """Of one round: no other round has the like."""
+    count, num_tokens, _ = SHAPES[workload]
+    common = [rng.randrange(3, VOCAB) for _ in range(COMMON[workload])]
+    own = num_tokens - len(common)
+    return [common + [rng.randrange(3, VOCAB) for _ in range(own)] for _ in range(count // scale)]
 
-    count, prompt_tokens, new_tokens = SHAPES[workload]
-    rng = random.Random(7)
 
-    def prompts() -> list[list[int]]:
-        common = [rng.randrange(3, VOCAB) for _ in range(COMMON[workload])]
-        own = prompt_tokens - len(common)
-        return [
-            common + [rng.randrange(3, VOCAB) for _ in range(own)] for _ in range(count // scale)
-        ]
-
+def run_round(llm: LLM, workload: str, batch: list[list[int]]) -> dict[str, float]:
+    """What a round takes."""
+    _, _, new_tokens = SHAPES[workload]
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    with LLM(model, kv_memory_gb=4.0, max_num_sequences=128, prefix_cache=mode) as llm:
-        llm.generate(prompts(), params)
-        tokens, cpu_s, started_s = llm.stats.num_prompt_tokens, _cpu_s(), time.perf_counter()
-        llm.generate(prompts(), params)
-        return {
-            "total_s": time.perf_counter() - started_s,
-            "cpu_s": _cpu_s() - cpu_s,
-            "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
-            "prompt_tokens": llm.stats.num_prompt_tokens - tokens,
+    tokens, cpu_s, started_s = llm.stats.num_prompt_tokens, _cpu_s(), time.perf_counter()
+    llm.generate(batch, params)
+    return {
+        "total_s": time.perf_counter() - started_s,
+        "cpu_s": _cpu_s() - cpu_s,
+        "prompt_tokens": llm.stats.num_prompt_tokens - tokens,
+    }
+
+
+def bookkeeping_ms(workload: str, identity: str | None) -> dict[str, float]:
+    """What the S-worker's bookkeeping takes of a workload of full size, with
+    nothing computed: CPU seconds of this thread, least of five. ``identity``:
+    None is without the cache."""
+    _, _, new_tokens = SHAPES[workload]
+    rng = random.Random(7)
+    batches = [prompts(workload, 1, rng) for _ in range(6)]
+    options = ScheduleOptions(Batching(schedule="greedy", lanes=1, max_num_sequences=128))
+    scheduler = make_scheduler(options, (4096,), 64, cache_identity=identity)
+    life, took, num_steps, name = Lifecycle(scheduler), [], 0, 0
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    for batch in batches:
+        for prompt in batch:
+            life.handle(Submitted(Request(str(name), tuple(prompt), params, new_tokens, 0)))
+            name += 1
+        started_s, num_steps = time.thread_time(), 0
+        while steps := _step(life):
+            num_steps += steps
+        took.append(time.thread_time() - started_s)
+    return {"all_ms": min(took[1:]) * 1e3, "steps": num_steps}
+
+
+def _step(life: Lifecycle) -> int:
+    """A step in which every token that is due is drawn. Returns 0 if there is
+    nothing to do."""
+    for instruction in life.handle(LaneIdle(0)):
+        if isinstance(instruction, (Open, Resume)):
+            life.handle(Opened(instruction.part.part_id))
+    for run in life.handle(LaneReady(0)):
+        assert isinstance(run, Run)
+        whole = [c.sequence for c in run.chunks if c.num_tokens == c.sequence.num_uncached]
+        life.handle(StepDone(0, tuple([Drawn(sequence, 5) for sequence in whole])))
+        return 1
+    return 0
+
+
+def engine(model: str, mode: str) -> LLM:
+    return LLM(model, kv_memory_gb=4.0, max_num_sequences=128, prefix_cache=mode)
+
+
+def take_turns(model: str, workload: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Both modes in this process: medians over rounds of on to off."""
+    rng = random.Random(7)
+    ratios: dict[str, list[float]] = {}
+    runs: dict[str, list[dict[str, float]]] = {"on": [], "off": []}
+    with engine(model, "on") as on, engine(model, "off") as off:
+        modes = {"on": on, "off": off}
+        for number in range(options.rounds + 1):
+            batch = prompts(workload, options.scale, rng)
+            order = ("off", "on") if number % 2 else ("on", "off")
+            one = {mode: run_round(modes[mode], workload, batch) for mode in order}
+            print(workload, json.dumps(one), file=sys.stderr, flush=True)
+            if number:
+                for mode in order:
+                    runs[mode].append(one[mode])
+                for measure in one["on"]:
+                    ratios.setdefault(measure, []).append(one["on"][measure] / one["off"][measure])
+    return {
+        measure: {
+            **{mode: median(run[measure] for run in runs[mode]) for mode in modes},
+            "ratio": median(values),
+            "ratios": [round(value, 4) for value in values],
         }
+        for measure, values in ratios.items()
+    }
+
+
+def peak_gb(model: str, workload: str, mode: str, scale: int) -> float:
+    """Of this process, with one engine that runs the workload twice."""
+    rng = random.Random(7)
+    with engine(model, mode) as llm:
+        for _ in range(2):
+            run_round(llm, workload, prompts(workload, scale, rng))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 def _cpu_s() -> float:
@@ -67,23 +157,20 @@ def _cpu_s() -> float:
 
 
 def measure(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row a workload: medians of both modes, and their ratios."""
-    runs: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for number in range(options.rounds):
-        for workload in options.workloads:
-            for mode in ("off", "on") if number % 2 else ("on", "off"):
-                line = [sys.executable, __file__, "--model", model, "--scale", str(options.scale)]
-                out = subprocess.run(
-                    [*line, "--one", workload, mode], check=True, capture_output=True, text=True
-                ).stdout
-                runs.setdefault((workload, mode), []).append(json.loads(out))
-                print(workload, mode, out.strip(), file=sys.stderr)
+    """A row a workload."""
+    line = [sys.executable, __file__, "--model", model]
+    line += ["--scale", str(options.scale), "--rounds", str(options.rounds)]
     rows = []
     for workload in options.workloads:
-        row: dict[str, Any] = {"workload": workload, "shape": SHAPES[workload]}
-        for measure in MEASURES:
-            on, off = (median(run[measure] for run in runs[workload, m]) for m in ("on", "off"))
-            row[measure] = {"on": on, "off": off, "ratio": on / off}
+
+        def ask(*what: str) -> Any:
+            done = subprocess.run([*line, "--one", *what], check=True, stdout=subprocess.PIPE)
+            return json.loads(done.stdout)
+
+        row = {"workload": workload, "shape": SHAPES[workload], **ask(workload, "turns")}
+        peaks = {mode: ask(workload, mode) for mode in ("on", "off")}
+        row["peak_rss_gb"] = {**peaks, "ratio": peaks["on"] / peaks["off"]}
+        print(json.dumps(row), file=sys.stderr, flush=True)
         rows.append(row)
     return rows
 
@@ -95,10 +182,24 @@ def main() -> None:
     parser.add_argument("--workloads", default="ABCD")
     parser.add_argument("--scale", type=int, default=1, help="requests are divided by this")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", nargs=2, metavar=("WORKLOAD", "MODE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--bookkeeping", action="store_true", help="only what the schedule itself takes, no model"
+    )
+    parser.add_argument("--one", nargs=2, metavar=("WORKLOAD", "WHAT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(run_once(options.model, *options.one, options.scale)))
+        workload, what = options.one
+        one: Any = (
+            take_turns(options.model, workload, options)
+            if what == "turns"
+            else peak_gb(options.model, workload, what, options.scale)
+        )
+        print(json.dumps(one))
+        return
+    if options.bookkeeping:
+        for workload in options.workloads:
+            took = {mode: bookkeeping_ms(workload, i) for mode, i in (("off", None), ("on", "a"))}
+            print(workload, json.dumps(took))
         return
     with tempfile.TemporaryDirectory() as directory:
         model = options.model

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, AttentionSpec
-from fastdecode.wire.kv.kept import KEY_WORDS, ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.kept import KEY_WORDS, EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     MAX_BLOCKS,
     MAX_HOLDERS,
@@ -101,14 +101,20 @@ class Books:
             return Refused(sequence, error.code, error.message)
         return Accepted(sequence)
 
-    def close(self, message: CloseSequence) -> None:
-        """Free a sequence's blocks."""
+    def close(self, message: CloseSequence | EndSequence) -> None:
+        """Free a sequence's blocks, or all but its last one, which is kept."""
         sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
         if sequence in self._settled:
             raise ProtocolError(
                 f"sequence {sequence} is in an open step: close it after the step's last layer"
             )
-        self.store.close(sequence)
+        if isinstance(message, EndSequence):
+            check_array("key", message.key, np.dtype(np.int64), (1, KEY_WORDS))
+            if self.num_settled(sequence) < int(self.store.num_tokens(np.array([sequence]))[0]):
+                raise ProtocolError(f"sequence {sequence} isn't there in every layer")
+            self.store.close(sequence, tail_key=message.key.tobytes())
+        else:
+            self.store.close(sequence)
         self.arrivals.forget(sequence)
 
     def num_settled(self, sequence: int) -> int:

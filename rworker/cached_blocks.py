@@ -59,12 +59,23 @@ class CachedBlocks:
             ProtocolError: a key is used already, or given twice; or a block is
                 kept already.
         """
+        self._name(keys, blocks)
+        self._pool.share(blocks, had_tail=False, has_tail=False)
+
+    def adopt(self, key: bytes, block: Blocks) -> None:
+        """Keep a block, [1], in the place of a sequence that refers to it.
+
+        Raises:
+            ProtocolError: as ``keep``.
+        """
+        self._name([key], block)
+
+    def _name(self, keys: list[bytes], blocks: Blocks) -> None:
         ids: list[int] = blocks.tolist()
         if len(set(keys)) < len(keys) or not self._block_of.keys().isdisjoint(keys):
             raise ProtocolError("a key of the blocks to keep is another block's")
         if not self._kept.isdisjoint(ids):
             raise ProtocolError("one of the blocks to keep is kept by another key")
-        self._pool.share(blocks, had_tail=False, has_tail=False)
         self._block_of.update(zip(keys, ids, strict=True))
         self._kept.update(ids)
 

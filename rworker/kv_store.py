@@ -218,16 +218,26 @@ class KVStore:
         tables.widths[row] = len(shared)
         self.pool.share(shared, had_tail=had_tail, has_tail=has_tail)
 
-    def close(self, sequence_id: int) -> None:
+    def close(self, sequence_id: int, tail_key: bytes | None = None) -> None:
         """Forget the sequence; blocks that no other sequence refers to are free
         again.
 
+        Args:
+            tail_key: its last block, which isn't full, is kept by this key.
+
         Raises:
-            ProtocolError: it is not open.
+            ProtocolError: it is not open; or its last block is full or kept
+                already, or the key is another block's.
         """
         row = self.tables.row(sequence_id)
         blocks = self.tables.of_row(row)
         has_tail = self.tables.lengths[row] % self.block_size != 0
+        if tail_key is not None:
+            if not has_tail:
+                raise ProtocolError(f"sequence {sequence_id} has no last block that isn't full")
+            tail, blocks, has_tail = blocks[-1:].copy(), blocks[:-1], False
+            self.cached.adopt(tail_key, tail)
+            self.pool.set_tail(tail, is_tail=False)  # the cache's reference appends nothing
         self.pool.num_promised -= self.tables.growth(row)
         self.pool.leave(blocks, has_tail=has_tail)
         self.tables.remove(sequence_id)

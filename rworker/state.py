@@ -17,7 +17,13 @@ import numpy as np
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError
 from fastdecode.wire.kv.chunks import ChunkToRWorker, ExpectTokens, FetchChunk, StoreChunk
-from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, KeptToRWorker, ResumeSequence
+from fastdecode.wire.kv.kept import (
+    EndSequence,
+    ForgetBlocks,
+    KeepBlocks,
+    KeptToRWorker,
+    ResumeSequence,
+)
 from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Attend,
@@ -185,7 +191,7 @@ class RWorkerState:
                 return (Send(number, truncate(self._cache(number, message).books, message)),)
             case TakeOver():
                 return self._take_over(number, peer, message)
-            case CloseSequence():
+            case CloseSequence() | EndSequence():
                 self._cache(number, message).books.close(message)
                 return ()
             case KeepBlocks():

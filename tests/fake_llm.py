@@ -60,7 +60,10 @@ class FakeLLM:
         self._taken: dict[str, list[Any]] = {}  # id → [request, steps left]
 
     def stream(
-        self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None = None
+        self,
+        requests: Iterable[PromptRequest],
+        on_tick: Callable[[], None] | None = None,
+        conversations: object = None,
     ) -> Iterator[RequestOutput]:
         arriving, drained = iter(requests), False
         try:

@@ -20,7 +20,7 @@ from fastdecode.wire.kv.chunks import (
     FetchedChunk,
     StoreChunk,
 )
-from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
@@ -112,6 +112,7 @@ def to_r_worker() -> list[ToRWorker]:
         KeepBlocks(1, 2, np.arange(6).reshape(3, 2)),
         ResumeSequence(2, 100, 47, np.arange(6).reshape(3, 2)),
         ForgetBlocks(np.arange(4).reshape(2, 2)),
+        EndSequence(5, np.arange(2).reshape(1, 2)),
         Inspect(),
         Shutdown(),
     ]

@@ -49,7 +49,6 @@ class Store:
         self._store = KVStore(num_blocks, BLOCK_SIZE)
         self._cells = np.full((num_blocks, BLOCK_SIZE), -1, np.int64)
         self.open, self.fork, self.extend = self._store.open, self._store.fork, self._store.extend
-        self.close = self._store.close
 
     def append(self, sequence_id: int, contexts: list[int]) -> None:
         """``contexts``: of each new token, what tells all tokens up to it."""
@@ -72,6 +71,14 @@ class Store:
     def num_available(self) -> int:
         """Blocks that nobody has and nobody was promised."""
         return self._store.pool.num_available
+
+    @property
+    def num_touched(self) -> int:
+        """Blocks that were ever written."""
+        return int((self._cells >= 0).any(axis=1).sum())
+
+    def close(self, sequence_id: int, tail: bytes | None) -> None:
+        self._store.close(sequence_id, tail)
 
     def keep(self, sequence_id: int, first_block: int, keys: tuple[bytes, ...]) -> None:
         table = self._store.tables.of_row(self._store.tables.row(sequence_id))
@@ -246,7 +253,7 @@ class Harness:
         for instruction in instructions:
             match instruction:
                 case Close():
-                    self._close(instruction.part)
+                    self._close(instruction)
                 case Finish():
                     sequence = instruction.sequence
                     assert sequence.num_generated == self.length_of[sequence.sequence_id]
@@ -324,10 +331,11 @@ class Harness:
             store.open(part.part_id, part.num_tokens)
         self.unanswered.append(part)
 
-    def _close(self, part: Part) -> None:
+    def _close(self, close: Close) -> None:
+        part = close.part
         del self._owners[part.part_id]
         assert part.holder not in self.lost and part not in self.unanswered
-        self.stores[part.holder].close(part.part_id)
+        self.stores[part.holder].close(part.part_id, close.tail)
 
     def _check_order(self, opened: list[Instruction]) -> None:
         """First come, first served."""

@@ -16,13 +16,16 @@ from fastdecode.cli.options import (
     add_engine_options,
     add_exit_code_option,
     add_log_level_option,
+    add_options,
     add_sampling_options,
     check_options,
     engine_options,
+    given,
     sampling_given,
     tell,
 )
 from fastdecode.cli.r_worker import serve_if_r_rank
+from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_paths, write_json
 from fastdecode.core.progress import Progress
@@ -64,6 +67,7 @@ def add_generate(commands: Any) -> None:
     )
     files.add_argument("--show", action="store_true", help="also print the completions")
     add_engine_options(parser)
+    add_options(parser.add_argument_group("conversations"), Keeping)
     add_sampling_options(parser)
     add_exit_code_option(parser)
     add_log_level_option(parser)
@@ -91,7 +95,13 @@ def _generate(args: argparse.Namespace) -> int:
             open_ordered_job(options, Path(args.model), tell, show if args.show else None)
         )
         llm = stack.enter_context(
-            LLM(args.model, progress=tell, trace=trace, **engine_options(args))
+            LLM(
+                args.model,
+                progress=tell,
+                trace=trace,
+                **engine_options(args),
+                **given(args, Keeping),
+            )
         )
         stopping = Stopping(grace_s=0)
         with asked_by_signals(stopping, COMMAND):

@@ -155,9 +155,12 @@ def add_sampling_options(
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of ``EngineConfig`` as given."""
-    return {
-        each.name: getattr(args, each.name) for group in GROUPS.values() for each in declared(group)
-    }
+    return {name: value for group in GROUPS.values() for name, value in given(args, group).items()}
+
+
+def given(args: argparse.Namespace, group: type[Any]) -> dict[str, Any]:
+    """Of the options that a dataclass declares, what was given or is their default."""
+    return {each.name: getattr(args, each.name) for each in declared(group)}
 
 
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ from fastdecode.cli.options import add_log_level_option, add_options
 from fastdecode.core.config.groups import Batching
 from fastdecode.core.config.options import declared
 from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.cache.retention import FLAT_TO_HALF, POLICIES, policy_of
 from fastdecode.schedule.options import MODES, ScheduleOptions
 
 if TYPE_CHECKING:
@@ -50,8 +52,39 @@ def add_simulate(commands: Any) -> None:
         help="draw load and latency over steps (.svg, .png, .pdf)",
     )
     add_log_level_option(parser)
+    _add_conversations(parser.add_argument_group("conversations"))
     _add_hardware(parser.add_argument_group("hardware"))
     _add_schedule(parser.add_argument_group("schedule"))
+
+
+def _add_conversations(group: Any) -> None:
+    group.add_argument(
+        "--instant",
+        action="store_true",
+        help='the trace is of turns, each done as it arrives: {"conversation": "A", '
+        '"num_prompt_tokens": 24, "num_output_tokens": 8, "arrival_s": 0}; what do policies keep '
+        "in --kv-tokens, move down, drop, and have computed again?",
+    )
+    group.add_argument(
+        "--cache-policy",
+        default=",".join(POLICIES),
+        metavar="NAMES",
+        help="to compare (default: %(default)s)",
+    )
+    group.add_argument(
+        "--lower-kv-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that a lower tier holds (default: %(default)s)",
+    )
+    group.add_argument(
+        "--swap-threshold",
+        type=float,
+        default=0.25,
+        metavar="F",
+        help="move blocks down while less than this share of all is free (default: %(default)s)",
+    )
 
 
 def _add_hardware(group: Any) -> None:
@@ -125,6 +158,8 @@ def _add_schedule(group: Any) -> None:
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Simulate every mode and print the outcome. Returns the exit code."""
+    if args.instant:
+        return _run_turns(args)
     from cost_model.plans.plot import check_plot
     from cost_model.simulate.plot import plot
     from cost_model.simulate.report import as_json, as_text
@@ -138,7 +173,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         raise ConfigError(f"--link-time={args.link_time} is not a number of seconds from 0 to 3600")
     times = _times(args)
     worker_blocks = _worker_blocks(args)
-    modes = _modes(args.schedule)
+    modes = _names(args.schedule, MODES, "--schedule")
     trace = read_trace(args.trace)
     outcomes: dict[str, Outcome] = {}
     for mode in modes:
@@ -161,6 +196,33 @@ def run_simulate(args: argparse.Namespace) -> int:
         print()
     else:
         print(as_text(outcomes))
+    return 0
+
+
+def _run_turns(args: argparse.Namespace) -> int:
+    """Play turns with every policy and print what it came to."""
+    from cost_model.simulate.turns import Tiers, as_json, as_text, read_turns
+
+    if not 0 <= args.lower_kv_tokens <= 1 << 40:
+        raise ConfigError(f"--lower-kv-tokens={args.lower_kv_tokens} is not within 0..2^40")
+    if not 0 <= args.swap_threshold <= 1:
+        raise ConfigError(f"--swap-threshold={args.swap_threshold} is not a number from 0 to 1")
+    (num_blocks, *others) = _worker_blocks(args)
+    if others:
+        raise ConfigError("--instant is about one R-worker: leave --r-workers out")
+    turns, played = read_turns(args.trace), {}
+    for name in _names(args.cache_policy, POLICIES, "--cache-policy"):
+        played[name] = tiers = Tiers(
+            policy_of(name, args.block_size),
+            num_blocks * args.block_size,
+            args.lower_kv_tokens,
+            args.block_size,
+            args.swap_threshold,
+            FLAT_TO_HALF,
+        )
+        for turn in turns:
+            tiers.run(turn)
+    print(json.dumps(as_json(played)) if args.json else as_text(played))
     return 0
 
 
@@ -195,13 +257,14 @@ def _for_each_worker(values: list[T], num_workers: int, option: str) -> list[T]:
     return values if len(values) == num_workers else values * num_workers
 
 
-def _modes(text: str) -> list[str]:
-    modes = [mode for name in text.split(",") for mode in MODES if mode == name.strip()]
-    if not modes or len(modes) < len(text.split(",")):
+def _names(text: str, known: Sequence[str], option: str) -> list[str]:
+    """What an option lists of what there is."""
+    names = [each for name in text.split(",") for each in known if each == name.strip()]
+    if not names or len(names) < len(text.split(",")):
         raise ConfigError(
-            f"--schedule={text!r} names a mode that there isn't: choose from {', '.join(MODES)}"
+            f"{option}={text!r} names one that there isn't: choose from {', '.join(known)}"
         )
-    return modes
+    return names
 
 
 def _options(args: argparse.Namespace, mode: str, mean_length: int) -> ScheduleOptions:

@@ -205,6 +205,10 @@ class CacheUse:
     """It leaves nothing behind, and takes nothing that others left."""
     salt: str = ""
     """It shares with requests of the same salt only."""
+    turn: int | None = None
+    """It is a turn of a conversation, whose earlier turns had so many leading
+    tokens of its prompt cached: its own last block is kept though it isn't
+    full. None: it isn't."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.salt, str) or len(self.salt) > MAX_SALT_CHARS:

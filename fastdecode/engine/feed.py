@@ -5,15 +5,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from fastdecode.conversations.conversations import Conversations
+from fastdecode.conversations.talk import Talk
+from fastdecode.conversations.turns import Turn, told_of_turn
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, OutputFold
-from fastdecode.core.errors import ConfigError, FastDecodeError, duplicate_id, without_frames
+from fastdecode.core.errors import (
+    ConfigError,
+    FastDecodeError,
+    duplicate_id,
+    without_frames,
+)
 from fastdecode.core.sequence import PromptRequest, Request, RequestOutput
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.service import EngineService
 
 T = TypeVar("T")
+Arriving: TypeAlias = PromptRequest | Turn
+MOST_WAITING = 1 << 14
+"""Turns that wait for another one of their conversation; then no request is
+asked for."""
 TICK_S = 0.2
 """How often whoever wants ticks gets one though nothing has come."""
 
@@ -26,6 +38,7 @@ class Feed:
         checker: makes requests of what arrives.
         most_sequences: so many are in the engine, waiting ones among them,
             before another request is asked for.
+        talk: the turns of conversations among them.
         every_step: read of every step; or of each sequence only once it is
             over.
     """
@@ -35,9 +48,15 @@ class Feed:
         service: EngineService[Any],
         checker: RequestChecker,
         most_sequences: int,
+        talk: Talk,
         *,
         every_step: bool,
     ) -> None:
+        self._talk = talk
+        self._turns: dict[OutputFold, Turn] = {}
+        """Those that aren't over."""
+        self._is_drained = False
+        """No more requests arrive."""
         self._service = service
         self._checker = checker
         self._most = most_sequences
@@ -54,10 +73,11 @@ class Feed:
 
     def cancel_waiting(self) -> None:
         """End those of its requests of which nothing has run."""
+        self._talk.cancel_waiting()
         self._service.cancel_waiting(self._queue)
 
     def read(
-        self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None
+        self, requests: Iterable[Arriving], on_tick: Callable[[], None] | None
     ) -> Iterator[tuple[Delta, RequestOutput | None]]:
         """Deltas of all requests until they are over, or until the engine broke
         down; with a request's last one, what all of them come to. Requests that
@@ -68,9 +88,8 @@ class Feed:
             Exception: a mistake of ours that broke the engine down, as it is.
         """
         arriving = iter(requests)
-        drained = False
-        while not drained or self._num_open:
-            drained = drained or self._fill(arriving)
+        while not self._is_drained or self._num_open or self._talk.has_due:
+            self._fill(arriving)
             while self._refused:
                 yield self._refused.popleft()
             if self._num_open:
@@ -84,25 +103,33 @@ class Feed:
                         yield delta, output
             if on_tick is not None:
                 on_tick()
-            drained = drained or self._service.snapshot().error is not None
+            self._is_drained |= self._service.snapshot().error is not None
 
-    def _fill(self, arriving: Iterator[PromptRequest]) -> bool:
-        """Take requests while there is room; they start together. Returns
-        whether there are no more."""
+    def _fill(self, arriving: Iterator[Arriving]) -> None:
+        """Take requests while there is room; they start together."""
         batch: list[Request] = []
-        drained = False
-        while not drained and self._num_open < self._most:
-            arrived = next(arriving, None)
+        while self._num_open < self._most:
+            arrived = self._next(arriving)
             if arrived is None:
-                drained = True
-            elif (request := self._checked(arrived)) is not None:
+                break
+            if (request := self._checked(arrived)) is not None:
                 batch.append(request)
                 self._num_open += request.params.n
             elif not self._num_open:
                 break  # its reader needn't wait for the next one
         if batch:
             self._submit(batch)
-        return drained
+
+    def _next(self, arriving: Iterator[Arriving]) -> Arriving | None:
+        """A request that can be run now; None: none can, for the time being or
+        for good."""
+        arrived: Arriving | None = self._talk.next_due()
+        while arrived is None and not self._is_drained and self._talk.num_waiting < MOST_WAITING:
+            arrived = next(arriving, None)
+            self._is_drained = arrived is None
+            if isinstance(arrived, Turn) and self._talk.waits(arrived):
+                arrived = None
+        return arrived
 
     def _submit(self, batch: list[Request]) -> None:
         try:
@@ -114,33 +141,55 @@ class Feed:
                 self._num_open -= request.params.n
                 self._refuse(self._folds.pop(request.request_id), error)
 
-    def _checked(self, arrived: PromptRequest) -> Request | None:
+    def _checked(self, arrived: Arriving) -> Request | None:
         """None: it was refused."""
         request_id = arrived.request_id
-        prompt = arrived.prompt if isinstance(arrived.prompt, str) else None
+        prompt: str | None = None
         token_ids: tuple[int, ...] = ()
         try:
-            token_ids = self._checker.tokenise(arrived.prompt)
-            request = self._checker.check(arrived, token_ids)
+            if isinstance(arrived, Turn):
+                asked, prompt = self._talk.begin(arrived), self._talk.text_of(arrived)
+            else:
+                asked = arrived
+                prompt = asked.prompt if isinstance(asked.prompt, str) else None
+            token_ids = self._checker.tokenise(asked.prompt)
+            request = self._checker.check(asked, token_ids)
             if request_id in self._folds:
                 raise duplicate_id(request_id)
         except FastDecodeError as error:
-            self._refuse(OutputFold(request_id, prompt, token_ids, arrived.params.n), error)
+            fold = self._fold_of(arrived, prompt, token_ids)
+            self._refuse(fold, told_of_turn(error) if fold in self._turns else error)
             return None
-        self._folds[request_id] = OutputFold(request_id, prompt, token_ids, arrived.params.n)
+        self._folds[request_id] = self._fold_of(arrived, prompt, token_ids)
         return request
+
+    def _fold_of(
+        self, arrived: Arriving, prompt: str | None, token_ids: tuple[int, ...]
+    ) -> OutputFold:
+        fold = OutputFold(arrived.request_id, prompt, token_ids, arrived.params.n)
+        if isinstance(arrived, Turn):
+            self._turns[fold] = arrived
+        return fold
 
     def _refuse(self, fold: OutputFold, error: FastDecodeError) -> None:
         delta = Delta(fold.request_id, 0, error=without_frames(error))
-        self._refused.append((delta, fold.add(delta)))
+        self._refused.append((delta, self._add(fold, delta)))
 
     def _fold(self, delta: Delta) -> RequestOutput | None:
         fold = self._folds[delta.request_id]
         before = fold.num_unfinished
-        output = fold.add(delta)
+        output = self._add(fold, delta)
         self._num_open -= before - (fold.num_unfinished if output is None else 0)
         if output is not None:
             del self._folds[delta.request_id]
+        return output
+
+    def _add(self, fold: OutputFold, delta: Delta) -> RequestOutput | None:
+        """What a request comes to with this delta, if it is its last one."""
+        output = fold.add(delta)
+        turn = None if output is None else self._turns.pop(fold, None)
+        if turn is not None and output is not None:
+            self._talk.end(turn, output)
         return output
 
 
@@ -151,30 +200,41 @@ class Readings:
         service: runs them.
         checker: makes requests of what arrives.
         most_sequences: see ``Feed``.
+        conversations: that requests may be turns of.
     """
 
     def __init__(
-        self, service: EngineService[Any], checker: RequestChecker, most_sequences: int
+        self,
+        service: EngineService[Any],
+        checker: RequestChecker,
+        most_sequences: int,
+        conversations: Conversations,
     ) -> None:
         self._service = service
         self._checker = checker
         self._most = most_sequences
+        self._conversations = conversations
         self._latest: Feed | None = None
 
     def read(
         self,
-        requests: Iterable[PromptRequest],
+        requests: Iterable[Arriving],
         on_tick: Callable[[], None] | None,
         pick: Callable[[Delta, RequestOutput | None], T | None],
         *,
         every_step: bool,
+        conversations: Conversations | None = None,
     ) -> Generator[T, None, None]:
         """What ``pick`` makes of what a feed reads, as far as that is something.
+
+        Args:
+            conversations: that requests are turns of, in place of its own.
 
         Raises:
             ConfigError: (code ``busy``) another reader isn't done.
         """
-        feed = Feed(self._service, self._checker, self._most, every_step=every_step)
+        talk = Talk(self._conversations if conversations is None else conversations)
+        feed = Feed(self._service, self._checker, self._most, talk, every_step=every_step)
         try:
             self._begin(feed)
             for delta, output in feed.read(requests, on_tick):
@@ -185,6 +245,7 @@ class Readings:
             # The reader went away, or was interrupted, and may be here once more: see ``_begin``.
             feed.is_over = True
             feed.forget()
+            talk.leave()
 
     def cancel_waiting(self) -> None:
         """End those requests of the latest reader of which nothing has run."""

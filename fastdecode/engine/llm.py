@@ -7,15 +7,24 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from fastdecode.conversations.arguments import (
+    as_batch,
+    as_ids,
+    as_params,
+    chat_prompts,
+    chat_turns,
+)
+from fastdecode.conversations.conversations import Conversations
+from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.turns import PromptTurn, Turn, check_id
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError, RequestError, WorkerError
+from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import (
     SHARED,
@@ -27,7 +36,7 @@ from fastdecode.core.sequence import (
 )
 from fastdecode.core.trace import Trace
 from fastdecode.engine.checker import RequestChecker
-from fastdecode.engine.feed import Readings
+from fastdecode.engine.feed import Arriving, Readings
 from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.stats import EngineStats
@@ -79,7 +88,8 @@ class LLM:
     Args:
         model: a Hugging Face model directory.
         options: those of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers,
-            device, …
+            device, …; and of ``Keeping``: conversations, conversation_ttl_s,
+            max_conversations.
         progress: told what start-up is doing, one line at a time.
         trace: told what every step does, from then on.
         times: what is known of step times beforehand, for the schedule; told
@@ -98,7 +108,10 @@ class LLM:
         times: MeasuredTimes | None = None,
         **options: Any,
     ) -> None:
+        keeping = Keeping.taken_from(options)
         self.config = config = EngineConfig.of(model, **options)
+        self.conversations = keeping.open(Path(model))
+        """What ``conversation_id`` names."""
         own_thread = _has_a_thread()
         self._service = EngineService(
             lambda: RunningEngine(config, progress, trace, times), own_thread=own_thread
@@ -109,7 +122,7 @@ class LLM:
         self.facts = _facts(self._running)
         checker = RequestChecker(self.codec, self.facts.vocab_size, self.facts.max_model_len)
         most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
-        self._readings = Readings(self._service, checker, most_sequences)
+        self._readings = Readings(self._service, checker, most_sequences, self.conversations)
 
     def __enter__(self) -> LLM:
         return self
@@ -124,6 +137,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and the R-workers. Safe to call twice."""
+        self.conversations.close()
         self._service.close()
 
     @property
@@ -149,6 +163,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        conversation_id: str | Sequence[str] | None = None,
         cache: CacheUse = SHARED,
         progress: bool = False,
     ) -> list[RequestOutput]:
@@ -158,6 +173,8 @@ class LLM:
             prompts: texts or lists of token ids; a single one is a batch of
                 one.
             params: for all prompts, or one each; None is ``SamplingParams()``.
+            conversation_id: of each prompt, which is what is new in that
+                conversation; an id that nobody used begins one.
             cache: what KV blocks they share with other requests, if blocks are
                 kept (``prefix_cache``).
             progress: show on stderr how far it is.
@@ -173,8 +190,16 @@ class LLM:
             ConfigError: the LLM was closed, or a ``stream`` of it is still
                 being read.
         """
-        batch = _as_batch(prompts)
-        return self._run_all(batch, _as_params(params, len(batch)), progress, cache)
+        batch = as_batch(prompts)
+        every = as_params(params, len(batch))
+        ids = as_ids(conversation_id, len(batch))
+        if ids is None:
+            return self._run_all(_requests(batch, every, cache), len(batch), progress)
+        turns = [
+            Turn(str(i), whose, PromptTurn(prompt, self.codec), its, cache)
+            for i, (whose, prompt, its) in enumerate(zip(ids, batch, every, strict=True))
+        ]
+        return self._run_all(turns, len(batch), progress)
 
     def chat(
         self,
@@ -184,6 +209,7 @@ class LLM:
         chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        conversation_id: str | Sequence[str] | None = None,
         cache: CacheUse = SHARED,
         progress: bool = False,
     ) -> list[RequestOutput]:
@@ -198,6 +224,8 @@ class LLM:
             add_generation_prompt: end prompts with what begins the assistant's
                 turn.
             variables: more names for the template.
+            conversation_id: of each conversation, whose ``messages`` are the
+                new ones then; those before, and the answers, are known.
             cache: as of ``generate``.
 
         Raises:
@@ -205,27 +233,31 @@ class LLM:
                 template.
         """
         chats = as_chats(messages)
-        every = _as_params(params, len(chats))
-        override = None if chat_template is None else Path(chat_template)
-        template = ChatTemplate.load(Path(self.config.model), override)
-        if template is None:
-            raise ConfigError(
-                f"{self.config.model} has no chat template: give a file as chat_template, or use "
-                "generate",
-                code="no_chat_template",
-            )
+        every = as_params(params, len(chats))
+        template = _chat_template(self.config.model, chat_template)
         with contextlib.closing(template):
-            prompts, refused = _chat_prompts(
-                chats, template, self.codec, add_generation_prompt, variables
-            )
-        answered = self._run_all(
-            list(prompts.values()), [every[place] for place in prompts], progress, cache
-        )
+            ids = as_ids(conversation_id, len(chats))
+            more = add_generation_prompt, variables
+            if ids is not None:
+                turns = chat_turns(ids, chats, every, self.codec, template, *more, cache)
+                return self._run_all(turns, len(chats), progress)
+            prompts, refused = chat_prompts(chats, template, self.codec, *more)
+        requests = _requests(list(prompts.values()), [every[place] for place in prompts], cache)
+        answered = self._run_all(requests, len(prompts), progress)
         outputs = {p: replace(o, request_id=str(p)) for p, o in zip(prompts, answered, strict=True)}
         return [refused.get(place) or outputs[place] for place in range(len(chats))]
 
+    def forget(self, conversation_id: str) -> None:
+        """End a conversation: nothing of it is kept, and a turn that names it is
+        an error. Its KV blocks, which nobody can name any more, are given up
+        when their room is needed."""
+        self.conversations.forget(check_id(conversation_id))
+
     def stream(
-        self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None = None
+        self,
+        requests: Iterable[Arriving],
+        on_tick: Callable[[], None] | None = None,
+        conversations: Conversations | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Run requests as they come from an iterable; yield each output as soon
         as it is complete.
@@ -240,13 +272,18 @@ class LLM:
             requests: asked for the next one when there is room for it.
             on_tick: called whenever outputs have been yielded, and a few times
                 a second. What it raises ends the stream.
+            conversations: that requests are turns of; None: the LLM's own.
         """
         return self._readings.read(
-            requests, on_tick, lambda delta, output: output, every_step=False
+            requests,
+            on_tick,
+            lambda delta, output: output,
+            every_step=False,
+            conversations=conversations,
         )
 
     def deltas(
-        self, requests: Iterable[PromptRequest], on_tick: Callable[[], None] | None = None
+        self, requests: Iterable[Arriving], on_tick: Callable[[], None] | None = None
     ) -> Generator[Delta, None, None]:
         """Like ``stream``, but yields tokens as they come: what is new of each
         sequence since the last time."""
@@ -258,27 +295,38 @@ class LLM:
         self._readings.cancel_waiting()
 
     def _run_all(
-        self,
-        prompts: list[Prompt],
-        params: list[SamplingParams],
-        progress: bool,
-        cache: CacheUse,
+        self, requests: Iterable[Arriving], count: int, progress: bool
     ) -> list[RequestOutput]:
-        """One output a prompt, in their order."""
-        requests = (
-            PromptRequest(str(i), p, s, cache)
-            for i, (p, s) in enumerate(zip(prompts, params, strict=True))
-        )
+        """One output a request, in the order of their ids, which are numbers."""
         outputs: dict[str, RequestOutput] = {}
         with contextlib.ExitStack() as stack:
-            tick = stack.enter_context(_shown(self, len(prompts), outputs)) if progress else None
+            tick = stack.enter_context(_shown(self, count, outputs)) if progress else None
             for output in stack.enter_context(contextlib.closing(self.stream(requests, tick))):
                 outputs[output.request_id] = output
         lost = next((o.error for o in outputs.values() if isinstance(o.error, WorkerError)), None)
         return [
-            outputs.get(str(i)) or RequestOutput(str(i), None, (), error=lost)
-            for i in range(len(prompts))
+            outputs.get(str(i)) or RequestOutput(str(i), None, (), error=lost) for i in range(count)
         ]
+
+
+def _chat_template(model: str, path: str | Path | None) -> ChatTemplate:
+    """A model's chat template, or that of a file in its place. Raises
+    ConfigError: there is none."""
+    template = ChatTemplate.load(Path(model), None if path is None else Path(path))
+    if template is None:
+        raise ConfigError(
+            f"{model} has no chat template: give a file as chat_template, or use generate",
+            code="no_chat_template",
+        )
+    return template
+
+
+def _requests(
+    prompts: Sequence[Prompt], params: Sequence[SamplingParams], cache: CacheUse
+) -> Iterator[PromptRequest]:
+    """One a prompt."""
+    for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+        yield PromptRequest(str(i), prompt, its, cache)
 
 
 @contextlib.contextmanager
@@ -321,60 +369,3 @@ def _facts(running: RunningEngine) -> Facts:
         vocab_size=running.spec.vocab_size,
         load_s=running.load_s,
     )
-
-
-def _chat_prompts(
-    chats: Sequence[Sequence[Message]],
-    template: ChatTemplate,
-    codec: TextCodec,
-    add_generation_prompt: bool,
-    variables: Mapping[str, Any] | None,
-) -> tuple[dict[int, Prompt], dict[int, RequestOutput]]:
-    """By their places: the conversations' tokens, and what those come to that
-    the template refuses."""
-    now = datetime.now()
-    prompts: dict[int, Prompt] = {}
-    refused: dict[int, RequestOutput] = {}
-    for place, chat in enumerate(chats):
-        try:
-            text = template.render(
-                chat, now, add_generation_prompt=add_generation_prompt, variables=variables
-            )
-            prompts[place] = codec.encode(text, add_special_tokens=False)
-        except RequestError as error:
-            refused[place] = RequestOutput(str(place), None, (), error=error)
-    return prompts, refused
-
-
-def _as_batch(prompts: object) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(
-            f"prompts must be a string or a list, not {type(prompts).__name__}",
-            code="invalid_prompt",
-        )
-    batch = list(prompts)
-    if batch and all(isinstance(item, int) and not isinstance(item, bool) for item in batch):
-        return [batch]
-    return batch
-
-
-def _as_params(params: object, num_prompts: int) -> list[SamplingParams]:
-    """One for each prompt."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    each: list[SamplingParams] = []
-    for item in params if isinstance(params, Sequence) else [params]:
-        if not isinstance(item, SamplingParams):
-            raise RequestError(
-                "params must be SamplingParams, one for all or a list of one each, not "
-                f"{type(item).__name__}",
-                code="invalid_sampling_params",
-            )
-        each.append(item)
-    if len(each) != num_prompts:
-        raise RequestError(
-            f"{num_prompts} prompts but {len(each)} sampling params: give one for all, or one each"
-        )
-    return each

@@ -11,7 +11,13 @@ from fastdecode.core.holders import HolderId, PartId
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.events import Close, Extend, Fork, Open, Resume
 from fastdecode.schedule.plan import Forget, Keep
-from fastdecode.wire.kv.kept import KEY_WORDS, ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.kept import (
+    KEY_WORDS,
+    EndSequence,
+    ForgetBlocks,
+    KeepBlocks,
+    ResumeSequence,
+)
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -50,6 +56,8 @@ def message_for(instruction: ForHolder) -> ToRWorker:
         case Extend():
             return ExtendSequence(part.part_id, part.num_tokens)
         case Close():
+            if instruction.tail is not None:
+                return EndSequence(part.part_id, _words((instruction.tail,)))
             return CloseSequence(part.part_id)
 
 

@@ -22,6 +22,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fastdecode.conversations.conversations import Conversations, Limits
+from fastdecode.conversations.history import History
+from fastdecode.conversations.turn_log import TurnLog
+from fastdecode.conversations.turns import (
+    Asked,
+    ChatTurn,
+    Prompter,
+    PromptTurn,
+    Turn,
+    after_a_failed_turn,
+)
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, SamplingParams
@@ -30,11 +41,15 @@ from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineReque
 from fastdecode.jobs.lines import LineReader, too_long
 from fastdecode.jobs.stopping import StopNow, Stopping
 from fastdecode.jobs.survey import Survey
-from fastdecode.openai.chat import Chat, Turn
+from fastdecode.openai.chat import Chat
+from fastdecode.openai.chat import Turn as Said
 from fastdecode.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from fastdecode.engine.llm import LLM
+
+
+KEEP_ALL = Limits(most=1 << 62)
 
 
 @dataclass(frozen=True)
@@ -101,7 +116,13 @@ class BatchJob:
         found: Survey,
         output: Output,
         recovered: Recovered,
+        turns: TurnLog | None = None,
     ) -> None:
+        self._turns = turns
+        self._conversations = None
+        if turns is not None:
+            self._conversations = Conversations(KEEP_ALL, turns, now=lambda: rules.date)
+        self._failed_conversations: set[str] = set()
         self._path = path
         self._lines = lines
         self._rules = rules
@@ -128,6 +149,8 @@ class BatchJob:
             self._rules.template.close()
         # If something went wrong already, that is what to tell.
         with contextlib.suppress(*([FastDecodeError] if error is not None else [])):
+            if self._turns is not None:
+                self._turns.close()
             self._output.close()
 
     @property
@@ -178,7 +201,8 @@ class BatchJob:
             )
 
         with contextlib.suppress(StopNow):
-            for output in llm.stream(self._requests(llm, stopping), on_tick):
+            asked = self._requests(llm, stopping)
+            for output in llm.stream(asked, on_tick, self._conversations):
                 self._collect(output, llm)
         self._output.sync()
         self._interrupted = stopping.wanted and self.num_pending > 0
@@ -189,12 +213,13 @@ class BatchJob:
             )
         return self.result()
 
-    def _requests(self, llm: LLM, stopping: Stopping) -> Iterator[PromptRequest]:
+    def _requests(self, llm: LLM, stopping: Stopping) -> Iterator[PromptRequest | Turn]:
         """The prompts of the lines that are left; bad lines are answered here."""
         with self._path.open("rb") as file:
             reader = LineReader(file)
             for number, raw in reader:
                 if number in self._done:
+                    self._note_done_turn(number, raw)
                     continue
                 place, self._num_taken = self._num_taken, self._num_taken + 1
                 request, prompts = self._read(number, place, raw, llm)
@@ -203,16 +228,16 @@ class BatchJob:
                     for i, prompt in enumerate(prompts):
                         if stopping.wanted:
                             return
-                        params = self._params(request, i)
-                        yield PromptRequest(f"{number}.{i}", prompt, params, request.cache)
+                        yield self._asked(number, i, prompt, request)
                 if stopping.wanted:
                     return
             self._input_changed = reader.sha256 != self._survey.sha256
 
     def _read(
         self, number: int, place: int, raw: bytes | None, llm: LLM
-    ) -> tuple[LineRequest | None, list[Prompt]]:
-        """A line's request and its prompts; None if it was answered with an error."""
+    ) -> tuple[LineRequest | None, list[Prompt | Prompter]]:
+        """A line's request and its prompts; None if it was answered with an
+        error. A turn's prompt is made when the turns before it are over."""
         line_id: LineId | None = None
         try:
             if raw is None:
@@ -225,6 +250,8 @@ class BatchJob:
                     "own"
                 )
                 raise LineError(text, code=self._lines.duplicate_code, param=self._lines.id_field)
+            if request.conversation_id is not None:
+                return request, [self._prompter(request, llm)]
             return request, [self._prompt(turn, llm) for turn in request.prompts]
         except RequestError as error:
             if isinstance(error, LineError) and error.line_id is not None:
@@ -234,7 +261,43 @@ class BatchJob:
             )
             return None, []
 
-    def _prompt(self, turn: Turn, llm: LLM) -> Prompt:
+    def _note_done_turn(self, number: int, raw: bytes | None) -> None:
+        """A line was answered by an earlier run. If it is a turn that failed,
+        those after it do, too."""
+        if self._turns is None or raw is None or str(number) in self._turns.names:
+            return
+        with contextlib.suppress(RequestError):
+            whose = self._lines.parse(raw, number).conversation_id
+            if whose is not None:
+                self._failed_conversations.add(whose)
+
+    def _prompter(self, request: LineRequest, llm: LLM) -> Prompter:
+        if request.conversation_id in self._failed_conversations:
+            return _refuse_later_turn
+        (said,) = request.prompts
+        if not isinstance(said, Chat):
+            return PromptTurn(said, llm.codec)
+        assert self._rules.template is not None, "the reader refuses chats without a template"
+        return ChatTurn(
+            tuple(said.messages),
+            llm.codec,
+            self._rules.template,
+            said.add_generation_prompt,
+            said.variables,
+        )
+
+    def _asked(
+        self, number: int, place: int, prompt: Prompt | Prompter, request: LineRequest
+    ) -> PromptRequest | Turn:
+        """A line's prompt at this place, as a request."""
+        name, params = f"{number}.{place}", self._params(request, place)
+        if request.conversation_id is not None:
+            assert callable(prompt)
+            return Turn(name, request.conversation_id, prompt, params, request.cache, str(number))
+        assert not callable(prompt)
+        return PromptRequest(name, prompt, params, request.cache)
+
+    def _prompt(self, turn: Said, llm: LLM) -> Prompt:
         if not isinstance(turn, Chat):
             return turn
         assert self._rules.template is not None, "the reader refuses chats without a template"
@@ -284,3 +347,8 @@ class BatchJob:
         self._num_run += 1
         self._num_run_failed += failed
         self._output.append(place, prompt, answer)
+
+
+def _refuse_later_turn(history: History) -> Asked:
+    """The prompt of a turn that comes after one that has failed."""
+    raise after_a_failed_turn()

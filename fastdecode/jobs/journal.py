@@ -52,6 +52,7 @@ class Journal:
         sync_lines: fsync after so many lines,
         sync_s: or so many seconds after the first that isn't synced.
         clock: in seconds.
+        before_sync: called before each fsync.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Journal:
         sync_lines: int,
         sync_s: float,
         clock: Callable[[], float] = time.monotonic,
+        before_sync: Callable[[], None] = lambda: None,
     ) -> None:
+        self._before_sync = before_sync
         self._path = path
         self._fd = fd
         self._sync_lines = sync_lines
@@ -104,6 +107,7 @@ class Journal:
         """Have what was written survive a power cut."""
         if not self._num_unsynced:
             return
+        self._before_sync()
         try:
             os.fsync(self._fd)
         except OSError as error:

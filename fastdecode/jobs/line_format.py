@@ -27,6 +27,8 @@ class LineRequest:
     body: BodyRequest | None = None
     """The body that it is the line of, where lines have bodies."""
     cache: CacheUse = SHARED
+    conversation_id: str | None = None
+    """The conversation that it is a turn of."""
 
 
 class LineError(RequestError):

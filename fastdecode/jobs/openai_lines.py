@@ -65,7 +65,9 @@ class OpenAILines:
         except RequestError as error:
             param = getattr(error, "param", None)
             raise LineError(str(error), code=error.code, line_id=custom_id, param=param) from None
-        return LineRequest(custom_id, asked.prompts, asked.params, asked, asked.cache)
+        return LineRequest(
+            custom_id, asked.prompts, asked.params, asked, asked.cache, asked.conversation_id
+        )
 
     def answer(
         self, number: int, request: LineRequest, outputs: Sequence[RequestOutput], codec: TextCodec

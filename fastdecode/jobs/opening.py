@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from fastdecode.conversations.turn_log import TurnLog, identity_of
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import check_paths
@@ -110,9 +111,35 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
             f"the run before ended in the middle of a line: {recovered.num_torn_bytes} bytes were "
             "cut off"
         )
-    journal = Journal(options.output, held.fd, sync_lines=options.sync_lines, sync_s=options.sync_s)
+    turns = None
+    if found.num_turns:
+        turns = _turns(options, Path(config.model), held, recovered)
+    journal = Journal(
+        options.output,
+        held.fd,
+        sync_lines=options.sync_lines,
+        sync_s=options.sync_s,
+        before_sync=(lambda: None) if turns is None else turns.sync,
+    )
     rules = Rules(manifest.seed_of, template, manifest.date)
-    return BatchJob(options.input, lines, rules, found, journal, recovered)
+    return BatchJob(options.input, lines, rules, found, journal, recovered, turns)
+
+
+def _turns(options: JobOptions, model: Path, held: Held, recovered: Recovered) -> TurnLog:
+    """What the conversations among the lines have come to, of those that are
+    answered."""
+    path = options.output.with_name(options.output.name + ".turns")
+
+    def counts(name: str) -> bool:
+        return name.isdecimal() and int(name) in recovered.done
+
+    try:
+        if not recovered.done:
+            path.unlink(missing_ok=True)
+        return TurnLog(path, identity_of(model), counts=counts)
+    except BaseException:
+        held.let_go()
+        raise
 
 
 def open_ordered_job(

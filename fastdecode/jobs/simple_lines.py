@@ -4,7 +4,8 @@ out.
 An input line is ``{"id": …, "prompt": "…"}`` or
 ``{"id": …, "prompt_token_ids": […]}``, with any sampling parameter beside it.
 ``"cache": "off"`` keeps a line's KV blocks from others, ``"cache_salt"`` from
-lines with another one.
+lines with another one. Lines of one ``"conversation_id"`` are its turns, in
+their order: each has what is new as its prompt.
 
 An output line is ``{"id", "text", "token_ids", "finish_reason", "usage"}``
 (``"completions"`` instead of the middle three when n > 1, ``"logprobs"`` when
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
+from fastdecode.conversations.turns import check_turn
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import CacheUse, Completion, Prompt, RequestOutput, SamplingParams
 from fastdecode.jobs.line_format import LineError, LineId, LineRequest
@@ -26,7 +28,9 @@ from fastdecode.jobs.lines import load_object, utf8
 from fastdecode.text.codec import TextCodec
 
 SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
-LINE_FIELDS = ("id", "prompt", "prompt_token_ids", *SAMPLING_FIELDS, "cache", "cache_salt")
+LINE_FIELDS = (
+    "id", "prompt", "prompt_token_ids", *SAMPLING_FIELDS, "cache", "cache_salt", "conversation_id",
+)  # fmt: skip
 
 
 def _refuse_unknown_fields(line: dict[str, Any]) -> None:
@@ -116,7 +120,9 @@ class SimpleLines:
             overrides = {name: line[name] for name in SAMPLING_FIELDS if line.get(name) is not None}
             params = replace(self._defaults, **overrides)
             cache = CacheUse.of(line.get("cache"), line.get("cache_salt"))
-            return LineRequest(line_id, (_prompt_of(line),), params, cache=cache)
+            whose = check_turn(line.get("conversation_id"), params, 1)
+            prompts = (_prompt_of(line),)
+            return LineRequest(line_id, prompts, params, cache=cache, conversation_id=whose)
         except RequestError as error:
             raise LineError(str(error), code=error.code, line_id=line_id) from None
 

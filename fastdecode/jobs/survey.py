@@ -36,6 +36,8 @@ class Survey:
     """Lines that can't be answered, duplicates among them."""
     num_untokenizable: int = 0
     """Of those, the ones with text for which there is no tokenizer."""
+    num_turns: int = 0
+    """Lines that are turns of conversations."""
     complaints: list[tuple[int, str]] = field(default_factory=list)
     """(line number, what is wrong) of the first bad lines."""
 
@@ -106,6 +108,7 @@ def survey(path: Path, lines: LineFormat, *, takes_text: bool = True) -> Survey:
                     raise LineError(str(too_long(number)), code="line_too_long")
                 request = lines.parse(raw, number)
                 line_id = request.line_id
+                found.num_turns += request.conversation_id is not None
                 if not takes_text:
                     _refuse_text(found, request)
             except LineError as error:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
+from fastdecode.conversations.turns import check_turn
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SHARED, CacheUse, SamplingParams
 from fastdecode.openai.chat import Chat, Turn
@@ -41,6 +42,7 @@ FIELDS = {
         "return_token_ids", "chat_template_kwargs", "add_generation_prompt", "cache", "cache_salt",
     ),
 }  # fmt: skip
+OFFLINE_FIELDS = ("conversation_id",)
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 # Field → values that ask for nothing, beside null.
 NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
@@ -94,6 +96,8 @@ class BodyRequest:
     stream: StreamOptions | None = None
     """How to answer token by token; None: the answer comes when it is whole."""
     cache: CacheUse = SHARED
+    conversation_id: str | None = None
+    """The conversation that it is a turn of: its prompt is what is new."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class RequestReader:
         """The request of a body that was posted to ``url``, one of the two. Raises BodyError."""
         is_chat = url == CHAT_URL
         stream = _stream(body) if self.is_online else None
-        _refuse_unsupported(body, url, STREAM_FIELDS if self.is_online else ())
+        _refuse_unsupported(body, url, STREAM_FIELDS if self.is_online else OFFLINE_FIELDS)
         model = body.get("model")
         if model is not None and model not in self.served_model_names:
             names = ", ".join(self.served_model_names)
@@ -141,7 +145,8 @@ class RequestReader:
         prompts = (self._chat(body),) if is_chat else _prompts(body.get("prompt"))
         params = self._params(body, is_chat=is_chat)
         cache = _cache_use(body)
-        return BodyRequest(prompts, params, is_chat, model, want_token_ids, stream, cache)
+        whose = None if self.is_online else _conversation(body, params, len(prompts))
+        return BodyRequest(prompts, params, is_chat, model, want_token_ids, stream, cache, whose)
 
     def _params(self, body: dict[str, Any], *, is_chat: bool) -> SamplingParams:
         # null is the same as not given
@@ -201,6 +206,13 @@ def _cache_use(body: dict[str, Any]) -> CacheUse:
     except RequestError as error:
         param = blamed(error, ("cache_salt", "cache"))
         raise BodyError(str(error), code=error.code, param=param) from None
+
+
+def _conversation(body: dict[str, Any], params: SamplingParams, num_prompts: int) -> str | None:
+    try:
+        return check_turn(body.get("conversation_id"), params, num_prompts)
+    except RequestError as error:
+        raise BodyError(str(error), code=error.code, param="conversation_id") from None
 
 
 def _boolean(body: dict[str, Any], name: str, more: str = "") -> bool | None:

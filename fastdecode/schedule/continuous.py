@@ -131,7 +131,7 @@ class ContinuousScheduler:
             may_start: somebody may start.
         """
         lane = self.lanes[lane_index]
-        if lane.is_planned and any(_is_due(run, lane.step) for run in lane.running.values()):
+        if lane.is_planned and any(run.is_due(lane.step) for run in lane.running.values()):
             return Plan()
         lane.is_planned = True
         lane.step += 1
@@ -151,7 +151,7 @@ class ContinuousScheduler:
         """The lane's next step, as it was planned: of all that have their room;
         none: nobody has it yet."""
         lane = self.lanes[lane_index]
-        due = [run for run in lane.running.values() if _is_due(run, lane.step)]
+        due = [run for run in lane.running.values() if run.is_due(lane.step)]
         able = [run for run in due if run.is_open]
         lane.is_planned = bool(due) and not able
         if len(able) < len(due) and able:
@@ -202,7 +202,7 @@ class ContinuousScheduler:
 
     def _start_waiting(self, lane: Lane) -> list[Start]:
         """Start as many as blocks, prefill budget and policy allow."""
-        is_busy = any(run.is_open and _is_due(run, lane.step) for run in lane.running.values())
+        is_busy = any(run.is_open and run.is_due(lane.step) for run in lane.running.values())
         ahead = self._opening_steps if is_busy else 0
         if self.hybrid is not None and lane.index == 0:
             ahead = 0  # the device answers at once
@@ -281,16 +281,11 @@ def _running_sibling(lanes: Iterable[Lane], sequence: Sequence) -> Run | None:
     return max(siblings, key=lambda run: (run.is_open, run.sequence.num_cached), default=None)
 
 
-def _is_due(run: Run, step: int) -> bool:
-    """Whether it was to run in this step of its lane."""
-    return run.first_step is not None and run.first_step <= step
-
-
 def _ends(run: Run, step: int) -> bool:
     """Whether this step of its lane is its last for certain."""
     sequence = run.sequence
     is_last = not run.prefill and sequence.num_generated + 1 >= sequence.request.max_tokens
-    return is_last and run.is_open and _is_due(run, step)
+    return is_last and run.is_open and run.is_due(step)
 
 
 def _put_off(lane: Lane, run: Run) -> None:

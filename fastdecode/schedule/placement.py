@@ -77,8 +77,11 @@ class BlockLedger:
         ``taken``: holder → blocks that are as good as reserved."""
         blocks, most = self.shape.blocks_for(num_tokens), self.shape.blocks_for(may_grow_to)
         # What is kept for nobody who runs is as good as free.
-        idle = self.cache.stock.num_idle
-        free = {h: self.free_blocks(h) + idle(h) - taken.get(h, 0) for h in self.capacity.present}
+        stock = self.cache.stock
+        free = {
+            h: self.free_blocks(h) + stock[h].num_idle - taken.get(h, 0)
+            for h in self.capacity.present
+        }
         fitting = (h for h in free if free[h] >= blocks and self.capacity.blocks(h) >= most)
         return sorted(fitting, key=lambda h: (-free[h], h))
 
@@ -130,7 +133,7 @@ class BlockLedger:
     def grow(self, part: Part, num_tokens: int) -> bool:
         """Enlarge a part to so many tokens, if there is room; says whether there was."""
         blocks = self.shape.blocks_for(num_tokens) - self.shape.blocks_for(part.num_tokens)
-        if blocks > self.free_blocks(part.holder) + self.cache.stock.num_idle(part.holder):
+        if blocks > self.free_blocks(part.holder) + self.cache.stock[part.holder].num_idle:
             return False
         self._free[part.holder] -= blocks
         self.cache.make_room(part.holder, self._free[part.holder])

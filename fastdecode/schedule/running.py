@@ -48,6 +48,10 @@ class Run:
     def next_chunk(self) -> Chunk:
         return Chunk(self.sequence, self.prefill.popleft()) if self.prefill else self.decode
 
+    def is_due(self, step: int) -> bool:
+        """Whether it was to run in this step of its lane."""
+        return self.first_step is not None and self.first_step <= step
+
 
 @dataclass(eq=False)
 class Lane:
@@ -62,6 +66,12 @@ class Lane:
     reserved_tokens: Counter[HolderId] = field(default_factory=Counter)
     index: int = 0
     """Which lane it is."""
+
+    @property
+    def num_next_tokens(self) -> int:
+        """Most that its next step runs, once that is planned."""
+        due = [run for run in self.running.values() if run.is_due(self.step)]
+        return sum([run.prefill[0] if run.prefill else 1 for run in due])
 
     def enter(self, run: Run, residence: Residence) -> None:
         """A sequence runs in the lane from now on."""

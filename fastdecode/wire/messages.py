@@ -20,6 +20,8 @@ message             direction  meaning, and the answer
                                each by a key (``fastdecode.wire.kv.kept``); no answer
 ``ResumeSequence``  S → R      a new sequence that starts with kept blocks →
                                ``Accepted`` or ``Refused``
+``EndSequence``     S → R      as ``CloseSequence``; its last block, which isn't
+                               full, is kept by a key; no answer
 ``ForgetBlocks``    S → R      blocks aren't kept any more; no answer
 ``BeginStep``       S → R      which sequences step, how many tokens each appends
                                and attends; travels once a step and lane, not once a

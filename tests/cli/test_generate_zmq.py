@@ -15,6 +15,7 @@ from typing import TypeAlias
 import pytest
 from generate_jobs import answers_alone, write_requests
 from mpi_launch import Running, running
+from turn_lines import check_turns, write_turns
 
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
@@ -69,6 +70,19 @@ def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Asked:
 
 def at(addresses: list[str]) -> list[str]:
     return [word for address in addresses for word in ("--r-worker", address)]
+
+
+def test_conversations_go_on_from_kept_blocks_at_addresses(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    write_turns(tmp_path / "turns.jsonl")
+    options = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
+    options += ["--block-size", "16", "--input", str(tmp_path / "turns.jsonl"), "--output"]
+    plain, kept = tmp_path / "plain.jsonl", tmp_path / "kept.jsonl"
+    assert main([*options, str(plain), "--kv-memory-gb", "0.01"]) == 0
+    with r_workers("*", "*") as (_, addresses):
+        assert main([*options, str(kept), "--prefix-cache", "on", *at(addresses)]) == 0
+    check_turns(plain, kept)
 
 
 def test_tokens_are_those_of_threads_one_job_after_another(asked: Asked, tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ import pytest
 import torch
 from generate_jobs import answers_alone, write_requests
 from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, run, running
+from turn_lines import check_turns, write_turns
 
 from examples import TRIES_ALL
+from fastdecode.cli.main import main
 
 pytestmark = needs_mpi
 
@@ -52,6 +54,20 @@ def test_ranks_with_a_command_each(job: Job) -> None:
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert "rank 3" in outcome.output
     assert output.read_text() == expected()
+
+
+def test_conversations_go_on_from_kept_blocks_on_ranks(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    write_turns(tmp_path / "turns.jsonl")
+    options = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
+    options += ["--block-size", "16", "--input", str(tmp_path / "turns.jsonl"), "--output"]
+    plain, kept = tmp_path / "plain.jsonl", tmp_path / "kept.jsonl"
+    assert main([*options, str(plain), "--kv-memory-gb", "0.01"]) == 0
+    command = [mpirun(), *open_mpi_options(), "-n", "3", *FASTDECODE, *options, str(kept)]
+    outcome = run([*command, "--prefix-cache", "on", "--kv-memory-gb", "0.01"], timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    check_turns(plain, kept)
 
 
 def test_roles_by_rank(job: Job) -> None:

@@ -17,7 +17,7 @@ from store_machine import NUM_BLOCKS, KVStoreMachine, counts, ids, refuses_uncha
 
 from examples import examples
 from fastdecode.core.errors import CapacityError, ProtocolError
-from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import Accepted, CloseSequence, OpenSequence, Refused
 from rworker.kv_store import KVStore
 
@@ -58,7 +58,9 @@ class KeepingMachine(KVStoreMachine):
     @rule(data=st.data(), less=st.integers(0, STORE_BLOCK - 1), more=st.integers(0, 9))
     def resume(self, data: st.DataObject, less: int, more: int) -> None:
         """Of any kept blocks in any order: a store knows nothing of chains."""
-        keys = data.draw(st.lists(st.sampled_from(sorted(self.kept)), min_size=1, unique=True))
+        drawn = data.draw(st.lists(st.sampled_from(sorted(self.kept)), min_size=1, unique=True))
+        keys = [key for key in drawn[:-1] if len(self.kept[key][1]) == STORE_BLOCK] + drawn[-1:]
+        less %= len(self.kept[keys[-1]][1])
         tokens = [token for key in keys for token in self.kept[key][1]][: -less or None]
         blocks = self.store.cached.of_keys(keys)
         assert blocks.tolist() == [self.kept[key][0] for key in keys]
@@ -67,6 +69,22 @@ class KeepingMachine(KVStoreMachine):
             tokens,
             len(tokens) + more,
         )
+
+    @precondition(lambda self: any(len(t) % STORE_BLOCK for t in self.tokens.values()))
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """Close a sequence whose last block isn't full, and keep that."""
+        partly = [s for s, tokens in self.tokens.items() if len(tokens) % STORE_BLOCK]
+        sequence = data.draw(st.sampled_from(partly), "sequence")
+        block = int(self.store.tables.of_row(self.store.tables.row(sequence))[-1])
+        key = self._new_key()
+        if block in {kept for kept, _ in self.kept.values()}:
+            refuses_unchanged(self.store, ProtocolError, lambda: self.store.close(sequence, key))
+            return
+        self.store.close(sequence, key)
+        tokens = self.tokens.pop(sequence)
+        del self.reserved[sequence]
+        self.kept[key] = block, tuple(tokens[-(len(tokens) % STORE_BLOCK) :])
 
     @precondition(lambda self: self.kept)
     @rule(data=st.data())
@@ -79,7 +97,7 @@ class KeepingMachine(KVStoreMachine):
     @invariant()
     def kept_blocks_hold_what_they_held(self) -> None:
         for block, tokens in self.kept.values():
-            assert tuple(self.memory.cells[block].tolist()) == tokens
+            assert tuple(self.memory.cells[block, : len(tokens)].tolist()) == tokens
 
     @invariant()
     def sharing_never_costs_blocks(self) -> None:
@@ -143,6 +161,9 @@ def test_a_store_without_room_for_the_rest_refuses_to_resume() -> None:
         (ResumeSequence(1, 9, 5, keys(9)), "would resume 5 tokens"),
         (ResumeSequence(1, 3, 4, keys(9)), "would resume 4 tokens"),
         (ResumeSequence(0, 9, 4, keys(9)), "is open already"),
+        (EndSequence(1, keys(1)), "sequence 1 is not open"),
+        (EndSequence(0, keys(1)), "no last block that isn't full"),
+        (EndSequence(0, keys(1, 2)), "shape"),
         (ForgetBlocks(keys(1)), "no block is kept"),
         (ForgetBlocks(keys(9, 9)), "twice"),
     ],
@@ -179,3 +200,24 @@ def test_a_resumed_sequence_steps_from_where_its_blocks_end() -> None:
     far = replace(resume, sequence_id=2, num_reserved_tokens=1 << 20)
     refused = worker.answer(far)
     assert isinstance(refused, Refused) and refused.code == "exceeds_capacity"
+
+
+def test_the_last_block_of_a_sequence_that_ends_is_kept_as_it_is() -> None:
+    worker = Worker()
+    worker.tell(HELLO)
+    worker.answer(OpenSequence(0, 20))
+    num_tokens = 2 * BLOCK_SIZE - 3
+    worker.run_step(step_of((0, 0, num_tokens)))
+    worker.tell(KeepBlocks(0, 0, keys(1)))
+    worker.tell(EndSequence(0, keys(2)))
+    assert worker.answer(ResumeSequence(1, 20, num_tokens, keys(1, 2))) == Accepted(1)
+    copy, *_ = worker.tell(step_of((1, num_tokens, 1), step=1))
+    assert (copy.source_ids, copy.target_ids) == ([1], [2]), "what is kept isn't written"
+
+
+def test_a_sequence_ends_with_its_last_block_only_when_that_is_there_in_every_layer() -> None:
+    worker = Worker()
+    worker.tell(HELLO)
+    worker.answer(OpenSequence(0, 20))
+    worker.tell(step_of((0, 0, BLOCK_SIZE - 1)))
+    worker.fails(EndSequence(0, keys(1)), "is in an open step")

@@ -27,10 +27,15 @@ def harness(
     mode: str = "greedy",
     lanes: int = 1,
     opening: int = 0,
+    identity: str | None = "a",
     **more: object,
 ) -> Harness:
     scheduler = make_scheduler(
-        options(mode, lanes, **more), blocks, BLOCK_SIZE, opening_steps=opening, cache_identity="a"
+        options(mode, lanes, **more),
+        blocks,
+        BLOCK_SIZE,
+        opening_steps=opening,
+        cache_identity=identity,
     )
     return Harness(scheduler, [Store(count) for count in blocks], lanes)
 
@@ -97,6 +102,72 @@ def test_a_turn_runs_what_is_no_full_block_of_the_last_one() -> None:
         assert spared == full, "generated blocks, too; the last token was never run"
 
 
+def test_a_conversations_turn_runs_what_is_new_and_the_last_drawn_token() -> None:
+    chat = harness()
+    tokens, spared = turn(chat, tuple(range(9)), cache=CacheUse(turn=0))
+    assert spared == 0
+    for new in (1, 6, 2, 5):
+        past = len(tokens) - 1
+        tokens, spared = turn(chat, tokens + (7,) * new, cache=CacheUse(turn=past))
+        assert spared == past
+    stock = chat.scheduler.ledger.cache.stock
+    kept = len(stock[HolderId(0)]) + len(stock[HolderId(1)])
+    assert kept == -(-(len(tokens) - 1) // BLOCK_SIZE), "ends of earlier turns are given up"
+
+
+def test_a_turn_that_fails_leaves_what_the_next_one_starts_with() -> None:
+    chat = harness()
+    tokens, _ = turn(chat, tuple(range(9)), cache=CacheUse(turn=0))
+    past = len(tokens) - 1
+    assert chat.arrive(0, (9,), 9, prompt=(*tokens, 5), cache=CacheUse(turn=past))
+    for _ in range(4):
+        chat.turn(0)
+    chat.cancel(next(iter(chat.live.values())))
+    chat.run_out()
+    assert turn(chat, (*tokens, 6), cache=CacheUse(turn=past))[1] >= past
+
+
+@briefly
+@given(
+    st.data(),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 6)), max_size=14),
+    st.integers(1, 2),
+    st.sampled_from((None, 8)),
+    st.booleans(),
+)
+def test_conversations_fail_and_lose_their_blocks_and_nobody_reads_what_is_not_its_own(
+    data: st.DataObject,
+    turns: list[tuple[int, int, int]],
+    num_lanes: int,
+    split: int | None,
+    lose: bool,
+) -> None:
+    """They begin alike, and some are cancelled; not all of them have room."""
+    chat = harness((9, 9, 14), lanes=num_lanes, split_tokens=split)
+    histories: dict[int, tuple[int, ...]] = dict.fromkeys(range(4), ())
+    running: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for who, num_new, length in turns:
+        if who not in running:
+            past = histories[who]
+            prompt = past + tuple(range(num_new))
+            name = chat.num_arrived
+            cache = CacheUse(turn=max(0, len(past) - 1))
+            if chat.arrive(0, (length,), length, prompt=prompt, cache=cache):
+                running[who] = name, prompt
+        for lane in data.draw(st.lists(st.integers(0, num_lanes - 1), max_size=9)):
+            chat.turn(lane)
+        if chat.live and data.draw(st.integers(0, 5)) == 0:
+            chat.cancel(data.draw(st.sampled_from(list(chat.live.values()))))
+        if lose and not chat.lost and data.draw(st.integers(0, 7)) == 0:
+            chat.lose(0)
+        for whose, (name, prompt) in list(running.items()):
+            if name in chat.finished:
+                histories[whose] = prompt + tuple(chat.finished[name])
+            if name in chat.finished or name not in chat.live:
+                del running[whose]
+    chat.run_out()
+
+
 def test_of_a_wholly_cached_prompt_one_token_runs() -> None:
     chat = harness()
     for expected in (0, 7, 7):
@@ -158,11 +229,25 @@ def test_blocks_that_nobody_has_hit_take_no_memory_that_was_never_touched() -> N
     for start in range(0, 500, 50):
         turn(chat, tuple(range(start, start + 11)), 1)
     ledger = chat.scheduler.ledger
-    assert ledger.cache.stock.num_kept(HolderId(0)) <= 3
+    assert len(ledger.cache.stock[HolderId(0)]) <= 3
     for _ in range(2):  # what was given up for it is asked for again: it is worth the memory
         for start in range(0, 500, 50):
             turn(chat, tuple(range(start, start + 11)), 1)
-    assert ledger.cache.stock.num_kept(HolderId(0)) > 15
+    assert len(ledger.cache.stock[HolderId(0)]) > 15
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_waves_of_prompts_touch_no_more_memory_than_without_a_cache(lanes: int) -> None:
+    touched = []
+    for identity in (None, "a"):
+        waves = harness((60,), lanes=lanes, identity=identity)
+        for wave in range(4):
+            for start in range(5):
+                own = 1000 * wave + 100 * start
+                assert waves.arrive(0, (4,), 4, prompt=tuple(range(own, own + 12)))
+            waves.run_out()
+        touched.append(waves.stores[0].num_touched)
+    assert touched[1] <= touched[0]
 
 
 def test_a_holder_that_is_much_busier_than_others_is_left_alone() -> None:

@@ -32,7 +32,7 @@ from fastdecode.wire.kv.chunks import (
     FetchedChunk,
     StoreChunk,
 )
-from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     OPCODES,
@@ -159,6 +159,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     CloseSequence: st.builds(CloseSequence, INTS),
     KeepBlocks: st.builds(KeepBlocks, INTS, INTS, arrays_of(np.int64, (3, 2))),
     ResumeSequence: st.builds(ResumeSequence, INTS, INTS, INTS, arrays_of(np.int64, (2, 2))),
+    EndSequence: st.builds(EndSequence, INTS, arrays_of(np.int64, (1, 2))),
     ForgetBlocks: st.builds(ForgetBlocks, arrays_of(np.int64, (0, 2))),
     BeginStep: begin_steps(),
     Attend: attends(),

@@ -46,3 +46,14 @@ def block_keys(parent: bytes, token_ids: Sequence[int], block_size: int) -> list
         parent = blake2b(parent + data[at : at + size], digest_size=KEY_BYTES).digest()
         keys.append(parent)
     return keys
+
+
+def tail_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a block that isn't full.
+
+    Args:
+        parent: as of ``block_keys``.
+        token_ids: of the block.
+    """
+    data = np.array(token_ids, "<i4").tobytes()
+    return blake2b(parent + data, digest_size=KEY_BYTES, person=b"tail").digest()

@@ -28,7 +28,7 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.kv.chunks import ExpectTokens, FetchChunk, StoreChunk
-from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.kv.taking_over import TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Attend,
@@ -114,7 +114,7 @@ class LocalConnection:
                 self._answers.append(self._greet(message))
             case OpenSequence() | ForkSequence() | ExtendSequence() | ResumeSequence():
                 self._answers.append(self.books.reserve(message))
-            case CloseSequence():
+            case CloseSequence() | EndSequence():
                 self.books.close(message)
             case KeepBlocks():
                 self.books.keep(message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastdecode.core.holders import SequenceId
-from fastdecode.core.model.block_keys import block_keys, root_key
+from fastdecode.core.model.block_keys import block_keys, root_key, tail_key
 from fastdecode.core.sequence import Sequence
 
 
@@ -44,6 +44,14 @@ class Chains:
             tokens = sequence.token_ids[len(chain) * size : num_blocks * size]
             chain += block_keys(parent, tokens, size)
         return chain[:num_blocks]
+
+    def with_tail(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """Keys of the blocks that so many leading tokens of a sequence fill, the
+        last of which isn't full."""
+        full = num_tokens // self._block_size
+        keys = self.keys(sequence, full)
+        parent = keys[-1] if keys else root_key(self._identity or "", sequence.request.cache.salt)
+        return [*keys, tail_key(parent, sequence.token_ids[full * self._block_size : num_tokens])]
 
     def is_over(self, sequence: Sequence) -> None:
         """Nobody asks for its blocks' keys any more."""

@@ -5,7 +5,8 @@ them one after the other, those given back first, so without a cache no more are
 ever touched than were full at the busiest moment. Kept blocks would make a job
 that has nothing to reuse touch all of them. So those that nobody has hit may
 only fill what the busiest moment has touched, until it shows that prompts do
-come again: then there is no limit.
+come again: then there is no limit. Blocks of conversations are as good as hit:
+somebody has said that there will be another turn.
 """
 
 from __future__ import annotations
@@ -48,13 +49,15 @@ class FreshMemory:
         self._num_asked += num_tokens
         self._num_worth += num_hit + len(missed) * self._block_size
 
-    def most_unhit(self, num_cached_tokens: int) -> int | None:
+    def most_unhit(self, num_cached_tokens: int, num_running: int) -> int | None:
         """How many blocks that nobody has hit may be kept beside so many tokens
-        of running sequences. None: any number."""
+        of so many running sequences, each of which may have a block that isn't
+        full. None: any number."""
         self._peak_tokens = max(self._peak_tokens, num_cached_tokens)
         if self._num_worth and self._num_worth * _WORTH_IT >= self._num_asked:
             return None
-        return (self._peak_tokens - num_cached_tokens) // self._block_size
+        most = self._peak_tokens // self._block_size
+        return max(0, most - num_cached_tokens // self._block_size - num_running)
 
     def gave_up(self, keys: Iterable[bytes]) -> None:
         """These blocks were given up for it."""

@@ -82,20 +82,20 @@ class BlockIndex:
             self._idle.add(key, block)
         return condemned
 
+    def want(self, keys: Iterable[bytes]) -> None:
+        """These blocks, which are in use, are worth memory as if they were hit."""
+        for key in keys:
+            self._blocks[key].was_hit = True
+
     def condemn(self, keys: Iterable[bytes]) -> None:
         """Nobody is to start with these blocks, which are in use."""
         for key in keys:
             self._blocks[key].is_condemned = True
 
-    def give_up(self, count: int) -> list[bytes]:
-        """So many idle blocks."""
-        return self._drop(self._idle.give_up(count))
-
-    def give_up_unhit(self, count: int) -> list[bytes]:
-        """So many of those that were never hit."""
-        return self._drop(self._idle.give_up_unhit(count))
-
-    def _drop(self, keys: list[bytes]) -> list[bytes]:
+    def give_up(self, count: int, *, only_unhit: bool = False) -> list[bytes]:
+        """So many idle blocks; or of those that were never hit."""
+        idle = self._idle
+        keys = idle.give_up_unhit(count) if only_unhit else idle.give_up(count)
         for key in keys:
             del self._blocks[key]
         return keys

@@ -19,6 +19,8 @@ class KeptPart:
     """Of the blocks that were looked at: its key, if it is kept by it."""
     tail: bytes | None = None
     """The kept block that is copied when the sequence's first token is run."""
+    is_turns_tail: bool = False
+    """That block is the end of the turn before this one: it isn't full."""
     is_lost: bool = False
     """Its holder is."""
 
@@ -51,6 +53,8 @@ class Sharing:
     parts: list[KeptPart]
     coming: set[bytes] = field(default_factory=set)
     """Keys of the blocks that it is computing before it draws."""
+    is_answered: bool = False
+    """It is a turn of a conversation, and has come to its end."""
 
     @classmethod
     def of(cls, residence: Residence) -> Sharing:

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 from fastdecode.core.holders import HolderId, Residence, SequenceId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.cache.chains import Chains
+from fastdecode.schedule.cache.coming import Coming
 from fastdecode.schedule.cache.parts import Sharing
 from fastdecode.schedule.cache.reuse import Reuse, reuses
 from fastdecode.schedule.cache.stock import Stock
@@ -40,10 +41,8 @@ class PrefixCache:
         # Of the blocks in the tables of running sequences, summed over these,
         # those that are kept.
         self._num_shared = [0] * num_holders
-        self._coming: Counter[bytes] = Counter()
-        self.computing: set[SequenceId] = set()
-        """Running sequences that haven't computed all of the blocks yet that
-        they are to before they draw."""
+        self.coming = Coming()
+        """What is being computed."""
 
     @property
     def is_on(self) -> bool:
@@ -52,7 +51,7 @@ class PrefixCache:
     def num_beside(self, holder: HolderId) -> int:
         """Kept blocks, less those that running sequences have reserved room
         for; negative where several use one."""
-        return self.stock.num_kept(holder) - self._num_shared[holder]
+        return len(self.stock[holder]) - self._num_shared[holder]
 
     def make_room(self, holder: HolderId, num_unreserved: int) -> None:
         """Keep no more than so many blocks allow that aren't reserved."""
@@ -68,8 +67,13 @@ class PrefixCache:
         """
         if not self._chains.is_shared(sequence):
             return []
-        keys = self._chains.keys(sequence)
-        return reuses(self.stock, keys, sizes, len(sequence.token_ids), self._block_size)
+        stock, size, num_tokens = self.stock, self._block_size, len(sequence.token_ids)
+        found = reuses(stock, self._chains.keys(sequence), sizes, num_tokens - 1, size)
+        turn = sequence.request.cache.turn or 0
+        if turn % size and turn < num_tokens:
+            keys = self._chains.with_tail(sequence, turn)
+            found += reuses(stock, keys, sizes, turn, size, with_tail=True)
+        return sorted(found, key=lambda reuse: -reuse.num_tokens)
 
     def is_coming(self, sequence: Sequence, found: Seq[Reuse]) -> bool:
         """Whether a running sequence is computing the first block that this one
@@ -78,11 +82,11 @@ class PrefixCache:
         Args:
             found: what it could start with now.
         """
-        if not self._coming or not self._chains.is_shared(sequence):
+        if not self.coming or not self._chains.is_shared(sequence):
             return False
         keys = self._chains.keys(sequence)
-        num_there = sum(map(len, found[0].keys)) if found else 0
-        return num_there < len(keys) and keys[num_there] in self._coming
+        num_there = found[0].num_blocks if found else 0
+        return num_there < len(keys) and keys[num_there] in self.coming
 
     def begin(self, sequence: Sequence, residence: Residence, reuse: Reuse | None) -> None:
         """The sequence starts, with kept blocks or none."""
@@ -91,17 +95,18 @@ class PrefixCache:
         sharing = self._sharing[sequence.sequence_id] = Sharing.of(residence)
         num_there = 0
         if reuse is not None:
-            num_there = sum(map(len, reuse.keys))
+            num_there = reuse.num_blocks
             for part, used in zip(sharing.parts, reuse.keys, strict=False):
-                self.stock.use(part.holder, used, as_hit=True)
+                self.stock[part.holder].use(used, as_hit=True)
                 part.names.extend(used)
             if reuse.num_tokens % self._block_size:
                 last = sharing.parts[len(reuse.keys) - 1]
                 last.tail = last.names.pop()
+                last.is_turns_tail = reuse.has_tail
         for part in sharing.parts:
             self._num_shared[part.holder] += part.num_shared
         missing = self._chains.keys(sequence)[num_there:]
-        self._expect(sequence, sharing, missing)
+        self.coming.expect(sequence.sequence_id, sharing, missing)
         num_hit = 0 if reuse is None else reuse.num_tokens
         self.stock.fresh.started(missing, len(sequence.token_ids), num_hit)
 
@@ -117,7 +122,7 @@ class PrefixCache:
             num_full = part.num_full(num_tokens, self._block_size)
             names = theirs.parts[place].names[:num_full] if theirs is not None and num_full else []
             part.names = names + [None] * (num_full - len(names))
-            self.stock.use(part.holder, part.keys, as_hit=False)
+            self.stock[part.holder].use(part.keys, as_hit=False)
             self._num_shared[part.holder] += part.num_shared
 
     def keep(self, sequence: Sequence) -> None:
@@ -134,7 +139,15 @@ class PrefixCache:
                 names = self.stock.keep(part.part, first, keys)
                 part.names += names
                 self._num_shared[part.holder] += sum(name is not None for name in names)
-                self._arrived(sequence, sharing, keys)
+                self.coming.arrived(sequence.sequence_id, sharing, keys)
+
+    def answered(self, sequence: Sequence) -> None:
+        """A running sequence has come to its end. A turn of a conversation
+        keeps what isn't full of its last block, too; what the turn before had
+        kept of its own is of no use any more."""
+        sharing = self._sharing.get(sequence.sequence_id)
+        if sharing is not None and sequence.request.cache.turn is not None:
+            sharing.is_answered = not sequence.is_checked
 
     def end(self, sequence: Sequence) -> None:
         """The sequence runs no more. If it came to logits that aren't finite,
@@ -142,10 +155,23 @@ class PrefixCache:
         sharing = self._sharing.pop(sequence.sequence_id, None)
         if sharing is None:
             return
-        self._arrived(sequence, sharing, list(sharing.coming))
+        self.coming.arrived(sequence.sequence_id, sharing, list(sharing.coming))
+        if sharing.is_answered:
+            self._keep_tail(sequence, sharing)
         for part in sharing.parts:
             self._num_shared[part.holder] -= part.num_shared
             self.stock.release(part.holder, part.keys, for_good=sequence.is_checked)
+
+    def _keep_tail(self, sequence: Sequence, sharing: Sharing) -> None:
+        """What a turn has come to is kept, to the last token."""
+        for part in sharing.parts:
+            self.stock[part.holder].want(part.keys)
+            if part.is_turns_tail and part.tail is not None:
+                self.stock[part.holder].condemn([part.tail])
+        last, num_tokens = sharing.parts[-1], sequence.num_cached
+        is_there = num_tokens > last.part.first_token and not last.is_lost
+        if is_there and num_tokens % self._block_size:
+            self.stock.keep_tail(last.part, self._chains.with_tail(sequence, num_tokens)[-1])
 
     def is_over(self, sequence: Sequence) -> None:
         """The sequence doesn't run, and won't start again."""
@@ -160,35 +186,15 @@ class PrefixCache:
                 if part.holder == holder:
                     part.names, part.tail, part.is_lost = [], None, True
 
-    def _expect(self, sequence: Sequence, sharing: Sharing, keys: Iterable[bytes]) -> None:
-        """A sequence is going to compute these blocks."""
-        sharing.coming.update(keys)
-        self._coming.update(sharing.coming)
-        if sharing.coming:
-            self.computing.add(sequence.sequence_id)
-
-    def _arrived(self, sequence: Sequence, sharing: Sharing, keys: Iterable[bytes]) -> None:
-        """It has computed these blocks, or won't."""
-        for key in keys:
-            if key in sharing.coming:
-                sharing.coming.remove(key)
-                self._coming[key] -= 1
-                if not self._coming[key]:
-                    del self._coming[key]
-        if not sharing.coming:
-            self.computing.discard(sequence.sequence_id)
-
     def check_invariants(self, running: Iterable[SequenceId]) -> None:
         """Recount. ``running``: those that are."""
         assert set(self._sharing) <= set(running), "what doesn't run uses blocks"
         num_shared = [0] * len(self._num_shared)
-        coming: Counter[bytes] = Counter()
         users: list[Counter[bytes]] = [Counter() for _ in num_shared]
         for sharing in self._sharing.values():
-            coming.update(sharing.coming)
             for part in sharing.parts:
                 num_shared[part.holder] += part.num_shared
                 users[part.holder].update(part.keys)
-        assert num_shared == self._num_shared and coming == self._coming, "blocks are miscounted"
-        assert self.computing == {i for i, sharing in self._sharing.items() if sharing.coming}
+        assert num_shared == self._num_shared, "blocks are miscounted"
+        self.coming.check_invariants(self._sharing.items())
         self.stock.check_invariants(users)

@@ -23,52 +23,69 @@ class Reuse:
     """That needn't run: all but the last token of the sequence at most."""
     credit: Mapping[HolderId, int]
     """Blocks of each holder that it needn't have room for."""
+    num_blocks: int
+    """Those of them that are full."""
 
     @classmethod
     def of(
         cls,
         parts: Seq[tuple[HolderId, Seq[bytes]]],
         stock: Stock,
-        num_tokens: int,
+        most_tokens: int,
         block_size: int,
+        *,
+        has_tail: bool,
     ) -> Reuse:
         """
         Args:
             parts: of the first parts, the holder and its blocks.
-            num_tokens: of the sequence.
+            most_tokens: that it could be spared.
+            has_tail: the last block isn't full.
         """
-        num_kept = min(sum(len(keys) for _, keys in parts) * block_size, num_tokens - 1)
+        num_blocks = sum(len(keys) for _, keys in parts)
+        num_kept = min(num_blocks * block_size, most_tokens)
         credit: Counter[HolderId] = Counter()
         for holder, keys in parts:
-            credit[holder] += len(keys) - stock.num_idle_of(holder, keys)
+            credit[holder] += len(keys) - stock[holder].num_idle_of(keys)
         if num_kept % block_size:
             credit[parts[-1][0]] -= 1  # its last block is copied
         holders = tuple([holder for holder, _ in parts])
-        return cls(holders, tuple([tuple(keys) for _, keys in parts]), num_kept, dict(credit))
+        keys_of = tuple([tuple(keys) for _, keys in parts])
+        return cls(holders, keys_of, num_kept, dict(credit), num_blocks - has_tail)
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether the last block isn't full."""
+        return self.num_blocks < sum(map(len, self.keys))
 
 
 def reuses(
-    stock: Stock, keys: Seq[bytes], sizes: Seq[int], num_tokens: int, block_size: int
+    stock: Stock,
+    keys: Seq[bytes],
+    sizes: Seq[int],
+    most_tokens: int,
+    block_size: int,
+    *,
+    with_tail: bool = False,
 ) -> list[Reuse]:
-    """What a sequence could start with, most tokens first.
+    """What a sequence could start with.
 
     Args:
-        keys: of all blocks that its tokens fill.
+        keys: of its first blocks, all of them full.
         sizes: tokens to reserve for each of its parts.
-        num_tokens: that it has.
+        most_tokens: that it could be spared.
         block_size: tokens in a block.
+        with_tail: only all of the blocks will do, and the last isn't full.
     """
     if len(sizes) > 1:
         parts = _parts(stock, keys, sizes, block_size)
-        found = [Reuse.of(parts, stock, num_tokens, block_size)] if parts else []
+        chains = [parts] if parts else []
     else:
-        leading = [(holder, stock.num_leading(holder, keys)) for holder in stock.holders]
-        found = [
-            Reuse.of([(holder, keys[:count])], stock, num_tokens, block_size)
-            for holder, count in leading
-            if count
-        ]
-    return sorted(found, key=lambda reuse: -reuse.num_tokens)
+        leading = [(holder, stock[holder].num_leading(keys)) for holder in stock.holders]
+        chains = [[(holder, keys[:count])] for holder, count in leading if count]
+    if with_tail:
+        chains = [parts for parts in chains if sum(len(own) for _, own in parts) == len(keys)]
+    return [Reuse.of(parts, stock, most_tokens, block_size, has_tail=with_tail) for parts in chains]
 
 
 def _parts(
@@ -78,9 +95,9 @@ def _parts(
     long as that has all."""
     parts: list[tuple[HolderId, Seq[bytes]]] = []
     for size in sizes:
-        num_blocks = size // block_size
+        num_blocks = -(-size // block_size)
         own, keys = keys[:num_blocks], keys[num_blocks:]
-        leading = {holder: stock.num_leading(holder, own) for holder in stock.holders}
+        leading = {holder: stock[holder].num_leading(own) for holder in stock.holders}
         best = max(stock.holders, key=leading.__getitem__)
         if leading[best]:
             parts.append((best, own[: leading[best]]))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from fastdecode.core.holders import HolderId, Part
+from fastdecode.core.holders import HolderId, Part, PartId
 from fastdecode.schedule.cache.fresh import FreshMemory
 from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.plan import Forget, Keep
@@ -23,6 +22,7 @@ class Stock:
     def __init__(self, num_holders: int, block_size: int) -> None:
         self._indices = [BlockIndex() for _ in range(num_holders)]
         self._orders: list[Keep | Forget] = []
+        self._tails: dict[PartId, bytes] = {}
         self.fresh = FreshMemory(block_size)
         """What memory kept blocks may take."""
 
@@ -30,30 +30,14 @@ class Stock:
     def holders(self) -> list[HolderId]:
         return [HolderId(holder) for holder in range(len(self._indices))]
 
-    def num_kept(self, holder: HolderId) -> int:
-        """Kept blocks."""
-        return len(self._indices[holder])
-
-    def num_idle(self, holder: HolderId) -> int:
-        """Those of them that no running sequence uses."""
-        return self._indices[holder].num_idle
+    def __getitem__(self, holder: HolderId) -> BlockIndex:
+        """What the holder keeps: to be asked, and told who uses it."""
+        return self._indices[holder]
 
     def take_orders(self) -> list[Keep | Forget]:
         """What holders are to be told, in this order."""
         orders, self._orders = self._orders, []
         return orders
-
-    def num_leading(self, holder: HolderId, keys: Seq[bytes]) -> int:
-        """How many of these blocks, from the first one on, a sequence may use."""
-        return self._indices[holder].num_leading(keys)
-
-    def num_idle_of(self, holder: HolderId, keys: Iterable[bytes]) -> int:
-        """How many of these blocks, which are kept, are idle."""
-        return self._indices[holder].num_idle_of(keys)
-
-    def use(self, holder: HolderId, keys: Iterable[bytes], *, as_hit: bool) -> None:
-        """See ``BlockIndex.use``."""
-        self._indices[holder].use(keys, as_hit=as_hit)
 
     def keep(self, part: Part, first_block: int, keys: Seq[bytes]) -> list[bytes | None]:
         """A part has new blocks, from its ``first_block`` on. Returns by what
@@ -70,6 +54,21 @@ class Stock:
                 run = []
         return names
 
+    def keep_tail(self, part: Part, key: bytes) -> None:
+        """A part that is closed now leaves a block that isn't full; it is kept,
+        unless another one has its key."""
+        index = self._indices[part.holder]
+        if key not in index:
+            index.add(key)
+            index.want([key])
+            index.release([key])
+            self._tails[part.part_id] = key
+
+    def take_tail(self, part_id: PartId) -> bytes | None:
+        """The key by which the last block of a part that is closed now is kept,
+        though it isn't full."""
+        return self._tails.pop(part_id, None)
+
     def release(self, holder: HolderId, keys: Seq[bytes], *, for_good: bool) -> None:
         """A sequence that used these blocks, in the order of its tokens, runs no
         more. ``for_good``: nobody is to use them again."""
@@ -82,17 +81,17 @@ class Stock:
         """Make room: so many idle blocks are kept no more."""
         self._forget(holder, self._indices[holder].give_up(count))
 
-    def trim(self, num_cached_tokens: int) -> None:
+    def trim(self, num_cached_tokens: int, num_running: int) -> None:
         """Give up what would take memory that was never touched before, when so
-        many tokens of running sequences are cached."""
-        most = self.fresh.most_unhit(num_cached_tokens)
+        many tokens of so many running sequences are cached."""
+        most = self.fresh.most_unhit(num_cached_tokens, num_running)
         if most is None:
             return
         excess = sum(index.num_unhit for index in self._indices) - most
         while excess > 0:
             holder = max(self.holders, key=lambda h: self._indices[h].num_unhit)
             count = min(excess, self._indices[holder].num_unhit)
-            given_up = self._indices[holder].give_up_unhit(count)
+            given_up = self._indices[holder].give_up(count, only_unhit=True)
             self._forget(holder, given_up)
             self.fresh.gave_up(given_up)
             excess -= count

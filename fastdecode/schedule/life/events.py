@@ -145,6 +145,8 @@ class Close:
     """Free a part."""
 
     part: Part
+    tail: bytes | None = None
+    """The key by which its last block, which isn't full, is kept."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,6 @@ class Lifecycle:
             self._looks_for_room = False
             for request_id in _unplaceable(self.scheduler):
                 self._drop(request_id, WorkerError(_NO_ROOM))
-        self._cache.stock.trim(self.lives.num_cached_tokens)
         plan = self.scheduler.plan(lane, may_start=not (self._was_refused and self._flying))
         # Before anything is closed, since it may be kept, and opened, since it
         # may need the room.
@@ -139,6 +138,10 @@ class Lifecycle:
             self._out.append(Extend(part))
         for start in plan.starts:
             self._start(self.lives.by_sequence[start.sequence.sequence_id], start)
+        flying = sum([chunk.num_tokens for chunks in self._flying.values() for chunk in chunks])
+        coming = self.scheduler.lanes[lane].num_next_tokens
+        num_tokens = self.lives.num_cached_tokens + flying + coming
+        self._cache.stock.trim(num_tokens, self.scheduler.num_running)
 
     def _start(self, life: Life, start: Start) -> None:
         sequence, parent = life.sequence, start.parent
@@ -206,7 +209,7 @@ class Lifecycle:
         for chunk in lives.wanted(chunks):
             chunk.sequence.num_cached += chunk.num_tokens
             lives.num_cached_tokens += chunk.num_tokens
-            if chunk.sequence.sequence_id in cache.computing:
+            if chunk.sequence.sequence_id in cache.coming.computing:
                 cache.keep(chunk.sequence)
         if lives.num_fates:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
@@ -242,6 +245,7 @@ class Lifecycle:
         self._settle(life)
 
     def _finish(self, life: Life, reason: FinishReason) -> None:
+        self._cache.answered(life.sequence)
         request_id = life.sequence.request.request_id
         siblings = self.lives.by_request[request_id]
         siblings.remove(life)
@@ -282,7 +286,7 @@ class Lifecycle:
         """Close what is open of a sequence, which waits again, or is over."""
         self._out += self._cache.stock.take_orders()  # of blocks that are still open
         for part in self.grants.close(life):
-            self._out.append(Close(part))
+            self._out.append(Close(part, self._cache.stock.take_tail(part.part_id)))
             self._was_refused = False
         self.lives.place(life, Status.INTERRUPTED, 0)
         life.sequence.residence = None

@@ -5,6 +5,10 @@ a holder it is a number of 128 bits, and no two of its kept blocks have the
 same. The cache refers to a block as a sequence does that never appends, so a
 kept block is never written: a sequence that is resumed with all of its last
 block but one token, say, gets a copy of it when it appends.
+
+Only full blocks are kept of sequences that go on. The last block of one that is
+closed may be kept as it is (``EndSequence``); who resumes it says how many of
+its tokens there are.
 """
 
 from __future__ import annotations
@@ -55,6 +59,16 @@ class ResumeSequence(Reserving):
 
 
 @dataclass(frozen=True, eq=False)
+class EndSequence(ForHolder):
+    """As ``CloseSequence``; but the sequence's last block, which isn't full, is
+    the cache's from now on, by this key."""
+
+    sequence_id: int
+    key: Annotated[NDArray[np.int64], "1 W"]
+    holder: int = THE_ONLY
+
+
+@dataclass(frozen=True, eq=False)
 class ForgetBlocks(ForHolder):
     """The cache gives up the blocks of these keys."""
 
@@ -62,10 +76,11 @@ class ForgetBlocks(ForHolder):
     holder: int = THE_ONLY
 
 
-KeptToRWorker: TypeAlias = KeepBlocks | ResumeSequence | ForgetBlocks
+KeptToRWorker: TypeAlias = KeepBlocks | ResumeSequence | EndSequence | ForgetBlocks
 
 KEPT_OPCODES: Mapping[type[Any], int] = {
     KeepBlocks: 16,
     ResumeSequence: 17,
     ForgetBlocks: 18,
+    EndSequence: 19,
 }

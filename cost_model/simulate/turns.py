@@ -1,0 +1,281 @@
+"""Conversations over tiers of a KV cache, each turn done as it arrives: what a
+policy keeps, moves down, drops, and has computed again.
+
+A turn has all tokens of its conversation in the upper tier: those that were
+moved down are restored, those that were dropped recomputed. Then, while fewer
+slots are free than the threshold, the policy moves blocks down; what was moved
+down counts as free at once. A full lower tier drops by the same policy before
+it takes more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from cost_model.simulate.trace import MAX_LINE_BYTES, MAX_REQUESTS, MAX_TOKENS
+from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.cache.retention import CostTable, Holding, Policy, is_short
+
+Row: TypeAlias = "list[Any]"
+_FIELDS = ("conversation", "num_prompt_tokens", "num_output_tokens", "arrival_s")
+
+
+@dataclass(frozen=True)
+class TracedTurn:
+    """A turn, and what will come of it."""
+
+    conversation: str
+    num_prompt_tokens: int
+    """That are new."""
+    num_output_tokens: int
+    arrival_s: float = 0.0
+
+
+@dataclass
+class Totals:
+    """Of all turns. Tokens, unless something else is said."""
+
+    num_turns: int = 0
+    num_history: int = 0
+    """That turns found before them, in all tiers or none."""
+    num_restored: int = 0
+    num_recomputed: int = 0
+    num_moved_down: int = 0
+    num_dropped: int = 0
+    recompute_cost: float = 0.0
+    """Of the blocks that were recomputed, by the policies' cost table."""
+
+    @property
+    def hit_share(self) -> float:
+        """Of the history, what wasn't recomputed; 1.0: all."""
+        return 1.0 - self.num_recomputed / self.num_history if self.num_history else 1.0
+
+
+@dataclass(eq=False)
+class _Conversation:
+    name: str
+    num_tokens: int = 0
+    upper: Holding = field(init=False)
+    lower: Holding = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.upper, self.lower = Holding(self.name, [], 0.0), Holding(self.name, [], 0.0)
+
+
+class Tiers:
+    """See the module.
+
+    Args:
+        policy: chooses what goes.
+        slots: tokens that the upper tier holds.
+        lower_slots: tokens that the lower one does.
+        block_size: tokens in a block.
+        threshold: of the upper tier's slots, the share below which free ones
+            are too few.
+        cost: of blocks that are recomputed.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        slots: int,
+        lower_slots: int,
+        block_size: int,
+        threshold: float,
+        cost: CostTable,
+    ) -> None:
+        self._policy = policy
+        self._slots, self._lower_slots = slots // block_size, lower_slots // block_size
+        self._size = block_size
+        self._threshold = threshold
+        self._cost = cost
+        self._conversations: dict[str, _Conversation] = {}
+        self._num_upper = self._num_lower = 0
+        self.rows: list[Row] = []
+        """``[t,"run",id,restored,recomputed,prompt,output]``,
+        ``[t,"swap_out",id,n]``, ``[t,"drop",id,n]``, in tokens."""
+        self.totals = Totals()
+
+    def run(self, turn: TracedTurn) -> None:
+        """A turn comes, and is over.
+
+        Raises:
+            ConfigError: its conversation has more tokens than the upper tier.
+        """
+        found = self._conversations.setdefault(turn.conversation, _Conversation(turn.conversation))
+        before, now_s = found.num_tokens, turn.arrival_s
+        restored = self._tokens(found, found.lower.blocks)
+        present = {*found.upper.blocks, *found.lower.blocks}
+        missing = [block for block in range(self._blocks(before)) if block not in present]
+        recomputed = self._tokens(found, missing)
+        found.num_tokens += turn.num_prompt_tokens + turn.num_output_tokens
+        num_blocks = self._blocks(found.num_tokens)
+        if num_blocks > self._slots:
+            raise ConfigError(
+                f"conversation {found.name!r} has {found.num_tokens} tokens, more than the "
+                f"{self._slots * self._size} of the upper tier: give it more (--kv-tokens)"
+            )
+        self._num_upper += num_blocks - len(found.upper.blocks)
+        self._num_lower -= len(found.lower.blocks)
+        found.upper.blocks, found.lower.blocks = list(range(num_blocks)), []
+        found.upper.last_s = found.lower.last_s = now_s
+        told = [restored, recomputed, turn.num_prompt_tokens, turn.num_output_tokens]
+        self.rows.append([_number(now_s), "run", found.name, *told])
+        self._count(before, restored, recomputed, missing)
+        self._make_room(now_s)
+
+    def tokens_of(self, name: str) -> tuple[int, int, int]:
+        """Of a conversation: in the upper tier, in the lower one, dropped."""
+        found = self._conversations[name]
+        upper, lower = (self._tokens(found, part.blocks) for part in (found.upper, found.lower))
+        return upper, lower, found.num_tokens - upper - lower
+
+    def _count(self, before: int, restored: int, recomputed: int, missing: list[int]) -> None:
+        totals = self.totals
+        totals.num_turns += 1
+        totals.num_history += before
+        totals.num_restored += restored
+        totals.num_recomputed += recomputed
+        totals.recompute_cost += sum(self._cost((block + 1) * self._size) for block in missing)
+
+    def _make_room(self, now_s: float) -> None:
+        """Move blocks down until enough slots are free."""
+        while is_short(self._slots - self._num_upper, self._slots, self._threshold):
+            uppers = [each.upper for each in self._conversations.values()]
+            victim = self._policy.victim(uppers, now_s)
+            if victim is None:
+                return
+            found = self._conversations[victim.holding.name]
+            gone = set(victim.blocks)
+            found.upper.blocks = [block for block in found.upper.blocks if block not in gone]
+            self._num_upper -= len(victim.blocks)
+            self._take_down(found, list(victim.blocks), now_s)
+
+    def _take_down(self, found: _Conversation, blocks: list[int], now_s: float) -> None:
+        """The lower tier takes these blocks, as many as it ever can."""
+        self._drop_until_it_fits(min(len(blocks), self._lower_slots), now_s)
+        fitting, rest = blocks[: self._lower_slots], blocks[self._lower_slots :]
+        if fitting:
+            num_tokens = self._tokens(found, fitting)
+            found.lower.blocks = sorted([*found.lower.blocks, *fitting])
+            self._num_lower += len(fitting)
+            self.totals.num_moved_down += num_tokens
+            self.rows.append([_number(now_s), "swap_out", found.name, num_tokens])
+        if rest:
+            self._tell_dropped(found, rest, now_s)
+
+    def _drop_until_it_fits(self, num_blocks: int, now_s: float) -> None:
+        while self._num_lower + num_blocks > self._lower_slots:
+            lowers = [each.lower for each in self._conversations.values()]
+            victim = self._policy.victim(lowers, now_s)
+            assert victim is not None, "an empty tier has room"
+            found, gone = self._conversations[victim.holding.name], set(victim.blocks)
+            self._tell_dropped(found, list(victim.blocks), now_s)
+            found.lower.blocks = [block for block in found.lower.blocks if block not in gone]
+            self._num_lower -= len(gone)
+
+    def _tell_dropped(self, found: _Conversation, blocks: list[int], now_s: float) -> None:
+        num_tokens = self._tokens(found, blocks)
+        self.totals.num_dropped += num_tokens
+        self.rows.append([_number(now_s), "drop", found.name, num_tokens])
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._size)
+
+    def _tokens(self, found: _Conversation, blocks: list[int]) -> int:
+        """That blocks of a conversation hold: its last one may not be full."""
+        ends = (min(found.num_tokens, (block + 1) * self._size) for block in blocks)
+        return sum(end - block * self._size for block, end in zip(blocks, ends, strict=True))
+
+
+def read_turns(path: Path) -> list[TracedTurn]:
+    """Turns in order of arrival, as JSON Lines: ``{"conversation": "A",
+    "num_prompt_tokens": 24, "num_output_tokens": 8, "arrival_s": 0}``.
+
+    Raises:
+        ConfigError: it can't be read, or a line is no turn; names the line and
+            the field.
+    """
+    try:
+        with path.open("rb") as lines:
+            return parse_turns(lines, str(path))
+    except OSError as error:
+        raise ConfigError(f"can't read the trace {path}: {error.strerror}") from None
+
+
+def parse_turns(lines: Iterable[bytes], name: str) -> list[TracedTurn]:
+    """See ``read_turns``. ``name`` is what errors call the file."""
+    turns: list[TracedTurn] = []
+    for number, line in enumerate(lines, 1):
+        where = f"{name}, line {number}"
+        if len(line) > MAX_LINE_BYTES or len(turns) == MAX_REQUESTS:
+            raise ConfigError(
+                f"{where}: a trace has at most {MAX_REQUESTS} lines of {MAX_LINE_BYTES} bytes"
+            )
+        if line.strip():
+            turns.append(_parse(line, where))
+    if not turns:
+        raise ConfigError(f"{name} holds no turns")
+    return sorted(turns, key=lambda turn: turn.arrival_s)
+
+
+def _parse(line: bytes, where: str) -> TracedTurn:
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} isn't JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise ConfigError(f"{where} isn't a JSON object")
+    unknown = sorted(set(said) - set(_FIELDS))
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {unknown[0]!r}; there are {', '.join(_FIELDS)}")
+    name = said.get("conversation")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where}: conversation={name!r} is no name")
+    counts: list[int] = []
+    for each in ("num_prompt_tokens", "num_output_tokens"):
+        value = said.get(each)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TOKENS:
+            raise ConfigError(
+                f"{where}: {each}={value!r} is not a whole number from 1 to {MAX_TOKENS}"
+            )
+        counts.append(value)
+    arrival = said.get("arrival_s", 0)
+    if isinstance(arrival, bool) or not isinstance(arrival, (int, float)):
+        raise ConfigError(f"{where}: arrival_s={arrival!r} is not a number of at least 0")
+    if not math.isfinite(arrival) or arrival < 0:
+        raise ConfigError(f"{where}: arrival_s={arrival!r} is not a number of at least 0")
+    num_prompt_tokens, num_output_tokens = counts
+    return TracedTurn(name, num_prompt_tokens, num_output_tokens, float(arrival))
+
+
+def _number(seconds: float) -> int | float:
+    """As JSON has it: whole ones without a point."""
+    return int(seconds) if seconds == int(seconds) else seconds
+
+
+def as_json(played: Mapping[str, Tiers]) -> dict[str, Any]:
+    """Policy → its rows and totals."""
+    return {
+        name: {"rows": tiers.rows, **asdict(tiers.totals), "hit_share": tiers.totals.hit_share}
+        for name, tiers in played.items()
+    }
+
+
+def as_text(played: Mapping[str, Tiers]) -> str:
+    """A line a policy."""
+    lines = [
+        "policy       hits   restored   recomputed   moved down      dropped   recompute cost",
+    ]
+    for name, tiers in played.items():
+        t = tiers.totals
+        lines.append(
+            f"{name:10} {t.hit_share:6.3f} {t.num_restored:10} {t.num_recomputed:12} "
+            f"{t.num_moved_down:12} {t.num_dropped:12} {t.recompute_cost:16.1f}"
+        )
+    return "\n".join(lines)

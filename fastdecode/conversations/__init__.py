@@ -1,0 +1,1 @@
+"""Conversations: what their turns have come to, and the prompt of the next one."""

@@ -1,0 +1,156 @@
+"""All conversations of an engine, by id: which there are, and which there were."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from hashlib import blake2b
+from typing import Protocol
+
+from fastdecode.conversations.history import History, Step
+from fastdecode.core.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many conversations there may be, and for how long."""
+
+    most: int = 10_000
+    """Beyond these, the ones that were idle for longest are over."""
+    ttl_s: float | None = None
+    """A conversation is over that was idle for so long; None: none is."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A conversation as it was kept."""
+
+    history: History
+    active_s: float
+    """Its last turn was over at this time, in seconds since 1970."""
+
+
+class TurnStore(Protocol):
+    """Keeps conversations beyond the process."""
+
+    def recovered(self) -> tuple[dict[str, Kept], set[bytes]]:
+        """Conversations by their ids, and the digests of ids that are over."""
+
+    def append(
+        self, conversation_id: str, name: str, history: History, step: Step, now_s: float
+    ) -> None: ...
+    def forget(self, conversation_id: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Conversations:
+    """See the module. All methods may be called from any thread; of one
+    conversation a turn begins when the one before it has ended.
+
+    Args:
+        limits: of how many are kept.
+        store: keeps them beyond the process; None: nobody does.
+        clock: seconds since 1970.
+        now: what the templates of conversations that begin are told.
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        store: TurnStore | None = None,
+        clock: Callable[[], float] = time.time,
+        now: Callable[[], datetime] = lambda: datetime.now().replace(microsecond=0),
+    ) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._limits = limits or Limits()
+        self._store = store
+        self._clock = clock
+        # Those idle for longest come first.
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._over: set[bytes] = set()
+        self._talking: set[str] = set()
+        if store is not None:
+            found, self._over = store.recovered()
+            self._kept.update(sorted(found.items(), key=lambda item: item[1].active_s))
+        self._expire()
+
+    def begin(self, conversation_id: str) -> History:
+        """What the conversation's next turn goes on from; it is talking until
+        ``end``. An id that nobody has used is a conversation's that begins.
+
+        Raises:
+            RequestError: (code ``conversation_expired``) the conversation is
+                over.
+        """
+        with self._lock:
+            self._expire()
+            if digest_of(conversation_id) in self._over:
+                raise _expired()
+            self._talking.add(conversation_id)
+            kept = self._kept.get(conversation_id)
+        return History(self._now()) if kept is None else kept.history
+
+    def end(
+        self, conversation_id: str, name: str, history: History, step: Step | None = None
+    ) -> None:
+        """A turn that began is over. ``step``: what it has added; None: it has
+        failed, and everything is as it was."""
+        with self._lock:
+            self._talking.discard(conversation_id)
+            if step is None or digest_of(conversation_id) in self._over:
+                return
+            now_s = self._clock()
+            if self._store is not None:
+                self._store.append(conversation_id, name, history, step, now_s)
+            self._kept[conversation_id] = Kept(history.then(step), now_s)
+            self._kept.move_to_end(conversation_id)
+            self._expire()
+
+    def forget(self, conversation_id: str) -> None:
+        """The conversation is over, and nothing of it is kept here."""
+        with self._lock:
+            self._end_for_good(conversation_id)
+
+    def _end_for_good(self, conversation_id: str) -> None:
+        self._kept.pop(conversation_id, None)
+        self._over.add(digest_of(conversation_id))
+        if self._store is not None:
+            self._store.forget(conversation_id)
+
+    def close(self) -> None:
+        """Let go of what keeps them. Safe to call twice."""
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+
+    def _expire(self) -> None:
+        """End those that were idle for too long, or are too many."""
+        ttl_s, now_s = self._limits.ttl_s, self._clock()
+        excess = len(self._kept) - self._limits.most
+        over: list[str] = []
+        for conversation_id, kept in self._kept.items():
+            is_stale = ttl_s is not None and now_s - kept.active_s > ttl_s
+            if not is_stale and len(over) >= excess:
+                break
+            if conversation_id not in self._talking:
+                over.append(conversation_id)
+        for conversation_id in over:
+            self._end_for_good(conversation_id)
+
+
+def _expired() -> RequestError:
+    return RequestError(
+        "the conversation is over: it was forgotten, idle for too long, or one of too many "
+        "(conversation_ttl_s, max_conversations); begin another one under another conversation_id",
+        code="conversation_expired",
+    )
+
+
+def digest_of(conversation_id: str) -> bytes:
+    """All that is kept of an id once its conversation is over."""
+    return blake2b(conversation_id.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,66 @@
+"""What a user may choose about conversations, declared once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fastdecode.conversations.conversations import Conversations, Limits
+from fastdecode.conversations.turn_log import TurnLog, identity_of
+from fastdecode.core.config.options import check_options, option
+from fastdecode.core.errors import ConfigError
+
+FILE = "turns.log"
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Which conversations there are, and for how long."""
+
+    conversations: str | None = option(
+        None,
+        "keep what conversations have come to in this directory, so that another process goes on "
+        "with them; default: they end with this one",
+        metavar="DIR",
+    )
+    conversation_ttl_s: float | None = option(
+        None,
+        "a conversation is over that was idle for so long; default: none is",
+        low=1e-3,
+        high=1e9,
+        unit="s",
+        metavar="S",
+    )
+    max_conversations: int = option(
+        Limits().most,
+        "most conversations; beyond these, the ones that were idle for longest are over",
+        low=1,
+        high=1 << 40,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> Keeping:
+        """The options of it, which are taken out of all that were given."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: options.pop(name) for name in names if name in options})
+
+    def open(self, model: Path) -> Conversations:
+        """Raises ConfigError: the directory can't be used, or another process
+        uses it."""
+        limits = Limits(self.max_conversations, self.conversation_ttl_s)
+        if self.conversations is None:
+            return Conversations(limits)
+        directory = Path(self.conversations)
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            os.listdir(directory)
+        except OSError as error:
+            raise ConfigError(
+                f"can't keep conversations in {directory}: {error.strerror}"
+            ) from None
+        return Conversations(limits, TurnLog(directory / FILE, identity_of(model)))

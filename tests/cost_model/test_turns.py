@@ -1,0 +1,156 @@
+"""Turns over tiers, on worked logs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model.simulate.turns import Tiers, TracedTurn, parse_turns
+from fastdecode.cli.main import main
+from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.cache.retention import FLAT_TO_HALF, POLICIES, policy_of
+
+Event = tuple[float, str, int, int]
+
+
+def played(
+    events: list[Event], policy: str, slots: int, lower: int, size: int = 1, threshold: float = 0.25
+) -> Tiers:
+    tiers = Tiers(policy_of(policy, size), slots, lower, size, threshold, FLAT_TO_HALF)
+    for now_s, name, prompt, output in events:
+        tiers.run(TracedTurn(name, prompt, output, now_s))
+    return tiers
+
+
+def test_three_conversations_and_the_first_gives_up_its_trailing_half() -> None:
+    events: list[Event] = [(0, "A", 24, 8), (10, "B", 12, 4), (20, "C", 4, 4)]
+    tiers = played(events, "size-idle", 64, 1 << 20)
+    assert tiers.rows == [
+        [0, "run", "A", 0, 0, 24, 8],
+        [10, "run", "B", 0, 0, 12, 4],
+        [20, "run", "C", 0, 0, 4, 4],
+        [20, "swap_out", "A", 16],
+    ]
+
+
+def test_who_returns_brings_up_what_was_moved_down() -> None:
+    events: list[Event] = [
+        (0, "A", 200, 56), (10, "B", 100, 28), (20, "C", 310, 90), (30, "D", 200, 56),
+        (40, "A", 20, 44),
+    ]  # fmt: skip
+    tiers = played(events, "size-idle", 1024, 2048)
+    assert tiers.rows == [
+        [0, "run", "A", 0, 0, 200, 56],
+        [10, "run", "B", 0, 0, 100, 28],
+        [20, "run", "C", 0, 0, 310, 90],
+        [20, "swap_out", "A", 128],
+        [30, "run", "D", 0, 0, 200, 56],
+        [30, "swap_out", "C", 200],
+        [40, "run", "A", 128, 0, 20, 44],
+        [40, "swap_out", "C", 100],
+        [40, "swap_out", "B", 64],
+    ]
+    final = {name: tiers.tokens_of(name) for name in "ABCD"}
+    assert final == {"A": (320, 0, 0), "B": (64, 64, 0), "C": (100, 300, 0), "D": (256, 0, 0)}
+
+
+def test_a_full_lower_tier_drops_the_larger_half_and_turns_recompute_it() -> None:
+    events: list[Event] = [(0, "A", 24, 8), (10, "B", 12, 4), (20, "C", 4, 4), (30, "B", 8, 4)]
+    tiers = played([*events, (40, "A", 1, 1)], "size-idle", 64, 20)
+    rows = [row for row in tiers.rows if row[0] >= 20]
+    assert rows == [
+        [20, "run", "C", 0, 0, 4, 4],
+        [20, "swap_out", "A", 16],
+        [30, "run", "B", 0, 0, 8, 4],
+        [30, "drop", "A", 8],
+        [30, "swap_out", "A", 8],
+        [40, "run", "A", 16, 8, 1, 1],
+        [40, "swap_out", "B", 14],
+        [40, "swap_out", "C", 4],
+        [40, "drop", "B", 7],
+        [40, "swap_out", "B", 7],
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ABCD"), st.integers(1, 9), st.integers(1, 9)), max_size=25),
+    st.sampled_from(POLICIES),
+    st.integers(0, 40),
+    st.integers(1, 4),
+)
+def test_every_token_is_somewhere_and_no_tier_holds_more_than_it_can(
+    turns: list[tuple[str, int, int]], policy: str, lower: int, size: int
+) -> None:
+    tiers = Tiers(policy_of(policy, size), 4000, lower, size, 0.99, FLAT_TO_HALF)
+    tokens: dict[str, int] = {}
+    for now_s, (name, prompt, output) in enumerate(turns):
+        tiers.run(TracedTurn(name, prompt, output, now_s))
+        tokens[name] = tokens.get(name, 0) + prompt + output
+        found = {each: tiers.tokens_of(each) for each in tokens}
+        assert {each: sum(parts) for each, parts in found.items()} == tokens
+        assert sum(parts[1] for parts in found.values()) <= lower
+        assert sum(parts[0] for parts in found.values()) <= 40 + size * len(tokens)
+    totals = tiers.totals
+    run = [row for row in tiers.rows if row[1] == "run"]
+    assert totals.num_recomputed == sum(row[4] for row in run) and totals.hit_share <= 1
+
+
+def test_the_command_tells_rows_and_totals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "turns.jsonl"
+    turns = [("A", 24, 8, 0), ("B", 12, 4, 10), ("C", 4, 4, 20)]
+    names = ("conversation", "num_prompt_tokens", "num_output_tokens", "arrival_s")
+    trace.write_text(
+        "".join(json.dumps(dict(zip(names, turn, strict=True))) + "\n" for turn in turns)
+    )
+    line = [
+        "simulate",
+        "--trace",
+        str(trace),
+        "--instant",
+        "--kv-tokens",
+        "64",
+        "--block-size",
+        "1",
+    ]
+    line += ["--lower-kv-tokens", "64", "--json"]
+    assert main([*line, "--cache-policy", "size-idle"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert told["size-idle"]["rows"][-1] == [20, "swap_out", "A", 16]
+    assert main(line) == 0
+    assert list(json.loads(capsys.readouterr().out)) == list(POLICIES)
+    assert main(line[:-1]) == 0
+    assert "retention" in capsys.readouterr().out
+    assert main([*line, "--cache-policy", "best"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "isn't JSON"),
+        (b"[]", "isn't a JSON object"),
+        (b'{"conversation": 3}', "is no name"),
+        (b'{"conversation": "a", "num_prompt_tokens": 0}', "num_prompt_tokens=0"),
+        (b'{"conversation": "a", "who": 1}', "unknown field 'who'"),
+        (b"", "holds no turns"),
+        (
+            b'{"conversation": "a", "num_prompt_tokens": 1, "num_output_tokens": 1, '
+            b'"arrival_s": -1}',
+            "arrival_s=-1",
+        ),
+    ],
+)
+def test_lines_that_are_no_turns_are_named(line: bytes, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse_turns([line], "trace")
+
+
+def test_a_conversation_beyond_the_upper_tier_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-tokens"):
+        played([(0, "A", 60, 8)], "lru", 64, 0)

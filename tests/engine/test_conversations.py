@@ -1,0 +1,242 @@
+"""Conversations of an LLM: a turn runs what is new and the last drawn token, and
+says what a prompt of all tokens says; what fails leaves them as they were."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import prompts
+from small_tokenizers import TOKENIZERS
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.progress import Progress
+from fastdecode.core.sequence import CacheUse, RequestOutput
+from fastdecode.jobs.opening import JobOptions, open_job
+from fastdecode.jobs.stopping import Stopping
+
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+CHATML = (
+    "{% for message in messages %}<s>{{ message.role }}|{{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant|{% endif %}"
+)
+BLOCK = 16
+PRIVATE = CacheUse(is_off=True)
+
+
+@pytest.fixture(scope="module")
+def llm(
+    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LLM]:
+    model = tmp_path_factory.mktemp("chats")
+    for file in tiny_checkpoint("llama", vocab_size=400).iterdir():
+        (model / file.name).symlink_to(file)
+    TOKENIZERS["byte-level"].save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    options: dict[str, Any] = {"block_size": BLOCK, "prefix_cache": "on", "kv_memory_gb": 0.01}
+    with LLM(str(model), dtype="float32", r_threads=1, **options) as made:
+        yield made
+
+
+def said(output: RequestOutput) -> tuple[int, ...]:
+    assert output.error is None, output.error
+    return output.prompt_token_ids + output.completions[0].token_ids
+
+
+def code_of(output: RequestOutput) -> str | None:
+    return None if output.error is None else output.error.code
+
+
+def test_a_turn_runs_its_new_tokens_and_the_last_drawn_one(llm: LLM) -> None:
+    history: tuple[int, ...] = ()
+    for new in prompts((40, 5, 1, 23), seed=1):
+        before = llm.stats.num_prompt_tokens
+        (output,) = llm.generate([new], GREEDY, conversation_id="a")
+        assert output.prompt_token_ids == (*history, *new)
+        assert llm.stats.num_prompt_tokens - before == len(new) + bool(history)
+        (alone,) = llm.generate([list(output.prompt_token_ids)], GREEDY, cache=PRIVATE)
+        assert alone.completions == output.completions
+        history = said(output)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"r_workers": 2, "r_partition": "heads"},
+        {"r_workers": 3, "split_tokens": 32, "lanes": 2},
+        {"kv_placement": "gpu"},
+    ],
+    ids=str,
+)
+def test_wherever_kv_is_a_turn_runs_what_is_new(
+    way: dict[str, Any], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "block_size": BLOCK, **way}
+    if way.get("kv_placement") == "gpu":
+        del options["r_threads"]
+    with LLM(str(tiny_checkpoint("llama")), prefix_cache="on", **options) as llm:
+        past = 0
+        for new in prompts((40, 5, 23), seed=6):
+            (output,) = llm.generate([new], GREEDY, conversation_id="a")
+            assert output.num_cached_tokens == past
+            (alone,) = llm.generate([list(output.prompt_token_ids)], GREEDY, cache=PRIVATE)
+            assert alone.completions == output.completions
+            past = len(said(output)) - 1
+
+
+def test_a_chats_tokens_are_gone_on_with_as_they_were_drawn(llm: LLM) -> None:
+    first, second = ({"role": "user", "content": text} for text in ("The quick", "STOP"))
+    (before,) = llm.chat([first], GREEDY, conversation_id="chat")
+    ran = llm.stats.num_prompt_tokens
+    (after,) = llm.chat([second], GREEDY, conversation_id="chat")
+    rest = llm.codec.encode("</s><s>user|STOP</s><s>assistant|", add_special_tokens=False)
+    assert after.prompt_token_ids == (*said(before), *rest)
+    assert llm.stats.num_prompt_tokens - ran == len(rest) + 1
+
+
+def test_turns_of_one_call_come_one_after_the_other_and_others_go_on(llm: LLM) -> None:
+    asked = prompts((20, 30, 4, 7, 9), seed=2)
+    ids = ["x", "y", "x", "x", "y"]
+    one, two, three, four, five = llm.generate(asked, GREEDY, conversation_id=ids)
+    assert three.prompt_token_ids == (*said(one), *asked[2])
+    assert four.prompt_token_ids == (*said(three), *asked[3])
+    assert five.prompt_token_ids == (*said(two), *asked[4])
+
+
+def test_a_turn_that_fails_leaves_the_conversation_as_it_was(llm: LLM) -> None:
+    new, again = prompts((12, 3), seed=3)
+    (first,) = llm.generate([new], GREEDY, conversation_id="f")
+    bad, later = llm.generate([[-1], again], GREEDY, conversation_id=["f", "f"])
+    assert (code_of(bad), code_of(later)) == ("invalid_token_id", "previous_turn_failed")
+    (long,) = llm.generate([[5] * 5000], GREEDY, conversation_id="f")
+    assert code_of(long) == "conversation_too_long"
+    (output,) = llm.generate([again], GREEDY, conversation_id="f")
+    assert output.prompt_token_ids == (*said(first), *again)
+
+
+def test_what_was_forgotten_never_begins_anew(llm: LLM) -> None:
+    llm.generate([[5, 6]], GREEDY, conversation_id="gone")
+    llm.forget("gone")
+    llm.forget("gone")
+    (output,) = llm.generate([[5, 6]], GREEDY, conversation_id="gone")
+    assert code_of(output) == "conversation_expired"
+
+
+@pytest.mark.parametrize("conversation_id", ["", "x" * 2000, 7, ["a", "b"]])
+def test_what_is_no_id_is_refused(llm: LLM, conversation_id: Any) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.generate([[5, 6]], GREEDY, conversation_id=conversation_id)
+    assert refused.value.code == "invalid_conversation"
+
+
+def test_several_answers_are_no_turn_and_chats_are_no_prompts(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="one answer"):
+        llm.generate([[5]], SamplingParams(n=2), conversation_id="n")
+    message = {"role": "user", "content": "The quick"}
+    llm.generate([[5]], GREEDY, conversation_id="raw")
+    (chat,) = llm.chat([message], GREEDY, conversation_id="raw")
+    llm.chat([message], GREEDY, conversation_id="cooked")
+    (raw,) = llm.generate([[5]], GREEDY, conversation_id="cooked")
+    assert code_of(chat) == code_of(raw) == "invalid_conversation"
+
+
+# --- batches
+# ------------------------------------------------------------------------------
+
+
+class Batch:
+    """A batch job's files, and runs of it."""
+
+    def __init__(self, directory: Path, llm: LLM, lines: list[dict[str, Any]]) -> None:
+        self.input, self.output = directory / "in.jsonl", directory / "out.jsonl"
+        self.turns = directory / "out.jsonl.turns"
+        self._llm = llm
+        self.input.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def run(self, begin: Any = "new") -> dict[str, dict[str, Any]]:
+        """custom_id → body."""
+        sampling = {"temperature": 0.8, "max_tokens": 7, "ignore_eos": True}
+        options = JobOptions(self.input, self.output, sampling, begin, run_seed=5)
+        config = EngineConfig.of(self._llm.config.model, dtype="float32")
+        with open_job(options, config, lambda line: None) as job:
+            job.run(self._llm, Stopping(60), Progress(io.StringIO()))
+        answers = [json.loads(line) for line in self.output.read_text().splitlines()]
+        assert len({answer["custom_id"] for answer in answers}) == len(answers)
+        return {answer["custom_id"]: answer["response"]["body"] for answer in answers}
+
+
+def line(custom_id: str, whose: str | None, **body: Any) -> dict[str, Any]:
+    is_chat = "messages" in body
+    url = "/v1/chat/completions" if is_chat else "/v1/completions"
+    told = {**body, "return_token_ids": True, "conversation_id": whose}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": told}
+
+
+LINES = [
+    line("a1", "a", prompt=[5, 6, 7]),
+    line("b1", "b", messages=[{"role": "user", "content": "The quick"}]),
+    line("lone", None, prompt=[9, 9]),
+    line("a2", "a", prompt=[8] * 30),
+    line("b2", "b", messages=[{"role": "user", "content": "STOP"}]),
+    line("bad", "c", prompt=[399] * 4000),
+    line("c2", "c", prompt=[5]),
+    line("a3", "a", prompt=[4]),
+]
+
+
+def said_of(bodies: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {
+        name: body["error"]["code"] if "error" in body else body["choices"][0]["token_ids"]
+        for name, body in bodies.items()
+    }
+
+
+def test_a_batch_has_its_turns_in_order_and_goes_on_after_any_crash(
+    llm: LLM, tmp_path: Path
+) -> None:
+    """A turn is in the file beside the output before its answer is in that:
+    every state that this can leave behind is gone on with."""
+    batch = Batch(tmp_path, llm, LINES)
+    bodies = batch.run()
+    expected = said_of(bodies)
+    assert expected["bad"] == "conversation_too_long" and expected["c2"] == "previous_turn_failed"
+    first, last = bodies["a1"]["usage"], bodies["a3"]["usage"]
+    assert last["prompt_tokens"] == first["prompt_tokens"] + 7 + 30 + 7 + 1
+    answers = batch.output.read_bytes().splitlines(keepends=True)
+    turns = batch.turns.read_bytes()
+    ends = [64, *(place + 12 + num for _, place, num in records(turns))]
+    names = [json.loads(answer)["custom_id"] for answer in answers]
+    is_turn = [name not in ("lone", "bad", "c2") for name in names]
+    for count in range(2, len(answers)):
+        num_records = sum(is_turn[:count])
+        ahead = ends[num_records + is_turn[count]]
+        for end in {ends[num_records], ahead, max(ends[num_records], ahead - 3)}:
+            batch.output.write_bytes(b"".join(answers[:count]))
+            batch.turns.write_bytes(turns[:end])
+            assert said_of(batch.run("resume")) == expected
+
+
+def records(log: bytes) -> Iterator[tuple[int, int, int]]:
+    """Kind, place and length of each record in a log of turns."""
+    place = 64
+    while place < len(log):
+        num, kind = (int.from_bytes(log[at : at + 4], "little") for at in (place, place + 4))
+        yield kind, place, num
+        place += 12 + num
+
+
+def test_bodies_that_cannot_be_turns_are_bad_lines(llm: LLM, tmp_path: Path) -> None:
+    bad = [
+        line("x", "x", prompt=[[1], [2]]),
+        line("y", "", prompt=[1]),
+        line("z", "z", prompt=[1], n=2),
+    ]
+    for one in bad:
+        with pytest.raises(FastDecodeError, match="conversation_id"):
+            Batch(tmp_path, llm, [one]).run()
