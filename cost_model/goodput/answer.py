@@ -64,10 +64,11 @@ def answer(question: Question, progress: Callable[[str], object] = lambda _: Non
             f"{question.model} fits on no instance of up to {hardware.cluster.num_gpus} GPUs: take "
             "larger GPUs, more a node, or a smaller dtype"
         )
-    colocated = plan_colocated(search)
     if question.affinity == "high":
+        colocated = plan_colocated(search)
         apart = plan_high_affinity(search)
     else:
+        colocated = plan_colocated(search, question.sockets_per_node)
         apart = plan_low_affinity(search, question.sockets_per_node)
     nearest = None if colocated or apart else _nearest(search)
     system = hardware.system(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -223,7 +224,8 @@ def queueing_notes(prompt_s: float, two_gpus_s: float | None, rate: float) -> li
     """
     queue = PromptQueue(prompt_s, prompt_s)
     mean_s = queue.mean_ttft_s(rate)
-    notes = [f"one GPU, prompts alone, closed form: mean TTFT {seconds_text(mean_s)} at {rate:g}/s"]
+    mean = seconds_text(mean_s) if math.isfinite(mean_s) else "grows without end"
+    notes = [f"one GPU, prompts alone, closed form: mean TTFT {mean} at {rate:g}/s"]
     if two_gpus_s is not None and 1.0 <= prompt_s / two_gpus_s <= 2.0:
         x = crossing(prompt_s / two_gpus_s)
         notes.append(

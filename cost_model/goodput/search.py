@@ -229,10 +229,15 @@ class Search:
         return self._found[key]
 
 
-def plan_colocated(search: Search) -> Plan | None:
-    """Instances for both phases. None: none keeps the SLO."""
+def plan_colocated(search: Search, sockets_per_node: int | None = None) -> Plan | None:
+    """Instances for both phases. None: none keeps the SLO.
+
+    Args:
+        sockets_per_node: an instance gets the part of them that its GPUs are of
+            a node's. None: as many as are best.
+    """
     rate = search.rate
-    chosen = _with_best_sockets(search, search.both)
+    chosen = _with_best_sockets(search, search.both, sockets_per_node)
     if chosen is None:
         return None
     degrees, count, found = chosen
@@ -263,14 +268,18 @@ def _plan(
 
 
 def _with_best_sockets(
-    search: Search, goodput: Callable[[Degrees, int], float]
+    search: Search,
+    goodput: Callable[[Degrees, int], float],
+    sockets_per_node: int | None = None,
 ) -> tuple[Degrees, int, float] | None:
     """The best instance of a phase, its sockets, and its goodput."""
     sockets: dict[Degrees, int] = {}
+    gpus_per_node = search.hardware.gpus_per_node
 
     def judge(degrees: Degrees) -> float:
-        of_these = partial(goodput, degrees)
-        sockets[degrees], found = search.with_sockets(of_these, degrees, degrees.num_gpus)
+        of_these, gpus = partial(goodput, degrees), degrees.num_gpus
+        share = None if sockets_per_node is None else sockets_per_node * gpus // gpus_per_node
+        sockets[degrees], found = search.with_sockets(of_these, degrees, gpus, share)
         return found
 
     best = search.best_instance(judge)

@@ -92,6 +92,9 @@ def test_low_affinity_keeps_pairs_together() -> None:
     prefill, decode = found.disaggregated.instances
     assert prefill.count == decode.count and decode.sockets <= 4
     assert not any(found.disaggregated.run.link_busy)
+    assert found.colocated is not None
+    (both,) = found.colocated.instances
+    assert both.sockets <= 2 * both.degrees.num_gpus, "of 4 sockets on a node of 2 GPUs"
 
 
 def test_the_cheapest_or_the_fewest_gpus() -> None:
