@@ -19,8 +19,9 @@ from fastdecode.core.holders import Holder, HolderId, HolderKind, Part, PartId, 
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.pipeline import LaneStep, Pipeline
+from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import Attend, AttendResult, BeginStep

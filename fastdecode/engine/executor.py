@@ -17,8 +17,9 @@ from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.reservations import event_for, holder_of, message_for
 from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.pipeline import LaneStep, Pipeline
+from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
