@@ -46,7 +46,7 @@ def known(num_home: int, num_waiting: int, *, num_away: int = 0, num_blocks: int
         tuple(works[:num_away]),
         tuple(works[:num_waiting]),
         home_blocks=num_blocks * max(1, num_home),
-        away_blocks=num_blocks * 1000,
+        away_blocks=(num_blocks * 500, num_blocks * 500),
         away_free=(num_blocks * 500, num_blocks * 500),
         most_running=1000,
     )
@@ -72,7 +72,7 @@ def test_where_r_workers_are_slower_than_the_queue_is_long_it_waits() -> None:
 
 def test_r_workers_that_are_faster_than_the_device_get_all() -> None:
     fast = replace(costs(r_s=1e-10, round_trip_s=0.0), device=lambda load: 1e-3 * load)
-    some = replace(known(8, 64), away_free=(256,), away_blocks=256)
+    some = replace(known(8, 64), away_free=(256,), away_blocks=(256,))
     course = choose(some, NOW, fast, Margins())
     assert course.num_away == 16 and not course.home_is_open
 
