@@ -42,8 +42,13 @@ class LaneStep:
     is_whole: bool = False
     """All layers were run at once."""
     logits: Tensor | None = None  # [R, vocab], once all layers are done
+    is_drawn: bool = False
+    """The tokens that follow were asked for."""
     draws: Draws | None = None
-    """What was drawn from them, if something was."""
+    """They are drawn; None: nobody wants any, or not yet."""
+    fed_by: Draws | None = None
+    """The lane's tokens before, which it embeds, while the host doesn't know
+    them: it draws none before that does."""
     s_compute_s: float = 0.0
     """All that the S-worker's thread did for it so far, messages included:
     where that is more than a GPU computes, it is what lanes share."""
@@ -61,7 +66,19 @@ class LaneStep:
         """Whether the next layer may be computed, or the step is over."""
         if self.logits is None:
             return self.remote.ready
+        if not self.is_drawn:
+            return self.fed_by is None
         return self.remote.settled and (self.draws is None or self.draws.done)
+
+    @property
+    def has_come(self) -> bool:
+        """Whether what it embeds is on the host, and nobody was told."""
+        return self.fed_by is not None and self.fed_by.done
+
+    @property
+    def coming(self) -> list[Draws]:
+        """What is on its way to the host for it, and isn't there."""
+        return [x for x in (self.fed_by, self.draws) if x is not None and not x.done]
 
     @property
     def r_compute_s(self) -> float:

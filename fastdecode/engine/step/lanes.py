@@ -71,8 +71,8 @@ class Lanes:
 
     @property
     def any_can_go_on(self) -> bool:
-        """Whether one in flight could be computed further, as it stands now."""
-        return any(step.can_go_on for step in self.in_flight)
+        """Whether something can be done for one in flight, as it stands now."""
+        return any(step.can_go_on or step.has_come for step in self.in_flight)
 
     @property
     def has_ready(self) -> bool:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -31,10 +30,11 @@ from fastdecode.engine.step.lane_step import Draws, LaneStep
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.remote import Attention
-from fastdecode.wire.patience import look_until_found
+from fastdecode.engine.step.waiting import Waiting
 from sworker.worker import SWorker
 
 Draw: TypeAlias = "Callable[[LaneStep], Draws | None]"
+TakeIn: TypeAlias = "Callable[[int], object]"
 
 
 class Pipeline:
@@ -50,6 +50,7 @@ class Pipeline:
         self._arrivals = Arrivals(attention.fleet, self._lanes, self._trace)
         # Some lanes wait for R-workers, and one never does.
         self._is_hybrid = len({holder.kind for holder in attention.holders}) > 1
+        self._waiting = Waiting(attention.fleet, self._lanes, is_hybrid=self._is_hybrid)
         self.wait_s = 0.0
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
 
@@ -75,33 +76,42 @@ class Pipeline:
         return self._lanes.in_flight
 
     def launch(
-        self, lane: int, batch: StepBatch, logit_rows: NDArray[np.int64], planned_s: float = 0.0
+        self,
+        lane: int,
+        batch: StepBatch,
+        logit_rows: NDArray[np.int64],
+        planned_s: float = 0.0,
+        fed_by: Draws | None = None,
     ) -> None:
         """Start an idle lane's step: embed, the first layer's S-step, and off
         to the R-workers; or all layers, where they aren't needed.
-        ``planned_s``: seconds that it has taken so far."""
+        ``planned_s``: seconds that it has taken so far; ``fed_by``: the lane's
+        tokens before, if they are still on their way to the host."""
         started = time.perf_counter()
         remote = self._attention.begin(batch)
         whole = remote.run_through(self._s_worker)
-        forward = whole or self._s_worker.begin(batch.token_ids, batch.positions, lane)
+        forward = whole or self._s_worker.begin(batch.token_ids, batch.positions, lane, batch.feed)
         step = LaneStep(lane, batch, logit_rows, remote, forward, s_compute_s=planned_s)
-        step.is_whole = whole is not None
+        step.is_whole, step.fed_by = whole is not None, fed_by
         self._lanes.enter(step)
         if not step.is_whole:
             self._scatter(step)
         step.count_s_part(0, started, self._trace)
 
-    def run(self, draw: Draw | None = None) -> LaneStep | None:
+    def run(self, draw: Draw | None = None, take_in: TakeIn | None = None) -> LaneStep | None:
         """Go on until some lane has finished its step, or there is news
         (``take_news``); then None.
 
         Args:
             draw: called with a step as soon as it has logits. It starts to
                 draw, and other lanes go on while tokens come to the host.
+            take_in: called with a lane as soon as the tokens that its step was
+                fed are on the host; before it draws others.
         """
         lanes, arrivals = self._lanes, self._arrivals
         while True:
             lanes.dispatch()
+            self._take_in_fed(take_in)
             arrivals.note_losses()
             lanes.collect_ready()
             if self._is_hybrid and lanes.has_ready:
@@ -111,11 +121,13 @@ class Pipeline:
             if arrivals.has_news:
                 return None
             if not lanes.has_ready:
-                self._wait(self._first_to_come)
+                self._wait(self._waiting.first_to_come)
                 continue
             step = lanes.take_ready()
             if step.logits is None:
-                self._advance(step, draw)
+                self._advance(step)
+            if step.logits is not None and step.fed_by is None and not step.is_drawn:
+                self._draw(step, draw)
             if step.logits is not None and step.can_go_on:
                 lanes.leave(step)
                 return step
@@ -129,7 +141,14 @@ class Pipeline:
         """Wait for a message, and take it in. Somebody owes one."""
         self._wait(self._attention.fleet.receive)
 
-    def _advance(self, step: LaneStep, draw: Draw | None) -> None:
+    def _take_in_fed(self, take_in: TakeIn | None) -> None:
+        for step in self.in_flight:
+            if step.has_come:
+                step.fed_by = None
+                assert take_in is not None
+                take_in(step.lane)
+
+    def _advance(self, step: LaneStep) -> None:
         started = time.perf_counter()
         if not step.is_whole and step.forward.advance(step.remote.take()):
             self._scatter(step)
@@ -137,44 +156,18 @@ class Pipeline:
         else:
             step.logits = step.forward.logits(step.logit_rows)
             step.count_s_part(None, started, self._trace)
-            if draw is not None:
-                started = time.perf_counter()
-                step.draws = draw(step)
-                step.s_compute_s += time.perf_counter() - started
+
+    def _draw(self, step: LaneStep, draw: Draw | None) -> None:
+        step.is_drawn = True
+        if draw is not None:
+            started = time.perf_counter()
+            step.draws = draw(step)
+            step.s_compute_s += time.perf_counter() - started
 
     def _scatter(self, step: LaneStep) -> None:
         forward = step.forward
         step.remote.scatter(forward.layer, forward.q, forward.k, forward.v, forward.place)
         self._lanes.scattered(step)
-
-    def _first_to_come(self) -> Arrival | None:
-        """No lane can go on: wait for an answer or for a copy to the host,
-        whichever is first, for the one while the other is here would keep a
-        lane from running. An answer is returned, what is copied is sent."""
-        fleet, unsent = self._attention.fleet, self._lanes.first_unsent
-        copies = [step.draws for step in self.in_flight if step.draws and not step.draws.done]
-        if unsent is None and not copies and not self._is_hybrid:
-            return fleet.receive()
-        if not fleet.is_owed and not copies and unsent is not None:
-            unsent.remote.wait_for_copy()
-            return None
-        if not fleet.is_owed and copies and unsent is None and not self._is_hybrid:
-            copies[0].wait()
-            return None
-        found = look_until_found(partial(self._look, copies, len(fleet.lost)), None)
-        return found[0] if found else None
-
-    def _look(self, copies: Seq[Draws], num_lost: int) -> list[Arrival] | None:
-        """An answer, if one is here; none: something was sent or drawn, a lane
-        can go on, or somebody was lost; None: nothing has happened."""
-        fleet = self._attention.fleet
-        received = fleet.receive(wait=False) if fleet.is_owed else None
-        if received is not None:
-            return [received]
-        has_come = self._lanes.dispatch() or any(copy.done for copy in copies)
-        # Of a lane on the device nobody says so who isn't asked.
-        can_go_on = self._is_hybrid and self._lanes.any_can_go_on
-        return [] if has_come or can_go_on or len(fleet.lost) > num_lost else None
 
     def _wait(self, wait: Callable[[], Arrival | None]) -> None:
         started = time.perf_counter()
