@@ -116,6 +116,17 @@ def test_a_forecast_gives_up_beyond_its_limit() -> None:
     assert finish_s(known(4, 4), NOW, costs(), limit_s=1e-3) == math.inf
 
 
+def test_room_that_is_nobodys_is_no_room() -> None:
+    """Of four R-workers of one block each, none holds a sequence of two: it
+    waits for the device, though that takes in nobody who could be away."""
+    waits = replace(known(1, 2), home_blocks=2)
+    waits = replace(waits, home=(), waiting=(Work(10, 5, 2), Work(10, 5, 1)))
+    closed, slow = Course(Layout.SPLIT_1, home_is_open=False), costs(r_s=1e-3)
+    both_away = finish_s(replace(waits, away_blocks=(2, 2)), closed, slow)
+    one_at_home = finish_s(replace(waits, away_blocks=(1, 1, 1, 1)), closed, slow)
+    assert one_at_home < both_away
+
+
 def test_coarse_forecasts_are_near() -> None:
     random = Random(1)
     works = tuple(Work(random.randint(50, 500), 100, 8) for _ in range(300))
@@ -139,14 +150,16 @@ def test_paces() -> None:
 
 
 def test_never_slower_than_the_device_alone() -> None:
-    """With the scheduler, the lifecycle and the rule as they are."""
+    """With the scheduler, the lifecycle and the rule as they are. The first
+    four were slower once: forecasts took all R-workers' blocks for one room,
+    and a decision for four was carried out for two of them."""
     modes: Counter[str] = Counter()
     ratios = []
-    for seed in range(60):
+    for seed in (824, 3316, 3376, 4223, *range(60)):
         verdict = judge(draw(Random(seed)))
         ratios.append(verdict.ratio)
         modes.update(verdict.modes.keys())
-    assert min(ratios) >= 0.999
+    assert min(ratios) >= 1 - 1e-9
     assert max(ratios) > 1.5
     assert {"gpu-only", "mixed", "R-only"} <= set(modes)
     assert modes["split-1"] + modes["split-2"] > 0
