@@ -58,6 +58,7 @@ with LLM(path, max_num_sequences=count, **options) as llm:
     print(json.dumps({"total_s": total, "prefill_s": first, "tokens_per_s": count * new / total,
                       "decode_tokens_per_s": count * (new - 1) / max(total - first, 1e-9),
                       "kv_blocks": llm.facts.num_kv_blocks,
+                      "ahead_share": llm.stats.num_ahead / llm.stats.num_steps,
                       "wait_share": llm.stats.wait_s / llm.stats.step_s}))
 """
 TRANSFORMERS = """
