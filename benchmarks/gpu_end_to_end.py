@@ -1,5 +1,5 @@
-"""A Llama-shaped model end to end, with its KV on R-workers, on the GPU, and in
-transformers: used by gpu_suite.py.
+"""A Llama-shaped model end to end, with its KV on R-workers, on the GPU, on both
+sides, and in transformers: used by gpu_suite.py.
 
 Twice: with all of the GPU's memory, and with so little of it that a tenth of
 the KV cache fits beside the weights: the case that R-workers are for. Every
@@ -29,7 +29,9 @@ CONFIG = {
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 200}  # fmt: skip
 WORKLOADS = ((256, 512, 64), (64, 2048, 48))  # requests, prompt tokens, new tokens
-ENGINES = ("R-workers", "KV on the GPU", "transformers")
+R_WORKERS, ON_GPU, BOTH_SIDES = "R-workers", "KV on the GPU", "KV on both sides"
+TRANSFORMERS_ENGINE = "transformers"
+ENGINES = (ON_GPU, BOTH_SIDES, R_WORKERS, TRANSFORMERS_ENGINE)
 WITHOUT_GRAPHS = "KV on the GPU, no graphs"
 INT8 = "KV on the GPU, int8"
 LIMIT_S = 90.0
@@ -56,6 +58,7 @@ with LLM(path, max_num_sequences=count, **options) as llm:
     print(json.dumps({"total_s": total, "prefill_s": first, "tokens_per_s": count * new / total,
                       "decode_tokens_per_s": count * (new - 1) / max(total - first, 1e-9),
                       "kv_blocks": llm.facts.num_kv_blocks,
+                      "ahead_share": llm.stats.num_ahead / llm.stats.num_steps,
                       "wait_share": llm.stats.wait_s / llm.stats.step_s}))
 """
 TRANSFORMERS = """
@@ -130,11 +133,9 @@ def _runs(smoke: bool, device: torch.device) -> Iterator[tuple[tuple[int, int, i
     if smoke:
         yield from (((6, 20, 6), False, engine) for engine in (*ENGINES, WITHOUT_GRAPHS, INT8))
         return
-    for workload in WORKLOADS:
-        for is_short in (
-            (False, True) if workload == WORKLOADS[0] and device.type == "cuda" else (False,)
-        ):
-            yield from ((workload, is_short, engine) for engine in ENGINES)
+    shorts = (False, True) if device.type == "cuda" else (False,)
+    yield from ((WORKLOADS[0], is_short, engine) for is_short in shorts for engine in ENGINES)
+    yield from ((WORKLOADS[1], False, engine) for engine in (ON_GPU, R_WORKERS))
     yield WORKLOADS[0], False, WITHOUT_GRAPHS
     yield WORKLOADS[0], device.type == "cuda", INT8
 
@@ -148,11 +149,12 @@ def _engines(device: torch.device, kv_bytes: int) -> dict[str, tuple[str, dict[s
         "kv_placement": "gpu",
         **({} if device.type == "cuda" else {"kv_memory_gb": 0.01}),
     }
-    options = (remote, local, {"device": device.type})
-    scripts = (FASTDECODE, FASTDECODE, TRANSFORMERS)
-    engines = dict(zip(ENGINES, zip(scripts, options, strict=True), strict=True))
+    both = {**remote, "kv_placement": "hybrid", "r_workers": 2}
     return {
-        **engines,
+        ON_GPU: (FASTDECODE, local),
+        BOTH_SIDES: (FASTDECODE, both),
+        R_WORKERS: (FASTDECODE, remote),
+        TRANSFORMERS_ENGINE: (TRANSFORMERS, {"device": device.type}),
         WITHOUT_GRAPHS: (FASTDECODE, {**local, "cuda_graphs": "off"}),
         INT8: (FASTDECODE, {**local, "kv_dtype": "int8"}),
     }

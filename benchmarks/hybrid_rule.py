@@ -7,25 +7,34 @@ Each case is run by the real scheduler, lifecycle and rule
 (``cost_model/simulate/drawn.py``): once with what the rule is told being true,
 once with each cost off by up to 20% for good. Ratios are tokens a second over
 those of the device alone, ends of jobs included. A case is its seed: it repeats
-itself on every machine.
+itself on every machine. Parts may be run side by side and put together:
+
+    python benchmarks/hybrid_rule.py --first 5000 --cases 5000 --kept b.jsonl
+    python benchmarks/hybrid_rule.py --kept a.jsonl --kept b.jsonl --out OUT.json
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import statistics
-import time
 from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import astuple
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 from provenance import provenance
 
 from cost_model.simulate.drawn import Verdict, draw, judge
 
 ERROR = 0.2
+Cases: TypeAlias = dict[float, dict[int, Verdict]]
+"""By how far costs are off, and by seed."""
 
 
 def main() -> None:
@@ -34,27 +43,45 @@ def main() -> None:
     )
     parser.add_argument("--cases", type=int, default=10_000, help="of each kind (default: 10000)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
+    parser.add_argument(
+        "--kept",
+        type=Path,
+        action="append",
+        help="cases that were run, a line each; the first file is written on (may be repeated)",
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    began = time.perf_counter()
-    true: dict[int, Verdict] = {}
-    misjudged: dict[int, Verdict] = {}
-    for seed in range(options.first, options.first + options.cases):
-        if time.perf_counter() - began > options.seconds:
-            break
-        true[seed] = judge(draw(Random(seed)))
-        random = Random(seed)
-        misjudged[seed] = judge(draw(random), error=ERROR, random=random)
+    seeds = range(options.first, options.first + options.cases)
+    cases = run(seeds, options.kept or [])
     found = {
         "provenance": provenance(),
-        "costs as told": summary(true),
-        f"costs off by up to {ERROR:.0%}": summary(misjudged),
+        "costs as told": summary(cases[0.0]),
+        f"costs off by up to {ERROR:.0%}": summary(cases[ERROR]),
     }
     text = json.dumps(found, indent=2)
     print(text)
     if options.out is not None:
         options.out.write_text(text + "\n", "utf-8")
+
+
+def run(seeds: Iterable[int], kept: Seq[Path]) -> Cases:
+    """Run those that aren't kept yet, of each kind."""
+    cases: Cases = {0.0: {}, ERROR: {}}
+    for path in kept:
+        for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+            error, seed, ratio, modes = json.loads(line)
+            cases[error][seed] = Verdict(ratio, modes)
+    with contextlib.ExitStack() as stack:
+        lines = stack.enter_context(kept[0].open("a", encoding="utf-8")) if kept else None
+        for seed, error in itertools.product(seeds, cases):
+            if seed not in cases[error]:
+                random = Random(seed)
+                case = draw(random)
+                verdict = judge(case, error=error, random=random if error else None)
+                cases[error][seed] = verdict
+                if lines is not None:
+                    print(json.dumps([error, seed, *astuple(verdict)]), file=lines, flush=True)
+    return cases
 
 
 def summary(verdicts: dict[int, Verdict]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from torch import Tensor
 from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import LENT_LAYERS, to_device
 from sworker.device import Gpu, Graph, gpu_of
+from sworker.feed import Feed
 from sworker.model.skeleton import LayerRoom, Model
 
 logger = logging.getLogger(__name__)
@@ -182,16 +183,22 @@ class StepGraphs:
                 )
         return self._lanes[lane]
 
-    def fill(self, lane: int, rows: Tensor) -> int:
+    def fill(self, lane: int, rows: Tensor, feed: Feed | None = None) -> int:
         """Put a step's token ids and positions, int64 [2, T], on the host, into
-        the lane's memory, and zeros up to its bucket, which is returned."""
+        the lane's memory, and zeros up to its bucket, which is returned.
+        ``feed``: token ids that the host doesn't know."""
         buffers, num_rows = self.buffers(lane), rows.shape[1]
         bucket = self.buckets.of(num_rows)
-        on_device = to_device(rows, self.device, self._gpu)
+        on_device = self._upload(rows)
         for buffer, values in zip((buffers.token_ids, buffers.positions), on_device, strict=True):
             buffer[:num_rows].copy_(values)
             buffer[num_rows:bucket].zero_()
+        if feed is not None:
+            feed.put_into(buffers.token_ids[:num_rows], self._upload)
         return bucket
+
+    def _upload(self, host: Tensor) -> Tensor:
+        return to_device(host, self.device, self._gpu)
 
     def prepare(self, buckets: Iterable[int] | None = None) -> None:
         """Take the lanes' memory, and capture what their steps will need, the

@@ -96,7 +96,14 @@ class Drawing:
     ) -> None:
         self._logits, self._states, self._fetch = logits, states, fetch
         self._chosen = _choose(logits, states, short_list)
+        self.is_sure = _is_sure(states, short_list, logits.shape[1])
+        """No row can need a second pass: ``tokens`` are what ``result`` will say."""
         self._fetched = fetch(self._chosen.packed)
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [B], on the device; of a row that met an error, any."""
+        return self._chosen.tokens
 
     @property
     def done(self) -> bool:
@@ -164,6 +171,8 @@ def _sure(result: SampledToken | None) -> SampledToken:
 class _Chosen:
     """What was drawn."""
 
+    tokens: Tensor
+    """int64 [B], on the device."""
     packed: Tensor
     """float64, on the device: of each row token, greatest logit, and whether
     the short list was enough, [3, B]; then the blocks of logprobs, one after
@@ -221,7 +230,15 @@ def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) ->
         pieces.append(found.view(-1))
         blocks.append((rows, found.shape[1]))
     packed = torch.cat(pieces) if blocks else pieces[0]
-    return _Chosen(packed, num_rows, tuple(blocks))
+    return _Chosen(tokens, packed, num_rows, tuple(blocks))
+
+
+def _is_sure(states: Sequence[SamplingState], short_list: int, vocab_size: int) -> bool:
+    """Whether the short list is enough for every row, whatever its logits."""
+    if short_list >= vocab_size:
+        return True
+    truncated = [states[row].params for row in _split(states)[1].tolist()]
+    return all(0 < params.top_k <= short_list for params in truncated)
 
 
 def _split(states: Sequence[SamplingState]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

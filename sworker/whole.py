@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.paged import NOWHERE, PagedKV, PagedStep
 
@@ -82,16 +83,17 @@ class WholeSteps:
         return step.only_decodes and len(step.slots) <= self._graphs.buckets.max_rows
 
     @torch.inference_mode()
-    def run(self, lane: int, rows: Tensor, step: PagedStep) -> Tensor:
+    def run(self, lane: int, rows: Tensor, step: PagedStep, feed: Feed | None = None) -> Tensor:
         """A step from its first to its last layer.
 
         Args:
             rows: token ids and positions, int64 [2, T], on the host.
+            feed: token ids that the host doesn't know.
 
         Returns:
             Hidden states [T, hidden], in the lane's memory.
         """
-        bucket = self._graphs.fill(lane, rows)
+        bucket = self._graphs.fill(lane, rows, feed)
         self._room(lane).fill(step, bucket)
         if not self._graphs.replay((lane, _WHOLE, bucket)):
             self._step(lane, bucket)

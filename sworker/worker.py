@@ -21,6 +21,7 @@ from torch import Tensor
 from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import Fetch, Fetched, to_device
 from sworker.device import Gpu, Mark, gpu_of
+from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
 from sworker.sampler import Drawing, SampledToken, SamplingState, draw
@@ -64,18 +65,26 @@ class SWorker:
         for lane in range(num_lanes):
             self._fetch(lane)
 
+    feeds = True
+    """Whether a step may begin with tokens that only the device knows."""
+
     def begin(
-        self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], lane: int = 0
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        lane: int = 0,
+        feed: Feed | None = None,
     ) -> Pass:
         """Embed a step's rows and run the first layer up to its attention.
-        token_ids, positions: [T]. At most one step of a lane is under way."""
-        return self.begin_rows(torch.from_numpy(np.stack((token_ids, positions))), lane)
+        token_ids, positions: [T]; ``feed``: token ids that the host doesn't
+        know. At most one step of a lane is under way."""
+        return self.begin_rows(torch.from_numpy(np.stack((token_ids, positions))), lane, feed)
 
-    def begin_rows(self, rows: Tensor, lane: int) -> Pass:
+    def begin_rows(self, rows: Tensor, lane: int, feed: Feed | None = None) -> Pass:
         """``begin``; rows: token ids and positions, int64 [2, T], on the host."""
         if self.graphs is not None and rows.shape[1] <= self.graphs.buckets.max_rows:
-            return PaddedPass(self, self.graphs, lane, rows)
-        return Pass(self, rows)
+            return PaddedPass(self, self.graphs, lane, rows, feed)
+        return Pass(self, rows, feed)
 
     def upload(self, host: Tensor) -> Tensor:
         """A copy on the device; see ``to_device``."""
@@ -119,15 +128,16 @@ class Pass:
     """Where ``advance`` likes best to find o [T, Hq, D]; the same in every layer."""
 
     @torch.inference_mode()
-    def __init__(self, worker: SWorker, rows: Tensor) -> None:
-        """rows: token ids and positions, int64 [2, T], on the host."""
+    def __init__(self, worker: SWorker, rows: Tensor, feed: Feed | None = None) -> None:
+        """rows: token ids and positions, int64 [2, T], on the host; ``feed``:
+        token ids that the host doesn't know."""
         self._model = worker.model
         self._upload = worker.upload
         self._timer = DeviceTimer(worker.gpu)
         self._layers_timer = DeviceTimer(worker.gpu, every=TIMED_LAYERS)
         self.layer = 0
         with self._timer:
-            self._begin(rows)
+            self._begin(rows, feed)
 
     @torch.inference_mode()
     def advance(self, o: Tensor) -> bool:
@@ -151,8 +161,10 @@ class Pass:
         0 on a CPU, where the caller's clock tells."""
         return self._timer.seconds() + self._layers_timer.seconds()
 
-    def _begin(self, rows: Tensor) -> None:
+    def _begin(self, rows: Tensor, feed: Feed | None) -> None:
         token_ids, self._positions = self._upload(rows)
+        if feed is not None:
+            feed.put_into(token_ids, self._upload)
         self._x = self._model.embed(token_ids, self._positions)  # [T, hidden]
         self.q, self.k, self.v = self._model.layers[0].pre_attention(self._x, self._positions)
 
@@ -171,16 +183,23 @@ class PaddedPass(Pass):
     """A step in its lane's fixed memory; q, k and v hold for as many units as
     ``LaneBuffers`` says."""
 
-    def __init__(self, worker: SWorker, graphs: StepGraphs, lane: int, rows: Tensor) -> None:
+    def __init__(
+        self,
+        worker: SWorker,
+        graphs: StepGraphs,
+        lane: int,
+        rows: Tensor,
+        feed: Feed | None = None,
+    ) -> None:
         self._graphs, self._lane = graphs, lane
         self._buffers = graphs.buffers(lane)
         mine = slice(rows.shape[1])
         self._x, self.place = self._buffers.x[mine], self._buffers.o[mine]
         self._qkv = [tuple(x[mine] for x in qkv) for qkv in self._buffers.qkv]
-        super().__init__(worker, rows)
+        super().__init__(worker, rows, feed)
 
-    def _begin(self, rows: Tensor) -> None:
-        self._bucket = self._graphs.fill(self._lane, rows)
+    def _begin(self, rows: Tensor, feed: Feed | None) -> None:
+        self._bucket = self._graphs.fill(self._lane, rows, feed)
         self._run(0)
 
     def _advance(self, o: Tensor, is_last: bool) -> None:

@@ -104,8 +104,11 @@ def _running(
         reached.close(fleet.lost, 30.0)
 
 
-def run(engine: Engine, lengths: Sequence[int], num_tokens: int) -> list[tuple[int, ...]]:
-    """What prompts of such lengths come to; every third is drawn, not greedy."""
+def run(
+    engine: Engine, lengths: Sequence[int], num_tokens: int, stop: tuple[int, ...] = ()
+) -> list[tuple[int, ...]]:
+    """What prompts of such lengths come to; every third is drawn, not greedy.
+    ``stop``: token ids that end a text."""
     outputs: dict[str, tuple[int, ...]] = {}
     folds: dict[str, OutputFold] = {}
 
@@ -118,8 +121,9 @@ def run(engine: Engine, lengths: Sequence[int], num_tokens: int) -> list[tuple[i
     for i, prompt in enumerate(prompts(lengths, seed=2)):
         temperature = 0.8 if i % 3 == 2 else 0.0
         params = SamplingParams(
-            temperature=temperature, top_p=0.9, max_tokens=num_tokens, ignore_eos=True, seed=i
-        )
+            temperature=temperature, top_p=0.9, max_tokens=num_tokens, ignore_eos=True, seed=i,
+            stop_token_ids=stop,
+        )  # fmt: skip
         folds[str(i)] = OutputFold(str(i), None, tuple(prompt), 1)
         engine.submit(
             Request(str(i), tuple(prompt), params, num_tokens, seed=i),

@@ -7,7 +7,8 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ from fastdecode.core.holders import Holder, HolderId, HolderKind, Part, PartId, 
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.pipeline import LaneStep, Pipeline
+from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import Attend, AttendResult, BeginStep
+from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.load.weights import random_model
 from sworker.model.skeleton import Model
@@ -120,8 +123,14 @@ class LoggedSWorker(SWorker):
         super().__init__(model.spec, model, CPU, graphs, gpu)
         self._log = log
 
-    def begin(self, token_ids: np.ndarray, positions: np.ndarray, lane: int = 0) -> Pass:
-        step = super().begin(token_ids, positions, lane)
+    def begin(
+        self,
+        token_ids: np.ndarray,
+        positions: np.ndarray,
+        lane: int = 0,
+        feed: Feed | None = None,
+    ) -> Pass:
+        step = super().begin(token_ids, positions, lane, feed)
         advance = step.advance
         self._log.append(f"launch {'ABC'[lane]}0")
 
@@ -149,6 +158,8 @@ class Run:
     """Sequences with a closed part elsewhere."""
     draws: bool = False
     """Whether a token is drawn of each step's first row."""
+    feeds: bool = False
+    """Whether the lane's next step begins with it, before the host knows it."""
     rows: tuple[int, ...] = (6,)
     """Sequences of each step."""
     num_steps: int = 2
@@ -196,19 +207,30 @@ class Run:
                 if graphs is not None:
                     self.gpu.stays(graphs.buffers(lane).o)
             self.graphs_of, self.s_worker = graphs, pipeline._s_worker
+            self.pipeline = pipeline
             mistake(self)
             self.gpu.calls.clear()
-            draw = self._draw if self.draws else None
             numbers = itertools.count()
+            self.coming: dict[int, Drawing] = {}
             for step in range(self.num_steps):
                 for lane in range(self.lanes):
                     batch = self._batch(lane, self.rows[step % len(self.rows)], next(numbers))
-                    pipeline.launch(lane, batch, np.arange(1))
+                    fed_by = self.coming.get(lane)
+                    if fed_by is not None:
+                        batch = replace(batch, feed=self.feed(fed_by.tokens))
+                    pipeline.launch(lane, batch, np.arange(1), fed_by=fed_by)
                 while pipeline.in_flight:
-                    finished = pipeline.run(draw)
+                    finished = pipeline.run(
+                        self._draw if self.draws or self.feeds else None, self.take_in
+                    )
                     assert finished is not None
-                    self._read(finished)
+                    if self.draws:
+                        self.take_in(finished.lane)
                     on_step(finished)
+            for lane, drawing in list(self.coming.items()):
+                if not drawing.done:
+                    drawing.wait()
+                self.take_in(lane)
         return self
 
     def _record_landing(self, staging: Any) -> None:
@@ -221,16 +243,20 @@ class Run:
 
         staging.receive = received
 
-    def _draw(self, step: LaneStep) -> Drawing:
+    def feed(self, tokens: torch.Tensor) -> Feed:
+        """The first of drawn tokens, for the next step's first row."""
+        return Feed(tokens, np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+    def _draw(self, step: LaneStep) -> Any:
         assert step.logits is not None
         state = SamplingState(SamplingParams(temperature=0), 0, PROMPT, (), 50, 0)
-        return self.s_worker.draw(step.logits, [state], step.lane)
+        drawing = self.coming[step.lane] = self.s_worker.draw(step.logits, [state], step.lane)
+        return SimpleNamespace(done=True) if self.feeds else drawing
 
-    def _read(self, step: LaneStep) -> None:
-        """The host takes in what was drawn."""
-        if self.draws:
-            drawing: Any = step.draws
-            self.gpu.read(drawing._fetched.host.numpy(), "what was drawn")
+    def take_in(self, lane: int) -> None:
+        """The host takes in what was drawn for the lane's step before."""
+        drawing: Any = self.coming.pop(lane)
+        self.gpu.read(drawing._fetched.host.numpy(), "what was drawn")
 
     def _batch(self, lane: int, num_rows: int, step: int) -> StepBatch:
         request = Request("r", PROMPT, SamplingParams(temperature=0), 1, seed=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TypeAlias
 
 from hypothesis import HealthCheck, settings
@@ -28,6 +29,8 @@ def traffic(draw: st.DrawFn, *, forks: bool) -> Requests:
 def play(data: st.DataObject, harness: Harness, requests: Requests, *, lose: bool) -> None:
     """Requests come in between turns of random lanes; sequences are cancelled
     and R-workers lost at random."""
+    ahead = itertools.cycle(data.draw(st.sampled_from([(False,), (True,), (True, False, True)])))
+    harness.goes_ahead = lambda: next(ahead)
     expected: dict[int, int] = {}
     cancelled: set[int] = set()
     for prompt, lengths, max_tokens in requests:

@@ -103,7 +103,9 @@ class ScriptedSWorker:
         self._num_drawn: dict[int, int] = {}
         self._fails_at = fails_at or {}
 
-    def begin(self, token_ids: np.ndarray, positions: np.ndarray, lane: int) -> ScriptedPass:
+    def begin(
+        self, token_ids: np.ndarray, positions: np.ndarray, lane: int, feed: None
+    ) -> ScriptedPass:
         if self.failure is not None:
             raise self.failure
         self.lanes.append(lane)

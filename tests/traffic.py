@@ -5,7 +5,7 @@ checked."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from schedule_choices import MAX_SEQUENCES, MAX_STEP_TOKENS, PREFILL_CHUNK
@@ -15,6 +15,7 @@ from fastdecode.core.holders import HolderId, Part
 from fastdecode.core.sequence import SHARED, CacheUse, Request, SamplingParams, Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.events import (
+    Came,
     Cancelled,
     Close,
     Drawn,
@@ -35,6 +36,7 @@ from fastdecode.schedule.life.events import (
     Submitted,
 )
 from fastdecode.schedule.life.lifecycle import Lifecycle
+from fastdecode.schedule.life.lives import Status
 from fastdecode.schedule.plan import Forget, Keep
 from rworker.kv_store import KVStore
 
@@ -115,6 +117,11 @@ class Harness:
     is_late: Callable[[], bool] = lambda: False
     """Asked for each answer of an R-worker, whether it comes after the step
     that it was asked for has begun."""
+    goes_ahead: Callable[[], bool] = lambda: False
+    """Asked at the end of each step, whether its tokens are told only when the
+    lane's next one is over, or nobody steps."""
+    coming: dict[int, tuple[Drawn, ...]] = field(default_factory=dict)
+    """By lane, those tokens."""
     in_flight: dict[int, Run] = field(default_factory=dict)
     lane_of: dict[int, int] = field(default_factory=dict)
     parts: dict[int, dict[int, Part]] = field(default_factory=dict)
@@ -173,7 +180,9 @@ class Harness:
             self.complete(lane)
             return True
         answered = self.answer()
-        return self.begin(lane) is not None or answered or bool(self.unanswered)
+        begun = self.begin(lane) is not None
+        came = not begun and self.take_in(lane)
+        return begun or came or answered or bool(self.unanswered)
 
     def begin(self, lane: int) -> Run | None:
         """Begin the lane's next step, if anybody can step."""
@@ -194,7 +203,7 @@ class Harness:
                         == chunk.sequence.num_cached - part.first_token
                     )
                     first = chunk.sequence.num_cached
-                    contexts = contexts_of(chunk.sequence)[first : first + chunk.num_tokens]
+                    contexts = self._contexts_of(chunk.sequence)[first : first + chunk.num_tokens]
                     store.append(part.part_id, contexts)
                 self._check_memory(chunk.sequence)
             return run
@@ -215,6 +224,7 @@ class Harness:
     def complete(self, lane: int) -> None:
         """The lane's step is over: a token depends on the sequence alone,
         however often it was computed."""
+        self.take_in(lane)
         run = self.in_flight.pop(lane)
         drawn = []
         wanted = [chunk.sequence for chunk in self.lifecycle.lives.wanted(run.chunks)]
@@ -224,13 +234,24 @@ class Harness:
                 sequence_id, n = sequence.sequence_id, sequence.num_generated
                 reason = "stop" if n + 1 == self.length_of[sequence_id] else None
                 drawn.append(Drawn(sequence, 1000 * sequence_id + n, reason))  # type: ignore[arg-type]
-        self._tell(StepDone(lane, tuple(drawn)))
+        if drawn and self.goes_ahead():
+            self.coming[lane] = tuple(drawn)
+            self._tell(StepDone(lane, (), tuple([one.sequence for one in drawn])))
+        else:
+            self._tell(StepDone(lane, tuple(drawn)))
         for sequence in wanted:
             if sequence.residence is not None:
                 parts = sequence.residence.parts
                 assert sequence.num_cached == sum(
                     self.stores[p.holder].num_cached(p.part_id) for p in parts
                 )
+
+    def take_in(self, lane: int) -> bool:
+        """The tokens of the lane's step before are known. Whether there were any."""
+        drawn = self.coming.pop(lane, ())
+        if drawn:
+            self._tell(Came(drawn))
+        return bool(drawn)
 
     def cancel(self, sequence: Sequence) -> set[int]:
         """And all its siblings. Returns who they were."""
@@ -303,11 +324,23 @@ class Harness:
     def _check_memory(self, sequence: Sequence) -> None:
         """Whatever it attends to was written for it."""
         assert sequence.residence is not None
-        contexts = contexts_of(sequence)
+        contexts = self._contexts_of(sequence)
         for part in sequence.residence.parts:
             if part.holder not in self.lost:
                 there = self.stores[part.holder].contexts(part.part_id)
                 assert there == contexts[part.first_token : part.first_token + len(there)]
+
+    def _contexts_of(self, sequence: Sequence) -> list[int]:
+        """As R-workers know it, who are sent K and V of tokens that are coming."""
+        if not sequence.is_coming:
+            return contexts_of(sequence)
+        (token,) = (
+            one.token_id
+            for drawn in self.coming.values()
+            for one in drawn
+            if one.sequence is sequence
+        )
+        return contexts_of(replace(sequence, token_ids=[*sequence.token_ids[:-1], token]))
 
     def _open(self, instruction: Open | Fork | Resume, lane: int) -> None:
         part = instruction.part
@@ -341,8 +374,11 @@ class Harness:
         """First come, first served."""
         parts = [x.part.part_id for x in opened if isinstance(x, (Open, Fork, Resume))]
         started = [self._owners[part_id] for part_id in parts]
+        lives = self.lifecycle.lives
         waiting = [
-            sequence_id for sequence_id, sequence in self.live.items() if sequence.residence is None
+            sequence_id
+            for sequence_id, sequence in self.live.items()
+            if sequence.residence is None and lives.status(sequence_id) is not Status.FINISHED
         ]
         assert started == sorted(started) and max(started, default=-1) < min(
             waiting, default=1 << 60
@@ -388,7 +424,7 @@ class Harness:
         after the other would take."""
         turns = sum(2 * (len(s.token_ids) + s.request.max_tokens) for s in self.live.values()) + 1
         for _ in range(turns * (4 if self.scheduler._opening_steps else 2)):
-            if not self.live and not self.in_flight and not self.unanswered:
+            if not (self.live or self.in_flight or self.unanswered or self.coming):
                 return
             moved = [self.turn(lane) for lane in range(self.num_lanes)]
             assert any(moved) or not self.live, "somebody can always get on"

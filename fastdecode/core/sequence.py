@@ -304,6 +304,10 @@ class RequestOutput:
         return self.completions[0].text
 
 
+COMING = -1
+"""In place of a token that was drawn, and isn't known yet."""
+
+
 @dataclass(eq=False)
 class Sequence:
     """One continuation in the making: its tokens, how many of them are cached,
@@ -321,7 +325,7 @@ class Sequence:
     index: int
     """Which of the request's ``n``."""
     token_ids: list[int]
-    """The prompt, then what was generated."""
+    """The prompt, then what was generated; its last may be ``COMING``."""
     num_cached: int = 0
     """Leading tokens whose K and V are cached."""
     residence: Residence | None = None
@@ -343,6 +347,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether its last token was drawn, and isn't known yet."""
+        return self.token_ids[-1] == COMING
 
     @property
     def num_uncached(self) -> int:

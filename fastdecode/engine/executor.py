@@ -6,25 +6,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId, HolderKind, PartId
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.engine.drawings import Drawings, Tokens
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.reservations import event_for, holder_of, message_for
 from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.pipeline import LaneStep, Pipeline
+from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk, Forget, Keep
 from fastdecode.schedule.times import MeasuredTimes
-from sworker.sampler import Drawing
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
@@ -40,25 +41,6 @@ class Watch:
     """How long the parts of every step took."""
     lanes: LaneChoice | None = None
     """Decides on the number of lanes; None: it stays what it is."""
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """Tokens of a step that are being drawn."""
-
-    chunks: Seq[Chunk]
-    """Whose, one each."""
-    drawing: Drawing
-    started_s: float
-    ended_s: float | None
-    """None: they are on their way to the host."""
-
-    @property
-    def done(self) -> bool:
-        return self.drawing.done
-
-    def wait(self) -> None:
-        self.drawing.wait()
 
 
 class Executor:
@@ -99,12 +81,15 @@ class Executor:
             if kind is HolderKind.DEVICE and HolderKind.R_WORKER in kinds
         }
         self._num_launched = 0
-        self._tokens: dict[int, _Tokens] = {}  # by lane
+        self._drawings = Drawings(s_worker, lifecycle.lives, requests, stats, watch.trace)
+        # By lane: of steps that are over, on their way to the host.
+        self._coming: dict[int, Tokens] = {}
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step is in flight, or an answer about a room is owed."""
-        return bool(self._pipeline.in_flight or self._lifecycle.grants)
+        """Whether a step is in flight, tokens are on their way to the host, or
+        an answer about a room is owed."""
+        return bool(self._pipeline.in_flight or self._coming or self._lifecycle.grants)
 
     def step(self) -> None:
         """Run until some lane has finished a step, or until there is nothing to
@@ -116,7 +101,8 @@ class Executor:
         started, wait_s = time.perf_counter(), self._pipeline.wait_s
         num_steps = self._stats.num_steps
         is_prefill = _runs_prompt(self._pipeline)
-        self._adapt()
+        if self._watch.lanes is not None:
+            self.regroup(self._watch.lanes.decide())
         while self._stats.num_steps == num_steps:
             self._launch_idle()
             if not self.is_busy:
@@ -132,6 +118,8 @@ class Executor:
         if not self._recovery.is_stranded():
             for lane in self._pipeline.idle_lanes:
                 self._launch(lane)
+        for lane in set(self._coming).intersection(self._pipeline.idle_lanes):
+            self._take_in(lane)  # nobody steps with them
 
     def look(self) -> None:
         """Take in who was lost, and who has come, while there is nothing to
@@ -146,16 +134,14 @@ class Executor:
 
     def run_on(self) -> None:
         """Run until some lane has finished its step, or there is news."""
-        finished = self._pipeline.run(self._draw)
+        if not self._pipeline.in_flight and self._coming:
+            self._take_in_all()
+            return
+        finished = self._pipeline.run(self._drawings.draw, self._take_in)
         if finished is None:
             self._take_news()
         else:
             self._finish_step(finished)
-
-    def _adapt(self) -> None:
-        """Go on with as many lanes as whoever decides on them wants."""
-        if self._watch.lanes is not None:
-            self.regroup(self._watch.lanes.decide())
 
     def regroup(self, num_lanes: int) -> None:
         """Go on with so many lanes, when the steps in flight have ended."""
@@ -163,6 +149,7 @@ class Executor:
             return
         while self._pipeline.in_flight:
             self.run_on()
+        self._take_in_all()
         logger.info("%d lanes from now on, in place of %d", num_lanes, self._pipeline.num_lanes)
         self.tell(events.Regrouped(num_lanes))
         self._pipeline.set_num_lanes(num_lanes)
@@ -234,8 +221,13 @@ class Executor:
             step, holders = self._num_launched, self._pipeline.holders
             batch = StepBatch.build(run.chunks, holders, step=step, lane=lane, window=self._window)
             self._num_launched += 1
+            fed_by = None
+            if lane in self._coming:
+                tokens = self._coming[lane]
+                batch, fed_by = replace(batch, feed=tokens.feed(batch)), tokens.drawing
+                self._stats.num_ahead += 1
             planned_s = time.perf_counter() - started - (self._pipeline.wait_s - waited)
-            self._pipeline.launch(lane, batch, batch.last_rows[batch.draws], planned_s)
+            self._pipeline.launch(lane, batch, batch.last_rows[batch.draws], planned_s, fed_by)
 
     def _finish_step(self, step: LaneStep) -> None:
         """A lane's step is over: draw the next tokens, and tell the lifecycle."""
@@ -249,11 +241,34 @@ class Executor:
         wanted = self._lifecycle.lives.wanted(step.batch.chunks)
         # Before what the step has ended is freed: the holders have held it all through the step.
         self._count_load(wanted)
-        drawn = self._accept(step)
+        tokens = step.draws
+        if isinstance(tokens, Tokens) and tokens.goes_ahead:
+            self._coming[step.lane] = tokens
+            coming = self._lifecycle.lives.wanted(tokens.chunks)
+            sequences = tuple([chunk.sequence for chunk in coming])
+            self.tell(events.StepDone(step.lane, (), sequences))
+            return
+        drawn = self._drawings.accept(tokens) if isinstance(tokens, Tokens) else ()
         self.tell(events.StepDone(step.lane, drawn))
+        self._told(step, drawn, ran_s)
+
+    def _take_in(self, lane: int) -> None:
+        """Take in the tokens of a lane's step that is over; wait for them, if
+        they aren't here."""
+        tokens, began_s = self._coming.pop(lane), time.perf_counter()
+        drawn = self._drawings.accept(tokens)
+        self.tell(events.Came(drawn))
+        self._told(tokens.step, drawn, began_s)
+
+    def _take_in_all(self) -> None:
+        for lane in list(self._coming):
+            self._take_in(lane)
+
+    def _told(self, step: LaneStep, drawn: tuple[events.Drawn, ...], began_s: float) -> None:
+        """The lifecycle knows what came of a step. ``began_s``: when taking it in began."""
         self._requests.tell(drawn)
         if self._watch.times is not None:
-            step.tell(self._watch.times, self._watch.lanes, time.perf_counter() - ran_s)
+            step.tell(self._watch.times, self._watch.lanes, time.perf_counter() - began_s)
 
     def _count_load(self, wanted: Seq[Chunk]) -> None:
         load = self._lifecycle.lives.num_cached_tokens + sum([chunk.num_tokens for chunk in wanted])
@@ -262,47 +277,10 @@ class Executor:
         now = time.perf_counter()
         self._watch.trace.load(now, scheduler.num_running, scheduler.num_waiting, load)
 
-    def _draw(self, step: LaneStep) -> _Tokens | None:
-        """Start drawing the tokens that follow, of all whose text is complete so far."""
-        assert step.logits is not None
-        draws = step.batch.draws.tolist()
-        chunks = [chunk for chunk, is_last in zip(step.batch.chunks, draws, strict=True) if is_last]
-        rows = _rows_of(chunks, self._lifecycle.lives.wanted(chunks))
-        if not rows:
-            return None
-        logits = step.logits if len(rows) == len(chunks) else step.logits[list(rows)]
-        started, chunks = time.perf_counter(), [chunks[row] for row in rows]
-        states = [self._requests.generation(chunk.sequence).sampling for chunk in chunks]
-        drawing = self._s_worker.draw(logits, states, step.lane)
-        ended_s = time.perf_counter() if drawing.done else None
-        tokens = self._tokens[step.lane] = _Tokens(chunks, drawing, started, ended_s)
-        return tokens
-
-    def _accept(self, step: LaneStep) -> tuple[events.Drawn, ...]:
-        """Take in what was drawn, of those whose sequences are still wanted."""
-        tokens = self._tokens.pop(step.lane, None)
-        if tokens is None:
-            return ()
-        sampled = self._s_worker.drawn(tokens.drawing)
-        now = time.perf_counter()
-        ended_s = tokens.ended_s or now
-        self._watch.trace.sampled(step.lane, step.step, len(sampled), tokens.started_s, ended_s)
-        rows = _rows_of(tokens.chunks, self._lifecycle.lives.wanted(tokens.chunks))
-        generations = [self._requests.generation(tokens.chunks[row].sequence) for row in rows]
-        return self._requests.accept(generations, [sampled[row] for row in rows], self._stats, now)
-
 
 def _runs_prompt(pipeline: Pipeline) -> bool:
     """Whether part of a prompt runs in any step in flight."""
     return any(step.batch.num_prompt_tokens for step in pipeline.in_flight)
-
-
-def _rows_of(chunks: Seq[Chunk], wanted: Seq[Chunk]) -> Seq[int]:
-    """Where those that are wanted are among the chunks."""
-    if len(wanted) == len(chunks):
-        return range(len(chunks))
-    ids = {chunk.sequence.sequence_id for chunk in wanted}
-    return [row for row, chunk in enumerate(chunks) if chunk.sequence.sequence_id in ids]
 
 
 def _in_prompt(chunk: Chunk) -> int:

@@ -46,6 +46,8 @@ class EngineStats:
     """R-workers that took the place of lost ones."""
     hybrid: HybridCounts | None = None
     """With KV on both sides: what was done where."""
+    num_ahead: int = 0
+    """Steps that began with tokens that were still on their way to the host."""
     num_suspended: int = 0
     """Sequences whose blocks were taken back for others, to be recomputed later."""
 

@@ -177,10 +177,11 @@ class ContinuousScheduler:
             self._waiting.remove(sequence)
         self.ledger.cache.is_over(sequence)
 
-    def requeue(self, sequence: Sequence) -> None:
-        """A running sequence has lost its cache: it waits again, at its old place in the queue."""
+    def requeue(self, sequence: Sequence, *, was_over: bool = False) -> None:
+        """A running sequence has lost its cache, or one that ``was_over`` isn't:
+        it waits again, at its old place in the queue."""
         stopped = self._stop(sequence)
-        assert stopped, "only a running sequence can be requeued"
+        assert stopped is not was_over, "only a running sequence can be requeued"
         insort(self._interrupted, sequence, key=lambda s: s.sequence_id)
 
     def regroup(self, num_lanes: int) -> None:
@@ -213,6 +214,8 @@ class ContinuousScheduler:
         starts: list[Start] = []
         while len(starts) < most:
             queue = self._interrupted or self._waiting
+            if queue[0].is_coming:
+                break  # what is run of it must be known
             sibling = _running_sibling(self.lanes, queue[0])
             recompute = queue is self._interrupted
             candidate = self._starts.candidate(

@@ -139,7 +139,7 @@ class Starts:
         self._begin(wish, residence)
         self._ledger.reserve(residence)
         if self._hybrid is not None:
-            self._hybrid.started(wish.sequence)
+            self._hybrid.started(wish.sequence, residence)
         projected, chunks = candidate.projected, deque(candidate.chunks)
         until = min(projected.target_length, residence.num_tokens)
         run = Run(wish.sequence, projected, chunks, lane.step + wish.ahead, until)

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
+from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
 from sworker.ranks.group import ADVANCE, BEGIN, LOGITS, STOP, Ranks
@@ -102,9 +103,17 @@ class ParallelSWorker(SWorker):
         super().__init__(spec, model, ranks.device, graphs, num_lanes=num_lanes)
         self.ranks = ranks
 
+    feeds = False
+    """Other ranks are told a step's tokens by the host."""
+
     def begin(
-        self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], lane: int = 0
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        lane: int = 0,
+        feed: Feed | None = None,
     ) -> Pass:
+        assert feed is None
         return ParallelPass(self, lane, token_ids, positions)
 
     def drawn(self, drawing: Drawing) -> list[SampledToken]:

@@ -6,11 +6,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from device_runs import NUM_LAYERS, LateFleet, Run
 from recorded_gpu import RecordedGpu
+
+from sworker.feed import Feed
 
 
 class Impatient(RecordedGpu):
@@ -61,6 +64,8 @@ RUNS += [
     Run(2, True, 1, rows=(6,), later=2, draws=True),
     Run(2, False, 1, rows=(7,), later=1, split=3, draws=True),
     Run(3, True, 0, rows=(5, 2), split=2, draws=True, capture=True),
+    Run(2, True, rows=(5, 6), num_steps=4, feeds=True, capture=True),
+    Run(1, False, rows=(4, 6), num_steps=4, feeds=True),
 ]
 
 
@@ -127,7 +132,44 @@ def drawn_is_read_before_it_is_there(run: Run) -> None:
         run.s_worker._fetches[lane] = lambda x, fetch=fetch: Fetched(fetch(x).host)  # type: ignore[misc]
 
 
+def drawn_over_what_nobody_has_read(run: Run) -> None:
+    """The lane's next tokens come to where the last ones still lie."""
+    launch = run.pipeline.launch
+
+    def launched(*args: Any, fed_by: Any) -> None:
+        launch(*args)
+
+    run.pipeline.launch = launched  # type: ignore[method-assign]
+    late: dict[int, Any] = {}
+
+    def draw(step: Any, draw: Any = run._draw) -> Any:
+        late.update(run.coming)
+        done = draw(step)
+        if step.lane in late:
+            run.gpu.read(late[step.lane]._fetched.host.numpy(), "what was drawn")
+        return done
+
+    run._draw = draw  # type: ignore[method-assign]
+
+
+def embedded_before_it_is_drawn(run: Run) -> None:
+    elsewhere, feed = run.gpu.new_stream(), run.feed
+
+    class Hasty(Feed):
+        def put_into(self, token_ids: torch.Tensor, upload: Any) -> None:
+            with run.gpu.on(elsewhere):
+                super().put_into(token_ids, upload)
+
+    def hasty(tokens: torch.Tensor) -> Feed:
+        fed = feed(tokens)
+        return Hasty(fed.tokens, fed.sources, fed.rows)
+
+    run.feed = hasty  # type: ignore[method-assign]
+
+
 MISTAKES = [
+    (drawn_over_what_nobody_has_read, Run(2, feeds=True, num_steps=3)),
+    (embedded_before_it_is_drawn, Run(2, feeds=True, num_steps=3)),
     (shared("_landing"), Run(2)),
     (shared("_packed"), Run(2)),
     (shared("_slots"), Run(2)),
@@ -183,3 +225,28 @@ def test_calls_a_lane_and_layer(num_holders: int) -> None:
         "wait_stream": 2, "on": 2, "aten::copy_": 2, "record_event": 1,  # out and back
     }  # fmt: skip
     assert +eight_layers == {name: 8 * num for name, num in a_layer.items()} | {"mark": 2}
+
+
+def test_calls_of_a_step_that_is_fed() -> None:
+    """What the device alone knows costs no wait, and little more."""
+
+    def calls(*, feeds: bool) -> Counter[str]:
+        run = Run(
+            1, capture=True, num_steps=3, rows=(8,), draws=not feeds, feeds=feeds,
+            gpu=RecordedGpu(0),
+        )  # fmt: skip
+        return run.run().gpu.calls
+
+    fed = calls(feeds=True)
+    fed.subtract(calls(feeds=False))
+    fed_steps = {"upload": 2, "aten::index_select": 2, "aten::index_copy_": 2}
+    assert {name: num for name, num in fed.items() if num and name != "view"} == fed_steps
+
+
+@pytest.mark.parametrize("looks", range(1, 6))
+def test_tokens_may_come_at_any_moment(looks: int) -> None:
+    """Also between two looks at them, with nobody left to wait for."""
+    for feeds in (False, True):
+        run = Run(1, draws=not feeds, feeds=feeds, num_steps=3, at_once=True)
+        run.gpu.looks_until_done = looks
+        assert run.run().gpu.checker.races == []

@@ -168,6 +168,24 @@ def test_a_lost_r_worker_never_disturbs_those_at_home(
         assert tokens(llm) == expected("llama")
 
 
+def test_in_int8_everybody_has_the_tokens_of_its_side(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """R-workers round queries, the device doesn't (``test_int8_sides``)."""
+    path, of_side = tiny_checkpoint("llama"), []
+    for placement in ("r", "gpu"):
+        options = {**SHARED, "kv_placement": placement, "kv_dtype": "int8", "kv_memory_gb": 0.01}
+        with LLM(str(path), **options) as llm:
+            of_side.append(tokens(llm))
+    with hybrid(path, always(Layout.SPLIT_1), kv_dtype="int8", device_kv_gb=0.00004) as llm:
+        found = tokens(llm)
+        assert steps_of(llm)["split-1"] > 0
+    for at_r_workers, at_home, mine in zip(*of_side, found, strict=True):
+        assert all(
+            one in (away, home) for one, away, home in zip(mine, at_r_workers, at_home, strict=True)
+        )
+
+
 def test_what_the_device_could_never_hold_goes_to_r_workers(
     expected: Callable[[str], Tokens], tiny_checkpoint: Callable[..., Path]
 ) -> None:

@@ -11,8 +11,8 @@ from device_runs import NUM_LAYERS, Run
 
 from fastdecode.core.holders import Holder, HolderKind, Part, Residence
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.pipeline import LaneStep
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 

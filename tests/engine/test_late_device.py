@@ -11,9 +11,11 @@ import pytest
 from device_engine import device_engine, run
 from late_gpu import LateGpu
 from torch_kernels import TorchKernels
+from trouble import crash_after
 
 LENGTHS = (3, 22, 11, 1)
 NUM_TOKENS = 4
+Tokens = list[tuple[int, ...]]
 MODES: dict[str, dict[str, Any]] = {
     "lanes": {"lanes": 2, "workers": 2},
     "graphs": {"lanes": 3, "workers": 2, "captures": True},
@@ -29,17 +31,38 @@ def path(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(path: Path) -> list[tuple[int, ...]]:
+def expected(path: Path) -> tuple[Tokens, int]:
+    """What comes of the prompts if a certain token ends them, and which."""
     with device_engine(path, None) as engine:
-        return run(engine, LENGTHS, NUM_TOKENS)
+        stop = run(engine, LENGTHS, NUM_TOKENS)[1][1]
+        found = run(engine, LENGTHS, NUM_TOKENS, (stop,))
+        assert engine.stats.num_ahead == 0  # a CPU's tokens are known at once
+    assert {len(tokens) for tokens in found} == {2, NUM_TOKENS}
+    return found, stop
 
 
 @pytest.mark.parametrize(("mode", "seed"), [*((mode, None) for mode in MODES), ("split", 1)])
 def test_equal_tokens(
-    mode: str, seed: int | None, path: Path, expected: list[tuple[int, ...]]
+    mode: str, seed: int | None, path: Path, expected: tuple[Tokens, int]
 ) -> None:
-    gpu = LateGpu(seed)
+    """Steps begin with tokens that only the device knows; and one that they
+    are begun with turns out to be a text's last."""
+    gpu, (tokens, stop) = LateGpu(seed), expected
     with device_engine(path, gpu, **MODES[mode]) as engine:
-        assert run(engine, LENGTHS, NUM_TOKENS) == expected
+        assert run(engine, LENGTHS, NUM_TOKENS, (stop,)) == tokens
+        assert engine.stats.num_ahead > 0
+        engine.cancel_all()  # of the last step that was begun too much
+        assert not engine.has_work
     assert gpu.num_late > 500
     assert (gpu.num_replays > 0) == ("captures" in MODES[mode])
+
+
+def test_equal_tokens_though_an_r_worker_is_lost(
+    path: Path, expected: tuple[Tokens, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tokens on their way, or in steps that were fed them."""
+    crash_after(monkeypatch, {"r1": 16})
+    tokens, stop = expected
+    with device_engine(path, LateGpu(None), lanes=2, workers=2) as engine:
+        assert run(engine, LENGTHS, NUM_TOKENS, (stop,)) == tokens
+        assert engine.stats.num_ahead > 0 and engine.stats.num_recomputed > 0

@@ -120,4 +120,27 @@ def test_goals_are_judged_by_the_worst_that_an_engine_would_run(
             "ratio": 1.2}],
     }  # fmt: skip
     found = [(goal["measured"], goal["met"]) for goal in goals(sections)]
-    assert found == [(0.61, True), (1.2, False), (14.0, True), (None, None)]
+    nothing = (None, None)
+    assert found == [(0.61, True), (1.2, False), (14.0, True), nothing, nothing, nothing, nothing]
+
+
+def test_both_sides_are_held_against_the_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from gpu_suite import _goal, goals
+
+    def row(engine: str, rate: float, **more: float) -> dict[str, object]:
+        sizes = {"requests": 256, "prompt": 512, "new": 64}
+        return {"engine": engine, "tokens_per_s": rate, **sizes, **more}
+
+    alone, both = "KV on the GPU", "KV on both sides"
+    rows = [
+        row(alone, 100.0), row(both, 98.0), row("R-workers", 20.0),
+        row(alone, 10.0, gpu_fraction=0.2), row(both, 15.0, gpu_fraction=0.2),
+        {"engine": both, "error": "no time was left"},
+    ]  # fmt: skip
+    fits, short = list(goals({"end_to_end": rows}))[4:6]
+    assert (fits["measured"], fits["met"], short["measured"], short["met"]) == (
+        0.98, False, 1.5, True,
+    )  # fmt: skip
+    assert _goal(fits).endswith(">= 0.99  model 1  measured 0.98: MISSED")
+    assert _goal(short).endswith(">= 1  model 1.4  measured 1.5: met")

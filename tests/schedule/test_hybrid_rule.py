@@ -46,7 +46,7 @@ def known(num_home: int, num_waiting: int, *, num_away: int = 0, num_blocks: int
         tuple(works[:num_away]),
         tuple(works[:num_waiting]),
         home_blocks=num_blocks * max(1, num_home),
-        away_blocks=num_blocks * 1000,
+        away_blocks=(num_blocks * 500, num_blocks * 500),
         away_free=(num_blocks * 500, num_blocks * 500),
         most_running=1000,
     )
@@ -72,7 +72,7 @@ def test_where_r_workers_are_slower_than_the_queue_is_long_it_waits() -> None:
 
 def test_r_workers_that_are_faster_than_the_device_get_all() -> None:
     fast = replace(costs(r_s=1e-10, round_trip_s=0.0), device=lambda load: 1e-3 * load)
-    some = replace(known(8, 64), away_free=(256,), away_blocks=256)
+    some = replace(known(8, 64), away_free=(256,), away_blocks=(256,))
     course = choose(some, NOW, fast, Margins())
     assert course.num_away == 16 and not course.home_is_open
 
@@ -116,6 +116,17 @@ def test_a_forecast_gives_up_beyond_its_limit() -> None:
     assert finish_s(known(4, 4), NOW, costs(), limit_s=1e-3) == math.inf
 
 
+def test_room_that_is_nobodys_is_no_room() -> None:
+    """Of four R-workers of one block each, none holds a sequence of two: it
+    waits for the device, though that takes in nobody who could be away."""
+    waits = replace(known(1, 2), home_blocks=2)
+    waits = replace(waits, home=(), waiting=(Work(10, 5, 2), Work(10, 5, 1)))
+    closed, slow = Course(Layout.SPLIT_1, home_is_open=False), costs(r_s=1e-3)
+    both_away = finish_s(replace(waits, away_blocks=(2, 2)), closed, slow)
+    one_at_home = finish_s(replace(waits, away_blocks=(1, 1, 1, 1)), closed, slow)
+    assert one_at_home < both_away
+
+
 def test_coarse_forecasts_are_near() -> None:
     random = Random(1)
     works = tuple(Work(random.randint(50, 500), 100, 8) for _ in range(300))
@@ -139,14 +150,16 @@ def test_paces() -> None:
 
 
 def test_never_slower_than_the_device_alone() -> None:
-    """With the scheduler, the lifecycle and the rule as they are."""
+    """With the scheduler, the lifecycle and the rule as they are. The first
+    four were slower once: forecasts took all R-workers' blocks for one room,
+    and a decision for four was carried out for two of them."""
     modes: Counter[str] = Counter()
     ratios = []
-    for seed in range(60):
+    for seed in (824, 3316, 3376, 4223, *range(60)):
         verdict = judge(draw(Random(seed)))
         ratios.append(verdict.ratio)
         modes.update(verdict.modes.keys())
-    assert min(ratios) >= 0.999
+    assert min(ratios) >= 1 - 1e-9
     assert max(ratios) > 1.5
     assert {"gpu-only", "mixed", "R-only"} <= set(modes)
     assert modes["split-1"] + modes["split-2"] > 0

@@ -8,8 +8,9 @@ from traffic import BLOCK_SIZE
 
 from fastdecode.core.errors import CapacityError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.core.sequence import COMING, Request, SamplingParams, Sequence
 from fastdecode.schedule.life.events import (
+    Came,
     Cancelled,
     Close,
     Drawn,
@@ -243,3 +244,78 @@ def test_a_doubted_sequence_starts_again_from_its_first_token_beside_no_sibling(
     assert life.num_recomputed == 1
     (again,) = tell(life, LaneIdle(1))
     assert isinstance(again, Open)
+
+
+def running(life: Lifecycle, name: str = "a", **more: int) -> tuple[Sequence, Open]:
+    """A sequence that has its room, and what was opened for it."""
+    submit(life, name, **more)
+    asked = opening(life, 0)
+    tell(life, Opened(asked.part.part_id))
+    (sequence,) = life.lives.sequences(name)
+    return sequence, asked
+
+
+def go_ahead(life: Lifecycle, sequence: Sequence) -> list[Instruction]:
+    """A step of lane 0 whose token is coming."""
+    (run,) = tell(life, LaneReady(0))
+    assert isinstance(run, Run)
+    said = tell(life, StepDone(0, (), (sequence,)))
+    return said + tell(life, LaneIdle(0))
+
+
+def test_a_sequence_steps_on_with_a_token_that_is_coming() -> None:
+    life = lifecycle()
+    sequence, asked = running(life, max_tokens=3)
+    assert go_ahead(life, sequence) == []
+    assert (sequence.token_ids[-1], sequence.num_cached) == (COMING, 3)
+    (run,) = tell(life, LaneReady(0))
+    assert isinstance(run, Run) and run.chunks[0].num_tokens == 1
+    assert tell(life, Came((Drawn(sequence, 8),))) == []
+    assert sequence.token_ids == [5, 5, 5, 8]
+    assert end(life, run) == [] and sequence.token_ids == [5, 5, 5, 8, 7]
+    # Its last is coming: nobody needs its cache any more.
+    assert go_ahead(life, sequence) == [Close(asked.part)]
+    assert life.lives.status(sequence.sequence_id) is Status.FINISHED
+    assert tell(life, LaneReady(0)) == [] and life.scheduler.num_running == 0
+    assert tell(life, Came((Drawn(sequence, 9),))) == [Finish(sequence, "length")]
+    assert sequence.token_ids == [5, 5, 5, 8, 7, 9] and not life.lives.by_sequence
+
+
+def test_a_token_that_was_the_last_after_all_is_told_at_once() -> None:
+    """What runs with it runs for nothing, and its room is free after that."""
+    life = lifecycle()
+    sequence, asked = running(life, max_tokens=9)
+    go_ahead(life, sequence)
+    (run,) = tell(life, LaneReady(0))
+    assert tell(life, Came((Drawn(sequence, 8, "stop"),))) == [Finish(sequence, "stop")]
+    assert life.lives.wanted(run.chunks) == []  # type: ignore[union-attr]
+    assert tell(life, StepDone(0, ())) == [Close(asked.part)]
+    assert sequence.token_ids == [5, 5, 5, 8]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 9], ids=["its last", "not its last"])
+@pytest.mark.parametrize("is_doubted", [True, False], ids=["doubted", "cancelled"])
+def test_what_is_coming_may_never_come(max_tokens: int, is_doubted: bool) -> None:
+    life = lifecycle()
+    sequence, asked = running(life, max_tokens=max_tokens)
+    closed = go_ahead(life, sequence)
+    if is_doubted:
+        closed += tell(life, Came((Drawn(sequence, is_doubted=True),)))
+        assert life.lives.status(sequence.sequence_id) is Status.INTERRUPTED
+        assert sequence.token_ids == [5, 5, 5] and life.scheduler.waiting == [sequence]
+    else:
+        closed += tell(life, Cancelled("a"))
+        assert tell(life, Came((Drawn(sequence, 8),))) == []
+        assert not life.lives.by_sequence and life.scheduler.num_waiting == 0
+    assert closed == [Close(asked.part)]
+
+
+def test_nobody_starts_again_while_a_token_is_coming() -> None:
+    life = lifecycle((40, 40))
+    sequence, asked = running(life, max_tokens=9)
+    go_ahead(life, sequence)
+    assert tell(life, Lost(asked.part.holder)) == []
+    assert tell(life, LaneIdle(0)) == [] and life.scheduler.waiting == [sequence]
+    tell(life, Came((Drawn(sequence, 8),)))
+    (again,) = tell(life, LaneIdle(0))
+    assert isinstance(again, Open) and sequence.token_ids == [5, 5, 5, 8]

@@ -123,16 +123,12 @@ def resolve(
 
 def _check_kv_dtype(kv_dtype: DType, placement: str) -> None:
     """Raises ConfigError: the device doesn't know it."""
-    if placement == "gpu":
-        is_known = kv_dtype is not DType.INT4
-    else:
-        is_known = placement != "hybrid" or kv_dtype.is_float
-    if not is_known:
+    if placement != "r" and kv_dtype is DType.INT4:
         raise ConfigError(
             Given("kv_dtype", kv_dtype.value),
             " needs R-workers: with ",
             Given("kv_placement", placement),
-            f" choose {'int8, ' if placement == 'gpu' else ''}float32, bfloat16 or float16",
+            " choose int8, float32, bfloat16 or float16",
         )
 
 

@@ -44,6 +44,7 @@ from numpy.typing import NDArray
 from fastdecode.core.holders import Holder, HolderId, Part
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import BeginStep
+from sworker.feed import Feed
 
 # Kinds of row, in the order in which they stand in a span.
 _DECODE, _WITH_PAST, _LATER, _FIRST = range(4)
@@ -108,6 +109,8 @@ class StepBatch:
     draws: np.ndarray  # bool [N] whether that is the sequence's last, so that its next one is drawn
     num_decoding: int
     """Sequences that bring one token."""
+    feed: Feed | None = None
+    """Token ids that only the device knows, ``COMING`` above."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -266,11 +266,16 @@ class LocalStep:
         rows = torch.from_numpy(np.stack((batch.token_ids, batch.positions)))
         self._books.finish_step(begin.lane, begin.step)
         if self._whole is not None and self._whole.takes(self._paged):
-            return s_worker.run_through(partial(self._whole.run, begin.lane, rows, self._paged))
-        token_ids, positions = to_device(rows, s_worker.device, s_worker.gpu)
-        return s_worker.run_through(
-            partial(forward, s_worker.model, token_ids, positions, self._attend)
-        )
+            return s_worker.run_through(
+                partial(self._whole.run, begin.lane, rows, self._paged, batch.feed)
+            )
+        return s_worker.run_through(partial(self._run_layers, s_worker, rows))
+
+    def _run_layers(self, s_worker: SWorker, rows: Tensor) -> Tensor:
+        token_ids, positions = s_worker.upload(rows)
+        if self.batch.feed is not None:
+            self.batch.feed.put_into(token_ids, s_worker.upload)
+        return forward(s_worker.model, token_ids, positions, self._attend)
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None

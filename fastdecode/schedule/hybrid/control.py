@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from fastdecode.core.holders import HolderId, SequenceId
+from fastdecode.core.holders import HolderId, Residence, SequenceId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
 from fastdecode.schedule.hybrid.rule import Margins, choose
@@ -140,8 +140,13 @@ class HybridControl:
             return away
         return []
 
-    def started(self, sequence: Sequence) -> None:
-        """A sequence starts."""
+    def started(self, sequence: Sequence, residence: Residence) -> None:
+        """A sequence starts there. If it was to leave, and found room at home
+        after all, the others' leave is void: with fewer who share an away
+        lane's weights it might not pay."""
+        if sequence.sequence_id in self._leaving and residence.is_on(self._device):
+            self._leaving = set()
+            self._asked_for = (-1, -1)
         self._leaving.discard(sequence.sequence_id)
 
     def lane_of(self, holder: HolderId, number: int, num_lanes: int) -> int:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from enum import Enum
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 _ROUNDING = 1e-6
 """Of a step: what is that near to its end has ended."""
@@ -94,8 +95,8 @@ class Known:
     """In the order in which they start."""
     home_blocks: int
     """KV blocks of the device, in all."""
-    away_blocks: int
-    """KV blocks of all R-workers."""
+    away_blocks: tuple[int, ...]
+    """KV blocks of each R-worker, in all."""
     away_free: tuple[int, ...]
     """Of each R-worker, the blocks that nobody has reserved."""
     most_running: int
@@ -156,21 +157,34 @@ def paces(costs: Costs, layout: Layout, home: tuple[int, float], away: tuple[int
 
 
 class _Side:
-    """Sequences that step together."""
+    """Sequences that step together, each in the room of one holder.
 
-    def __init__(self, works: Iterable[Work]) -> None:
+    Args:
+        blocks: of each holder, in all.
+    """
+
+    def __init__(self, works: Iterable[Work], blocks: Seq[int]) -> None:
         self.step = 0.0
-        # When each ends, its blocks, and what it has cached but for a token a step.
-        self.ends = [(float(w.num_steps), w.num_blocks, float(w.num_cached)) for w in works]
-        heapify(self.ends)
-        self.num_blocks = sum(end[1] for end in self.ends)
-        self._base = sum(end[2] for end in self.ends)
+        self.most_blocks = max(blocks, default=0)
+        """That anybody may have here."""
+        # When each ends, its blocks, what it has cached but for a token a step,
+        # and its holder.
+        self.ends: list[tuple[float, int, float, int]] = []
+        self._base = 0.0
+        self._free = list(blocks)
+        for work in works:
+            self.add(work)
+
+    def has_room(self, work: Work) -> bool:
+        """Whether it may start. An empty side has room for anybody."""
+        return not self.ends or work.num_blocks <= max(self._free, default=0)
 
     def add(self, work: Work) -> None:
-        """It steps from now on."""
+        """It steps from now on, where most is free."""
+        holder = max(range(len(self._free)), key=self._free.__getitem__)
         base = work.num_cached - self.step
-        heappush(self.ends, (self.step + work.num_steps, work.num_blocks, base))
-        self.num_blocks += work.num_blocks
+        heappush(self.ends, (self.step + work.num_steps, work.num_blocks, base, holder))
+        self._free[holder] -= work.num_blocks
         self._base += base
 
     def load(self, ahead: float) -> float:
@@ -186,8 +200,8 @@ class _Side:
         """Run so many, at most ``num_left``."""
         self.step += num_steps
         while self.ends and self.ends[0][0] <= self.step + _ROUNDING:
-            _, num_blocks, base = heappop(self.ends)
-            self.num_blocks -= num_blocks
+            _, num_blocks, base, holder = heappop(self.ends)
+            self._free[holder] += num_blocks
             self._base -= base
 
 
@@ -215,7 +229,7 @@ def finish_s(known: Known, course: Course, costs: Costs, limit_s: float = math.i
     Args:
         limit_s: later than that is as good as never: infinite.
     """
-    home, away = _Side(known.home), _Side(known.away)
+    home, away = _Side(known.home, (known.home_blocks,)), _Side(known.away, known.away_blocks)
     for work in known.waiting[: course.num_away]:
         away.add(work)
     queue = deque(known.waiting[course.num_away :])
@@ -245,13 +259,12 @@ def finish_s(known: Known, course: Course, costs: Costs, limit_s: float = math.i
 
 
 def _start(known: Known, course: Course, home: _Side, away: _Side, queue: deque[Work]) -> None:
-    """First come, first served, as far as there is room. What the device could
-    never hold goes to R-workers."""
+    """First come, first served, as far as there is room. What one side could
+    never hold goes to the other."""
     while queue and len(home.ends) + len(away.ends) < known.most_running:
-        work = queue[0]
-        goes_home = course.home_is_open and work.num_blocks <= known.home_blocks
-        side, room = (home, known.home_blocks) if goes_home else (away, known.away_blocks)
-        if side.num_blocks + work.num_blocks > room and side.ends:
+        fits_home, fits_away = (queue[0].num_blocks <= side.most_blocks for side in (home, away))
+        side = home if fits_home and (course.home_is_open or not fits_away) else away
+        if not side.has_room(queue[0]):
             return
         side.add(queue.popleft())
 

@@ -73,7 +73,7 @@ class Teller:
             tuple(away),
             tuple(self._waiting(sequence) for sequence in islice(waiting, _HORIZON)),
             home_blocks=self._ledger.capacity.blocks(self._device),
-            away_blocks=sum(map(self._ledger.capacity.blocks, self.r_workers)),
+            away_blocks=tuple(map(self._ledger.capacity.blocks, self.r_workers)),
             away_free=tuple(map(self._ledger.free_blocks, self.r_workers)),
             most_running=self._max_num_sequences,
         )

@@ -67,9 +67,20 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class StepDone:
-    """The lane's step is over. ``drawn``: for each of its sequences that awaited a token."""
+    """The lane's step is over. ``drawn``: for each of its sequences that awaited
+    a token; ``coming``: those whose tokens will be told by ``Came``. They may
+    step before, with ``COMING`` in the token's place."""
 
     lane: int
+    drawn: tuple[Drawn, ...]
+    coming: tuple[Sequence, ...] = ()
+
+
+@dataclass(frozen=True)
+class Came:
+    """Tokens are known that were coming; before the next step of any of their
+    sequences is over."""
+
     drawn: tuple[Drawn, ...]
 
 
@@ -103,8 +114,8 @@ class Regrouped:
 
 
 Event: TypeAlias = (
-    "Submitted | LaneIdle | LaneReady | Opened | Refused | StepDone | Lost | Joined | Cancelled | "
-    "Regrouped"
+    "Submitted | LaneIdle | LaneReady | Opened | Refused | StepDone | Came | Lost | Joined | "
+    "Cancelled | Regrouped"
 )
 
 

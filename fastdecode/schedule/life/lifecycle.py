@@ -13,6 +13,9 @@ instructions that follow from it, to be carried out in their order. A
 ``Lifecycle`` owns the scheduler, and it alone writes a sequence's tokens, how
 many of them are cached, and where.
 
+A token that is drawn may be **coming**: the sequence steps on with it before it
+is known here. If it turns out to be the last, that step was for nothing.
+
 A sequence is **at rest** when no step of it is in flight and all that was asked
 for it is answered. What befalls it before, its **fate**, is carried out then:
 only then is it known what has to be closed, and nobody writes to it any more.
@@ -25,9 +28,10 @@ from typing import Final
 
 from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
 from fastdecode.core.holders import HolderId, PartId
-from fastdecode.core.sequence import FinishReason
+from fastdecode.core.sequence import COMING, FinishReason, Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.events import (
+    Came,
     Cancelled,
     Close,
     Drawn,
@@ -92,6 +96,10 @@ class Lifecycle:
         match event:
             case StepDone():
                 self._step_done(event.lane, event.drawn)
+                for sequence in event.coming:
+                    self._await(sequence)
+            case Came():
+                self._came(event.drawn)
             case LaneIdle():
                 self._plan(event.lane)
             case LaneReady():
@@ -215,20 +223,44 @@ class Lifecycle:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
                 if life.fate is not None:
                     self._settle(life)
-        for sequence, token_id, finish_reason, error, is_doubted in drawn:
-            found = lives.by_sequence.get(sequence.sequence_id)
-            if found is None or found.fate is not None:
-                continue  # a sibling failed in this very step
-            if is_doubted:
-                sequence.is_checked = True
-                self._recompute(found)
-                continue
-            if error is not None:
-                self._drop(sequence.request.request_id, error)
-                continue
-            sequence.token_ids.append(token_id)
-            if finish_reason is not None or len(sequence.token_ids) >= found.longest:
-                self._finish(found, finish_reason or "length")
+        for one in drawn:
+            found = lives.by_sequence.get(one.sequence.sequence_id)
+            if found is not None and found.fate is None:  # else a sibling failed in this very step
+                self._take_in(found, one)
+
+    def _await(self, sequence: Sequence) -> None:
+        """Its token is coming. After its last it doesn't step any more, and
+        nobody needs its cache."""
+        life = self.lives.by_sequence.get(sequence.sequence_id)
+        if life is None or life.fate is not None:
+            return
+        sequence.token_ids.append(COMING)
+        if len(sequence.token_ids) >= life.longest:
+            self.scheduler.finish(sequence)
+            self._set_aside(life)
+            life.status = Status.FINISHED
+
+    def _came(self, drawn: tuple[Drawn, ...]) -> None:
+        """Tokens are known of sequences that may have been interrupted since."""
+        for one in drawn:
+            if one.sequence.is_coming:
+                one.sequence.token_ids.pop()
+                life = self.lives.by_sequence.get(one.sequence.sequence_id)
+                if life is not None and life.fate is not Fate.DROP:
+                    self._take_in(life, one)
+
+    def _take_in(self, life: Life, drawn: Drawn) -> None:
+        """What was drawn for it is known."""
+        sequence = life.sequence
+        if drawn.is_doubted:
+            sequence.is_checked = True
+            self._recompute(life)
+        elif drawn.error is not None:
+            self._drop(sequence.request.request_id, drawn.error)
+        else:
+            sequence.token_ids.append(drawn.token_id)
+            if drawn.finish_reason is not None or len(sequence.token_ids) >= life.longest:
+                self._finish(life, drawn.finish_reason or "length")
 
     def _lost(self, holder: HolderId) -> None:
         self.scheduler.ledger.lose(holder)
@@ -270,14 +302,16 @@ class Lifecycle:
         """Carry out what becomes of a sequence, once it is at rest."""
         if not self.lives.is_at_rest(life):
             return
+        is_closed = life.status is Status.FINISHED
         if life.fate is Fate.DROP:
-            self.scheduler.finish(life.sequence)
-            self._set_aside(life)
+            if not is_closed:
+                self.scheduler.finish(life.sequence)
+                self._set_aside(life)
             self.lives.absolve(life)
             life.status = Status.FINISHED
             del self.lives.by_sequence[life.sequence.sequence_id]
         else:
-            self.scheduler.requeue(life.sequence)
+            self.scheduler.requeue(life.sequence, was_over=is_closed)
             self._set_aside(life)
             self.lives.absolve(life)
             self._looks_for_room = True

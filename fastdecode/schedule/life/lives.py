@@ -28,6 +28,7 @@ class Status(Enum):
     INTERRUPTED = "interrupted"
     """It waits to be recomputed."""
     FINISHED = "finished"
+    """Nothing of it is left; but its last token may be coming."""
 
 
 class Fate(Enum):
@@ -127,6 +128,16 @@ class Lives:
             chunk for chunk in chunks if self.by_sequence[chunk.sequence.sequence_id].fate is None
         ]
 
+    def awaiting(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
+        """Of a step that is over, those whose tokens are coming, and wanted."""
+        return [
+            chunk
+            for chunk in chunks
+            if chunk.sequence.is_coming
+            and (life := self.by_sequence.get(chunk.sequence.sequence_id)) is not None
+            and life.fate is not Fate.DROP
+        ]
+
     def is_on(self, holder: HolderId) -> bool:
         """Whether any sequence still remembers the holder."""
         residences = (life.sequence.residence for life in self.by_sequence.values())
@@ -165,15 +176,15 @@ class Lives:
 
 def _check_life(life: Life, is_waiting: bool, is_at_rest: bool) -> None:
     sequence, residence = life.sequence, life.sequence.residence
-    assert life.status is not Status.FINISHED
-    assert (
-        is_waiting == (life.status in (Status.WAITING, Status.INTERRUPTED)) == (residence is None)
-    )
+    assert life.status is not Status.FINISHED or (sequence.is_coming and not is_waiting)
+    assert is_waiting == (life.status in (Status.WAITING, Status.INTERRUPTED))
+    assert (is_waiting or life.status is Status.FINISHED) == (residence is None)
     assert life.fate is None or not is_at_rest, "its fate could have been carried out"
     if residence is None:
         assert sequence.num_cached == 0 and not life.opened and is_at_rest
         return
-    assert 0 <= sequence.num_cached < len(sequence.token_ids) <= sequence.max_cached_tokens + 1
+    assert 0 <= sequence.num_cached <= len(sequence.token_ids) <= sequence.max_cached_tokens + 1
+    assert life.fate is not None or sequence.num_cached < len(sequence.token_ids)
     assert sequence.num_cached <= residence.num_tokens
     own = {part.part_id for part in residence.parts}
     assert own >= set(life.opened) | life.unanswered

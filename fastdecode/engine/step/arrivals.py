@@ -1,0 +1,94 @@
+"""What comes from holders: attention to the lane's step that awaits it,
+everything else to whoever asks for news."""
+
+from __future__ import annotations
+
+import time
+from typing import TypeAlias
+
+from fastdecode.core.errors import ProtocolError, WorkerError
+from fastdecode.core.exhaustive import assert_never
+from fastdecode.core.holders import HolderId
+from fastdecode.core.trace import Trace
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.step.lanes import Lanes
+from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
+from fastdecode.wire.kv.taking_over import TakenOver
+from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
+
+News: TypeAlias = "tuple[HolderId, Accepted | Refused | WorkerError]"
+"""A holder's answer about a part, or why it was lost."""
+
+Arrival: TypeAlias = "tuple[HolderId, Answer]"
+
+
+class Arrivals:
+    """Takes in what ``fleet`` receives.
+
+    Args:
+        lanes: whose steps await answers.
+        trace: is told when they came.
+    """
+
+    def __init__(self, fleet: Fleet, lanes: Lanes, trace: Trace) -> None:
+        self._fleet, self._lanes, self._trace = fleet, lanes, trace
+        self._news: list[News] = []
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something has come that is no part of a step."""
+        return bool(self._news)
+
+    def take_news(self) -> list[News]:
+        """What has, in its order. Each is told once."""
+        self.note_losses()
+        news, self._news = self._news, []
+        return news
+
+    def note_losses(self) -> None:
+        """Tell the steps in flight who was lost."""
+        for holder, error in self._fleet.take_losses():
+            for step in self._lanes.in_flight:
+                step.remote.lose(holder)
+            self._news.append((holder, error))
+
+    def take_in_all(self) -> None:
+        """What is here by now; never waits."""
+        while self._fleet.is_owed and (received := self._fleet.receive(wait=False)) is not None:
+            self.take_in(*received, time.perf_counter())
+
+    def take_in(self, holder: HolderId, message: Answer, now: float) -> None:
+        """One message that came now. Whoever sends what isn't due is lost."""
+        try:
+            self._route(holder, message, now)
+        except ProtocolError as error:
+            self._fleet.lose(holder, error)
+
+    def _route(self, holder: HolderId, answer: Answer, arrived_s: float) -> None:
+        match answer:
+            case AttendResult():
+                self._deliver(holder, answer, arrived_s)
+            case Accepted() | Refused():
+                self._news.append((holder, answer))
+            case Welcome() | Report() | ChunkStored() | FetchedChunk() | TakenOver():
+                raise ProtocolError(
+                    f"{self._fleet.peer(holder)} sent {type(answer).__name__}, which nobody "
+                    "asked for"
+                )
+            case _:
+                assert_never(answer)
+
+    def _deliver(self, holder: HolderId, result: AttendResult, arrived_s: float) -> None:
+        step = self._lanes.step_of(result.lane)
+        if step is None:
+            raise ProtocolError(
+                f"{self._fleet.peer(holder)} answered for lane {result.lane}, which is idle"
+            )
+        step.remote.deliver(holder, result)
+        sent = step.remote.sent_s[result.layer]
+        round_trip_s = max(0.0, arrived_s - sent - result.compute_s)
+        step.round_trip_s = min(step.round_trip_s, round_trip_s)
+        self._trace.attended(
+            holder, step.lane, result.step, result.layer, sent, arrived_s, result.compute_s
+        )
+        step.s_compute_s += time.perf_counter() - arrived_s

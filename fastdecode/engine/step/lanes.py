@@ -1,0 +1,90 @@
+"""The lanes' steps in flight: what is to be sent of them, and who can go on."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from fastdecode.engine.step.lane_step import LaneStep
+
+
+class Lanes:
+    """Some lanes, each with a step in flight or idle."""
+
+    def __init__(self, num_lanes: int) -> None:
+        self._steps: list[LaneStep | None] = [None] * num_lanes
+        self._ready: deque[LaneStep] = deque()
+        self._unsent: deque[LaneStep] = deque()  # scattered, but not on the host yet; once a layer
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def resize(self, num_lanes: int) -> None:
+        """From now on there are so many. No step is in flight."""
+        assert not self.in_flight
+        self._steps = [None] * num_lanes
+
+    @property
+    def idle(self) -> list[int]:
+        return [lane for lane, step in enumerate(self._steps) if step is None]
+
+    @property
+    def in_flight(self) -> list[LaneStep]:
+        return [step for step in self._steps if step is not None]
+
+    def step_of(self, lane: int) -> LaneStep | None:
+        """None: there is no such lane, or it is idle."""
+        return self._steps[lane] if 0 <= lane < len(self._steps) else None
+
+    def enter(self, step: LaneStep) -> None:
+        """An idle lane's step begins."""
+        assert self._steps[step.lane] is None
+        self._steps[step.lane] = step
+
+    def leave(self, step: LaneStep) -> None:
+        """It is over. What isn't sent by now was for holders that are lost;
+        others may be in their place soon."""
+        self._steps[step.lane] = None
+        self._unsent = deque(other for other in self._unsent if other is not step)
+
+    @property
+    def first_unsent(self) -> LaneStep | None:
+        """The step whose q, k and v are to be sent next."""
+        return self._unsent[0] if self._unsent else None
+
+    def scattered(self, step: LaneStep) -> None:
+        """A layer of it is on its way to the host, to be sent then."""
+        self._unsent.append(step)
+
+    def dispatch(self) -> bool:
+        """Send what has come to the host, in the order in which it was
+        computed. Whether anything went."""
+        sent = False
+        while self._unsent:
+            step, started = self._unsent[0], time.perf_counter()
+            if not step.remote.dispatch():
+                break
+            step.s_compute_s += time.perf_counter() - started
+            self._unsent.popleft()
+            sent = True
+        return sent
+
+    @property
+    def any_can_go_on(self) -> bool:
+        """Whether something can be done for one in flight, as it stands now."""
+        return any(step.can_go_on or step.has_come for step in self.in_flight)
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether there is one for ``take_ready``."""
+        return bool(self._ready)
+
+    def collect_ready(self) -> None:
+        """Queue those that have become able to go on."""
+        for step in self.in_flight:
+            if step.can_go_on and step not in self._ready:
+                self._ready.append(step)
+
+    def take_ready(self) -> LaneStep:
+        """The one that has been able to for longest."""
+        return self._ready.popleft()
