@@ -42,8 +42,8 @@ from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Re
 from fastdecode.wire.patience import look_until_found
 from sworker.worker import Pass, SWorker
 
-News: TypeAlias = "tuple[HolderId, Accepted | Refused | WorkerError]"
-"""A holder's answer about a part, or why it was lost."""
+News: TypeAlias = "tuple[HolderId, Accepted | Refused | TakenOver | WorkerError]"
+"""A holder's answer about parts, or why it was lost."""
 
 Arrival: TypeAlias = "tuple[HolderId, Answer]"
 
@@ -330,9 +330,9 @@ class Pipeline:
         match answer:
             case AttendResult():
                 self._deliver(holder, answer, arrived_s)
-            case Accepted() | Refused():
+            case Accepted() | Refused() | TakenOver():
                 self._news.append((holder, answer))
-            case Welcome() | Report() | ChunkStored() | FetchedChunk() | TakenOver():
+            case Welcome() | Report() | ChunkStored() | FetchedChunk():
                 raise ProtocolError(
                     f"{self._attention.fleet.peer(holder)} sent {type(answer).__name__}, which "
                     "nobody asked for"
