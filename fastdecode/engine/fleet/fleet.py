@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from fastdecode.core.errors import (
@@ -135,7 +135,7 @@ class Fleet:
         self._peers.look()
 
     def greet(
-        self, hello: Hello, max_blocks: Sequence[int] | None = None
+        self, hello: Hello, max_blocks: Mapping[HolderId, int] | None = None
     ) -> dict[HolderId, Welcome]:
         """Say Hello to every holder's R-worker and collect the answers of those
         that are there. ``max_blocks``: the most that each is to offer; None: as
@@ -171,9 +171,11 @@ class Fleet:
         self._peer_of[holder] = self._peer_of[to]
         self._has_moved = True
 
-    def _greet(self, hello: Hello, max_blocks: Sequence[int] | None) -> dict[HolderId, Welcome]:
+    def _greet(
+        self, hello: Hello, max_blocks: Mapping[HolderId, int] | None
+    ) -> dict[HolderId, Welcome]:
         for holder in self._peer_of:
-            most = hello.max_blocks if max_blocks is None else max_blocks[holder]
+            most = (max_blocks or {}).get(holder, hello.max_blocks)
             self.send(holder, replace(hello, max_blocks=most))
         welcomes: dict[HolderId, Welcome] = {}
         while self._peers.is_owed:

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.schedule.life import events
-from fastdecode.schedule.ring import ResumePoint, neighbour, num_offered, plan_recovery
+from fastdecode.schedule.ring import RecoveryPlan, ResumePoint, num_offered, plan_recovery
 from fastdecode.wire.kv.replicating import Replicate, Replicated
 from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
 from fastdecode.wire.messages import MAX_ID, Hello, Welcome
@@ -68,8 +67,8 @@ def replicate(
     addresses: Sequence[str],
     link_bytes: int,
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
-    """Have every R-worker offer half of its KV blocks, and keep a replica of
-    its neighbour's in the other half.
+    """Have every R-worker that is there offer half of its KV blocks, and keep a
+    replica of its neighbour's in the other half.
 
     Args:
         hello: what all were greeted with.
@@ -77,27 +76,22 @@ def replicate(
         addresses, link_bytes: see ``Replicas``.
 
     Raises:
-        ConfigError: one isn't there, or hasn't the memory.
-        WorkerError: one was lost meanwhile.
+        ConfigError: there is a single one, or one hasn't the memory.
     """
-    if len(welcomes) < len(fleet):
-        raise ConfigError(
-            Given("replicas", 1), " needs every R-worker at the start, and some aren't there"
-        )
-    offered = num_offered([welcomes[holder].num_blocks for holder in sorted(welcomes)])
-    welcomes = fleet.greet(hello, offered)
-    for error in fleet.lost.values():
-        raise error
-    replicas = Replicas(fleet, addresses, link_bytes, hello.session)
+    there = sorted(welcomes)
+    offered = num_offered([welcomes[holder].num_blocks for holder in there])
+    again = fleet.greet(hello, dict(zip(there, offered, strict=True)))
+    replicas = Replicas(fleet, sorted(again), addresses, link_bytes, hello.session)
     replicas.begin()
-    return welcomes, replicas
+    return again, replicas
 
 
 class Replicas:
-    """Of all holders of a fleet, each an R-worker.
+    """Of holders of a fleet, each an R-worker.
 
     Args:
         fleet: the holders.
+        ring: those that are there; the next of each keeps its replica.
         addresses: what R-workers call each other, by holder.
         link_bytes: that a link may have under way unanswered.
         session: secret of this run, in which holders were greeted.
@@ -107,12 +101,14 @@ class Replicas:
     def __init__(
         self,
         fleet: Fleet,
+        ring: Sequence[HolderId],
         addresses: Sequence[str],
         link_bytes: int,
         session: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
+        self._ring = tuple(ring)
         self._addresses = addresses
         self._link_bytes = link_bytes
         self._session = session
@@ -127,10 +123,9 @@ class Replicas:
 
     def begin(self) -> None:
         """Have every R-worker keep its neighbour up to date."""
-        for holder in self._holders:
-            keeper, guest = neighbour(holder, len(self._fleet)), self._before(holder)
-            addresses = self._addresses[keeper], self._addresses[guest]
-            self._fleet.send(holder, Replicate(*addresses, self._link_bytes))
+        for holder in self._ring:
+            keeper, guest = (self._addresses[self._beside(holder, step)] for step in (1, -1))
+            self._fleet.send(holder, Replicate(keeper, guest, self._link_bytes))
 
     def take_news(self) -> None:
         """Take in what R-workers have said of their replicas."""
@@ -146,27 +141,25 @@ class Replicas:
 
     def lose(self, holder: HolderId) -> bool:
         """A holder is lost. Whether its neighbour can go on for it."""
-        lost = self._fleet.lost
-        acked = self._held.get(holder, {})
-        lanes = [acked.get(lane, -1) for lane in range(1 + max(acked, default=0))]
-        plan = plan_recovery(len(self._fleet), lost, lanes, self._without)
-        before = self._before(holder)
+        if holder not in self._ring:
+            return False
+        plan = self._plan(holder)
+        before = self._beside(holder, -1)
         self._lack({holder, before})
-        if before not in lost:
+        if before not in self._fleet.lost:
             self._fleet.send(before, Replicate("", "", self._link_bytes))
-        keeper = plan.adopted.get(holder)
-        if keeper is None:
+        if HolderId(self._ring.index(holder)) not in plan.adopted:
             self.figures.num_recomputed_holders += 1
             logger.warning("no replica of %s: recomputed", self._fleet.peer(holder))
             return False
-        names = self._fleet.peer(holder), self._fleet.peer(keeper)
+        names = self._fleet.peer(holder), self._fleet.peer(self._beside(holder, 1))
         self._failing[holder] = Failover(*names, plan.resume, self._clock())
         return True
 
     def take_over(self, order: events.TakeOver) -> bool:
         """Have the neighbour go on for a lost holder. Whether it is there."""
         holder = order.holder
-        keeper = neighbour(holder, len(self._fleet))
+        keeper = self._beside(holder, 1)
         failover = self._failing[holder]
         failover.drain_s = self._clock() - failover.noticed_s
         if keeper in self._fleet.lost:
@@ -196,13 +189,17 @@ class Replicas:
         found = answer.num_tokens.tolist()
         return events.TakenOver(holder, tuple(None if x == MISSING else x for x in found))
 
-    @property
-    def _holders(self) -> list[HolderId]:
-        return [HolderId(index) for index in range(len(self._fleet))]
+    def _beside(self, holder: HolderId, step: int) -> HolderId:
+        """Who keeps a holder's replica (1), or whose is kept there (-1)."""
+        return self._ring[(self._ring.index(holder) + step) % len(self._ring)]
 
-    def _before(self, holder: HolderId) -> HolderId:
-        """Whose replica a holder's R-worker keeps."""
-        return HolderId((holder - 1) % len(self._fleet))
+    def _plan(self, holder: HolderId) -> RecoveryPlan:
+        """What becomes of the holders that are lost, by their places in the ring."""
+        lost, acked = self._fleet.lost, self._held.get(holder, {})
+        lanes = [acked.get(lane, -1) for lane in range(1 + max(acked, default=0))]
+        failed = [HolderId(place) for place, one in enumerate(self._ring) if one in lost]
+        without = [HolderId(place) for place, one in enumerate(self._ring) if one in self._without]
+        return plan_recovery(len(self._ring), failed, lanes, without)
 
     def _lack(self, holders: set[HolderId]) -> None:
         """These have no replica any more."""
