@@ -66,6 +66,7 @@ def replicate(
     welcomes: Mapping[HolderId, Welcome],
     addresses: Sequence[str],
     link_bytes: int,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
     """Have every R-worker that is there offer half of its KV blocks, and keep a
     replica of its neighbour's in the other half.
@@ -73,7 +74,7 @@ def replicate(
     Args:
         hello: what all were greeted with.
         welcomes: what they said.
-        addresses, link_bytes: see ``Replicas``.
+        addresses, link_bytes, clock: see ``Replicas``.
 
     Raises:
         ConfigError: there is a single one, or one hasn't the memory.
@@ -81,7 +82,7 @@ def replicate(
     there = sorted(welcomes)
     offered = num_offered([welcomes[holder].num_blocks for holder in there])
     again = fleet.greet(hello, dict(zip(there, offered, strict=True)))
-    replicas = Replicas(fleet, sorted(again), addresses, link_bytes, hello.session)
+    replicas = Replicas(fleet, sorted(again), addresses, link_bytes, hello.session, clock)
     replicas.begin()
     return again, replicas
 
