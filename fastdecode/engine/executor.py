@@ -188,6 +188,8 @@ class Executor:
                 self.tell(event_for(news, self._fleet.peer(holder)))
         if self._recovery.replicas is not None:
             self._recovery.replicas.take_news()
+        for emptied in self._recovery.emptied(self._lifecycle):
+            self.tell(emptied)
         for joined in self._recovery.joined(self._lifecycle):
             self._stats.num_rejoined += 1
             self.tell(joined)

@@ -60,6 +60,7 @@ class Recovery:
         self.pause_s = 0.0
         """While all are lost: for how long there is no use in looking again."""
         self._lost: dict[HolderId, WorkerError] = {}
+        self._adopted: set[HolderId] = set()
 
     def lose(
         self, holder: HolderId, error: WorkerError, lifecycle: Lifecycle
@@ -69,6 +70,7 @@ class Recovery:
         has_replica = self.replicas is not None and self.replicas.lose(holder)
         if has_replica and lifecycle.lives.is_on(holder):
             return Interrupted(holder)
+        self._adopted.discard(holder)
         self._lost[holder] = error
         return Lost(holder)
 
@@ -76,6 +78,7 @@ class Recovery:
         """Have the neighbour go on for a holder. It may be lost meanwhile, too."""
         assert self.replicas is not None
         if self.replicas.take_over(order):
+            self._adopted.add(order.holder)
             return None
         self._lost[order.holder] = self._fleet.lost[order.holder]
         return Lost(order.holder)
@@ -89,6 +92,16 @@ class Recovery:
             name = self._fleet.peer(holder)
             self._fleet.lose(holder, ProtocolError(f"{name} {lie.message}"))
             return None
+
+    def emptied(self, lifecycle: Lifecycle) -> list[Lost]:
+        """Those that neighbours went on for, and of which nothing is left: from
+        now on they are lost, and others may come in their place."""
+        empty = [x for x in self._adopted if not lifecycle.lives.is_on(x)]
+        for holder in empty if not lifecycle.adoptions else ():
+            self._adopted.remove(holder)
+            self._fleet.give_back(holder)
+            self._lost[holder] = self._fleet.lost[holder]
+        return [Lost(holder) for holder in empty if holder in self._lost]
 
     def is_stranded(self) -> bool:
         """Whether all are lost, and others may come in their place: nothing can

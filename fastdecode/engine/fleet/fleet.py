@@ -171,6 +171,12 @@ class Fleet:
         self._peer_of[holder] = self._peer_of[to]
         self._has_moved = True
 
+    def give_back(self, holder: HolderId) -> None:
+        """A holder that was taken over has nothing left: it is lost, and another
+        may come in the place of whoever kept it first."""
+        assert self._peer_of[holder] != holder
+        self._peer_of[holder] = holder
+
     def _greet(
         self, hello: Hello, max_blocks: Mapping[HolderId, int] | None
     ) -> dict[HolderId, Welcome]:

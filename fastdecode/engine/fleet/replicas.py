@@ -77,11 +77,13 @@ def replicate(
         addresses, link_bytes, clock: see ``Replicas``.
 
     Raises:
-        ConfigError: there is a single one, or one hasn't the memory.
+        ConfigError: there is to be a single one, or one hasn't the memory.
     """
     there = sorted(welcomes)
-    offered = num_offered([welcomes[holder].num_blocks for holder in there])
-    again = fleet.greet(hello, dict(zip(there, offered, strict=True)))
+    again = dict(welcomes)
+    if len(there) > 1 or len(fleet) == 1:  # else all others are lost, and it goes on alone
+        offered = num_offered([welcomes[holder].num_blocks for holder in there])
+        again = fleet.greet(hello, dict(zip(there, offered, strict=True)))
     replicas = Replicas(fleet, sorted(again), addresses, link_bytes, hello.session, clock)
     replicas.begin()
     return again, replicas
@@ -124,6 +126,10 @@ class Replicas:
 
     def begin(self) -> None:
         """Have every R-worker keep its neighbour up to date."""
+        if len(self._ring) < 2:
+            logger.warning("no replicas: all R-workers but one are lost")
+            self._lack(set(self._ring))
+            return
         for holder in self._ring:
             keeper, guest = (self._addresses[self._beside(holder, step)] for step in (1, -1))
             self._fleet.send(holder, Replicate(keeper, guest, self._link_bytes))
@@ -142,7 +148,7 @@ class Replicas:
 
     def lose(self, holder: HolderId) -> bool:
         """A holder is lost. Whether its neighbour can go on for it."""
-        if holder not in self._ring:
+        if holder not in self._ring or len(self._ring) < 2:
             return False
         plan = self._plan(holder)
         before = self._beside(holder, -1)
