@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import signal
@@ -80,7 +81,11 @@ def run_once(
                 processes[0].send_signal(signal.SIGKILL)
                 killed_s = time.monotonic()
         stats = llm.stats
-    gaps = [(b - a, b > killed_s) for each in times.values() for a, b in zip(each, each[1:])]  # noqa: B905
+    gaps = [
+        (after - before, after > killed_s)
+        for each in times.values()
+        for before, after in itertools.pairwise(each)
+    ]
     found = {
         "stall_s": max(gap for gap, is_after in gaps if is_after),
         "usual_s": median(gap for gap, _ in gaps),
