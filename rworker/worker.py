@@ -162,14 +162,7 @@ def obey(
             case Compute():
                 peers[instruction.to].send(executor.compute(instruction))
             case Send(to, message):
-                if isinstance(message, Failed):
-                    logger.error(
-                        "R-worker %s gives up on %s: %s",
-                        state.name,
-                        peers[to].peer,
-                        message.message,
-                    )
-                peers[to].send(message)
+                _answer(state.name, peers[to], message)
             case TellAboutHost(to, num_threads, kv_bytes, model_hash):
                 report = Report(
                     state.name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash
@@ -201,6 +194,12 @@ def obey(
             case _:
                 assert_never(instruction)
     return True
+
+
+def _answer(name: str, peer: Peer, message: FromRWorker) -> None:
+    if isinstance(message, Failed):
+        logger.error("R-worker %s gives up on %s: %s", name, peer.peer, message.message)
+    peer.send(message)
 
 
 def _obey_link(
