@@ -30,6 +30,8 @@ class Cache:
     num_bytes: int
     plans: dict[int, StepPlan] = field(default_factory=dict)
     """Of the open steps, by lane."""
+    is_replicated: bool = False
+    """A neighbour is told of every change."""
 
     def is_of(self, session: int) -> bool:
         """Whether it was opened in this session; 0 is none."""

@@ -128,6 +128,7 @@ def serve_rank(
     """
     launcher.let_rank_0_stop()
     from fastdecode.wire.mpi.hub import connect_to_s_workers
+    from fastdecode.wire.mpi.neighbours import MpiNeighbours
     from rworker.worker import serve
 
     name = f"rank {job.rank} on {job.host}"
@@ -137,7 +138,9 @@ def serve_rank(
     state, executor = make_worker(
         name, kv_memory_gb=kv_memory_gb, num_threads=num_threads, num_sharing=launcher.local_size()
     )
-    serve(hub, state, executor)
+    neighbours = MpiNeighbours(job, hub)
+    serve(hub, state, executor, neighbours=neighbours)
+    neighbours.close()
     hub.close()
     if mpi_job.S_RANK in job.dead:
         # It can't say itself that the job has failed, and mpirun doesn't.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,10 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
 from fastdecode.wire.messages import Activations, FromRWorker
+from rworker.stream.changes import Change
+
+if TYPE_CHECKING:
+    from rworker.books import Books
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,39 @@ class ReadChunk:
     slots: NDArray[np.int64]  # [T]
 
 
+@dataclass(frozen=True, eq=False)
+class Link:
+    """Have a neighbour keep a replica of a holder's cache from now on, in the
+    place of whoever did so."""
+
+    to: int
+    """Who is told how far the replica has come."""
+    holder: HolderId
+    books: Books
+    keeper: str
+    """The neighbour's address; empty: nobody keeps one any more."""
+    guest: str
+    """Of whoever has its replica kept here; empty: nobody new."""
+    link_bytes: int
+
+
+@dataclass(frozen=True)
+class Follow:
+    """A holder's cache has changed, and its replica is to."""
+
+    holder: HolderId
+    change: Change
+
+
+@dataclass(frozen=True)
+class EndStep:
+    """A step of a holder that has a replica has ended: K and V of it may follow."""
+
+    holder: HolderId
+    lane: int
+    step: int
+
+
 @dataclass(frozen=True)
 class Drop:
     """Free a holder's KV cache."""
@@ -152,6 +189,9 @@ Instruction: TypeAlias = (
     | Compute
     | PlaceChunk
     | ReadChunk
+    | Link
+    | Follow
+    | EndStep
     | Drop
     | HangUp
     | Stop

@@ -24,8 +24,10 @@ from fastdecode.wire.kv.kept import (
     KeptToRWorker,
     ResumeSequence,
 )
+from fastdecode.wire.kv.replicating import MOST_LINK_BYTES, Replicate
 from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
+    Accepted,
     Attend,
     BeginStep,
     CloseSequence,
@@ -35,19 +37,23 @@ from fastdecode.wire.messages import (
     Hello,
     Inspect,
     OpenSequence,
+    Refused,
     Shutdown,
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.traits import Role
-from rworker.books import check_hello
+from fastdecode.wire.traits import ANYBODY, Role
+from rworker.books import check_hello, check_integer
 from rworker.caches import NOBODY, Cache, Caches
 from rworker.instructions import (
     Compute,
     CopyBlocks,
     Drop,
+    EndStep,
+    Follow,
     HangUp,
     Instruction,
+    Link,
     PlaceChunk,
     Prepare,
     ReadChunk,
@@ -57,6 +63,7 @@ from rworker.instructions import (
     TellAboutHost,
 )
 from rworker.kv_store import DEFAULT_MAX_SEQUENCES, Appended, KVStore
+from rworker.stream.changes import Change
 from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
 from rworker.stream.taking_over import take_over, truncate, wanted_of
 
@@ -169,13 +176,15 @@ class RWorkerState:
 
     def _dispatch(self, number: int, message: ToRWorker) -> tuple[Instruction, ...]:
         peer = self._peers.setdefault(number, _Peer())
+        _check_speaker(peer, message)
         match message:
             case Attend():
-                return (self._attend(number, message),)
+                return self._attend(number, message)
             case BeginStep():
                 return self._begin_step(self._cache(number, message), message)
             case OpenSequence() | ForkSequence() | ExtendSequence() | ResumeSequence():
-                return (Send(number, self._cache(number, message).books.reserve(message)),)
+                cache = self._cache(number, message)
+                return _answered(number, cache, message, cache.books.reserve(message))
             case StoreChunk():
                 cache = self._cache(number, message)
                 slots = store_chunk(cache.books, message)
@@ -188,12 +197,16 @@ class RWorkerState:
                 cache = self._cache(number, message)
                 return _copies(cache, expect_tokens(cache.books, message))
             case TruncateSequence():
-                return (Send(number, truncate(self._cache(number, message).books, message)),)
+                cache = self._cache(number, message)
+                return _answered(number, cache, message, truncate(cache.books, message))
             case TakeOver():
                 return self._take_over(number, peer, message)
+            case Replicate():
+                return self._replicate(number, self._cache(number, message), message)
             case CloseSequence() | EndSequence():
-                self._cache(number, message).books.close(message)
-                return ()
+                cache = self._cache(number, message)
+                cache.books.close(message)
+                return _followed(cache, message)
             case KeepBlocks():
                 self._cache(number, message).books.keep(message)
                 return ()
@@ -220,11 +233,9 @@ class RWorkerState:
         | BeginStep
         | Attend
         | ChunkToRWorker
-        | TruncateSequence,
+        | TruncateSequence
+        | Replicate,
     ) -> Cache:
-        role = self._peers[number].role
-        if role is not None and role not in message.said_by:
-            raise ProtocolError(f"a {role.value} may not say that")
         return self._caches.of(number, message.holder)
 
     def _inspect(self, number: int, peer: _Peer) -> Instruction:
@@ -268,8 +279,8 @@ class RWorkerState:
 
     def _take_over(self, number: int, peer: _Peer, message: TakeOver) -> tuple[Instruction, ...]:
         """Whoever had the cache before has none any more: it is hung up on."""
-        if peer.role is not Role.S_WORKER:
-            raise ProtocolError("only an S-worker that has greeted may take a cache over")
+        if peer.role is None:
+            raise ProtocolError("the first message must be Hello")
         wanted = wanted_of(message)
         cache, before = self._caches.take_over(number, message.holder, message.session)
         told = Send(number, TakenOver(take_over(cache.books, wanted)))
@@ -281,11 +292,52 @@ class RWorkerState:
         cache.plans[begin.lane] = _plan(begin, appended, cache.books.store)
         return _copies(cache, appended)
 
-    def _attend(self, number: int, attend: Attend) -> Compute:
+    def _attend(self, number: int, attend: Attend) -> tuple[Instruction, ...]:
         cache = self._cache(number, attend)
         was_last = cache.books.attend(attend)
         plan = cache.plans.pop(attend.lane) if was_last else cache.plans[attend.lane]
-        return Compute(number, cache.holder, plan, attend.layer, attend.q, attend.k, attend.v)
+        compute = Compute(number, cache.holder, plan, attend.layer, attend.q, attend.k, attend.v)
+        if was_last and cache.is_replicated:
+            return compute, EndStep(cache.holder, attend.lane, attend.step)
+        return (compute,)
+
+    @staticmethod
+    def _replicate(number: int, cache: Cache, message: Replicate) -> tuple[Instruction, ...]:
+        link_bytes = check_integer("link_bytes", message.link_bytes, 1, MOST_LINK_BYTES)
+        if message.keeper and not cache.books.hello.session:
+            raise ProtocolError("a cache of no session can't be replicated: nobody could go on")
+        cache.is_replicated = bool(message.keeper)
+        link = Link(number, cache.holder, cache.books, message.keeper, message.guest, link_bytes)
+        return (link,)
+
+
+def _check_speaker(peer: _Peer, message: ToRWorker) -> None:
+    """Raises ProtocolError: whoever the peer is may not say that. One that
+    hasn't said who it is has no cache either."""
+    said_by = getattr(message, "said_by", ANYBODY)  # at run time it may be no message at all
+    if peer.role is not None and peer.role not in said_by:
+        raise ProtocolError(f"a {peer.role.value} may not say that")
+
+
+def _followed(
+    cache: Cache, change: Change | ResumeSequence | EndSequence
+) -> tuple[Instruction, ...]:
+    """What the cache has accepted, its replica is told, too. To a replica, which
+    keeps no blocks of its own, what is resumed from kept ones is new."""
+    if not cache.is_replicated:
+        return ()
+    if isinstance(change, ResumeSequence):
+        change = OpenSequence(change.sequence_id, change.num_reserved_tokens)
+    elif isinstance(change, EndSequence):
+        change = CloseSequence(change.sequence_id)
+    return (Follow(cache.holder, change),)
+
+
+def _answered(
+    to: int, cache: Cache, change: Change | ResumeSequence, answer: Accepted | Refused
+) -> tuple[Instruction, ...]:
+    told = Send(to, answer)
+    return (told, *_followed(cache, change)) if isinstance(answer, Accepted) else (told,)
 
 
 def _copies(cache: Cache, appended: Appended) -> tuple[Instruction, ...]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from fastdecode.core.errors import FastDecodeError, WorkerError
@@ -15,6 +16,7 @@ from fastdecode.core.host.facts import this_host
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
+from fastdecode.wire.kv.replicating import ReplicationNews, Unprotected
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     AttendResult,
@@ -24,14 +26,17 @@ from fastdecode.wire.messages import (
     Shutdown,
     ToRWorker,
 )
-from fastdecode.wire.transport import CLOSED, Hub, PeerLostError
+from fastdecode.wire.transport import CLOSED, TIMEOUT, Hub, PeerLostError
 from rworker.attention import AttentionExecutor
 from rworker.instructions import (
     Compute,
     CopyBlocks,
     Drop,
+    EndStep,
+    Follow,
     HangUp,
     Instruction,
+    Link,
     PlaceChunk,
     Prepare,
     ReadChunk,
@@ -40,6 +45,7 @@ from rworker.instructions import (
     TellAboutHost,
 )
 from rworker.state import RWorkerState
+from rworker.stream.links import Links, Neighbours, NoNeighbours, ThreadNeighbours
 
 logger = logging.getLogger(__name__)
 
@@ -76,22 +82,26 @@ def serve(
     state: RWorkerState,
     executor: Executor,
     return_s: float | None = None,
+    neighbours: Neighbours | None = None,
 ) -> None:
     """Serve the peers of a hub until the state says that all is done, or none
     is left; then close all connections.
 
     A state that awaits the return of an S-worker is given ``return_s`` seconds
-    for it.
+    for it. Replicas are kept by R-workers that are reached through
+    ``neighbours``.
 
     Whatever goes wrong with one peer is logged, and told to that peer as
     ``Failed`` before its connection closes. The others go on.
     """
     logger.info("R-worker %s serves", state.name)
+    links = Links(executor, neighbours or NoNeighbours(), partial(_tell_news, hub))
     try:
-        while serve_next(hub, state, executor, return_s):
+        while serve_next(hub, state, executor, return_s, links):
             pass
         logger.info("R-worker %s has stopped", state.name)
     finally:
+        links.close()
         for connection in hub.connections:
             connection.close()
 
@@ -101,10 +111,16 @@ def serve_next(
     state: RWorkerState,
     executor: Executor,
     return_s: float | None,
+    links: Links | None = None,
 ) -> bool:
-    """Deal with what comes next. False: leave the loop."""
+    """Deal with what comes next; ``links``: to neighbours, if there may be any.
+    False: leave the loop."""
+    if links is not None and links.is_late:
+        links.work()
+    link_wait_s = None if links is None else links.wait_s
+    away_s = return_s if state.is_deserted else None
     try:
-        peer, message = hub.receive_any(return_s if state.is_deserted else None)
+        peer, message = hub.receive_any(away_s if link_wait_s is None else link_wait_s)
     except PeerLostError as error:
         if error.code == CLOSED:
             logger.info("R-worker %s goes on without a peer: %s", state.name, error)
@@ -115,17 +131,21 @@ def serve_next(
             hub.connections,
             state,
             executor,
+            links,
         )
     except WorkerError as error:
+        if error.code == TIMEOUT and links is not None and link_wait_s is not None:
+            links.work()
+            return True
         logger.info("R-worker %s stops: %s", state.name, error)
         return False
     try:
-        return obey(state.handle(peer, message), hub.connections, state, executor)
+        return obey(state.handle(peer, message), hub.connections, state, executor, links)
     except Exception as error:
         if isinstance(error, WorkerError) and error.code == CLOSED:
             return True  # a peer that was to be told something is gone: the hub says so next
         _tell(hub.connections[peer], last_words(state.name, error))
-        return obey((HangUp(peer),), hub.connections, state, executor)
+        return obey((HangUp(peer),), hub.connections, state, executor, links)
 
 
 def obey(
@@ -133,21 +153,16 @@ def obey(
     peers: Sequence[Peer],
     state: RWorkerState,
     executor: Executor,
+    links: Links | None = None,
 ) -> bool:
-    """Carry out instructions in order. False: leave the loop."""
+    """Carry out instructions in order. False: leave the loop. ``links``: to
+    neighbours; None: of a worker that can't reach any."""
     for instruction in instructions:
         match instruction:
             case Compute():
                 peers[instruction.to].send(executor.compute(instruction))
             case Send(to, message):
-                if isinstance(message, Failed):
-                    logger.error(
-                        "R-worker %s gives up on %s: %s",
-                        state.name,
-                        peers[to].peer,
-                        message.message,
-                    )
-                peers[to].send(message)
+                _answer(state.name, peers[to], message)
             case TellAboutHost(to, num_threads, kv_bytes, model_hash):
                 report = Report(
                     state.name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash
@@ -161,18 +176,40 @@ def obey(
             case CopyBlocks():
                 executor.copy_blocks(instruction)
             case Prepare():
+                if links is not None:
+                    links.drop(instruction.holder)
                 executor.prepare(instruction)
+            case Link() | Follow() | EndStep():
+                _obey_link(instruction, peers, links)
             case Drop():
+                if links is not None:
+                    links.drop(instruction.holder)
                 executor.drop(instruction)
             case HangUp(peer, may_return):
                 peers[peer].close()
-                if not obey(state.lost(peer, may_return=may_return), peers, state, executor):
+                if not obey(state.lost(peer, may_return=may_return), peers, state, executor, links):
                     return False
             case Stop():
                 return False
             case _:
                 assert_never(instruction)
     return True
+
+
+def _answer(name: str, peer: Peer, message: FromRWorker) -> None:
+    if isinstance(message, Failed):
+        logger.error("R-worker %s gives up on %s: %s", name, peer.peer, message.message)
+    peer.send(message)
+
+
+def _obey_link(
+    instruction: Link | Follow | EndStep, peers: Sequence[Peer], links: Links | None
+) -> None:
+    if links is not None:
+        links.obey(instruction)
+    elif isinstance(instruction, Link):
+        news = Unprotected(instruction.holder, "this R-worker can't reach others")
+        peers[instruction.to].send(news)
 
 
 def last_words(name: str, error: Exception) -> Failed:
@@ -184,11 +221,15 @@ def last_words(name: str, error: Exception) -> Failed:
     return Failed(name, "worker_failed", f"{type(error).__name__}: {error}")
 
 
-def _tell(peer: Peer, message: Failed) -> None:
+def _tell(peer: Peer, message: Failed | ReplicationNews) -> None:
     try:
         peer.send(message)
     except WorkerError:
         logger.info("%s is gone, and can't be told", peer.peer)
+
+
+def _tell_news(hub: Hub[FromRWorker, ToRWorker], peer: int, news: ReplicationNews) -> None:
+    _tell(hub.connections[peer], news)
 
 
 @dataclass(frozen=True)
@@ -231,6 +272,7 @@ def start_worker_thread(
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     executor: Executor | None = None,
+    neighbours: ThreadNeighbours | None = None,
 ) -> WorkerThread:
     """Start an R-worker as a daemon thread of this process.
 
@@ -242,6 +284,8 @@ def start_worker_thread(
             own.
         clock: seconds, for the times that the worker reports.
         executor: in place of ``AttentionExecutor``, for tests.
+        neighbours: the other threads, which it joins; None: it keeps no
+            replicas.
 
     Raises:
         ConfigError: an option is out of range.
@@ -252,8 +296,13 @@ def start_worker_thread(
     here, _ = connect(
         InprocHub() if hub is None else hub, "the S-worker", peers, f"R-worker {name}"
     )
+    if neighbours is not None:
+        neighbours.add(name, peers)
     thread = threading.Thread(
-        target=serve, args=(peers, state, runner), name=f"rworker-{name}", daemon=True
+        target=serve,
+        args=(peers, state, runner, None, neighbours),
+        name=f"rworker-{name}",
+        daemon=True,
     )
     thread.start()
     return WorkerThread(name, here, thread, peers)

@@ -9,6 +9,7 @@ then goes on where it was, and a **cut** link delivers nothing until it heals.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -20,12 +21,14 @@ from enum import Enum
 from typing import Any
 
 from fastdecode.core.errors import WorkerError
+from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.messages import AttendResult, FromRWorker, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
 from rworker.attention import AttentionExecutor
 from rworker.caches import Cache, Caches
 from rworker.instructions import Compute
 from rworker.state import RWorkerState
+from rworker.stream.links import Links
 from rworker.worker import serve_next
 
 MOST_EVENTS = 1_000_000
@@ -91,9 +94,12 @@ class _Executor(AttentionExecutor):
 class Process:
     """One R-worker's process, and its side of every connection to it."""
 
-    def __init__(self, name: str, kv_bytes: int, time: VirtualTime, chance: random.Random) -> None:
+    def __init__(self, name: str, kv_bytes: int, network: Network, chance: random.Random) -> None:
+        time = network.time
         self.state = RWorkerState(name, kv_bytes=kv_bytes, keeps_serving=True)
         self.executor = _Executor(num_threads=1, clock=time)
+        self.neighbours = _Neighbours(network, self)
+        self.links = Links(self.executor, self.neighbours, self._tell)
         self.is_up = True
         self.hangs_until_s = 0.0
         self.hung_since_s = math.inf
@@ -101,6 +107,7 @@ class Process:
         self._time = time
         self._chance = chance
         self._inbox: deque[tuple[int, ToRWorker | _End]] = deque()
+        self._has_answers = False
         self._is_busy = False
 
     def connect(self, side: _WorkersSide) -> int:
@@ -112,7 +119,9 @@ class Process:
         self._go_on()
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ToRWorker]:
-        """As a hub's; there is something."""
+        """As a hub's; if there is nothing, links have something to do."""
+        if not self._inbox:
+            raise timeout_error("every peer", 0.0)
         peer, message = self._inbox.popleft()
         if isinstance(message, _End):
             raise PeerLostError(peer, closed_error("the S-worker", by_peer=True))
@@ -120,8 +129,14 @@ class Process:
 
     def crash(self) -> None:
         self.is_up = False
+        self.links.close()
         for side in self.connections:
             side.close()
+
+    def wake(self) -> None:
+        """A neighbour has answered."""
+        self._has_answers = True
+        self._go_on()
 
     def hang(self, for_s: float) -> None:
         if self._time.now_s >= self.hangs_until_s:
@@ -134,7 +149,8 @@ class Process:
         return self._time.now_s < self.hangs_until_s
 
     def _go_on(self) -> None:
-        if self._inbox and self.is_up and not self.hangs and not self._is_busy:
+        wanted = self._inbox or self._has_answers or self.links.wait_s == 0
+        if wanted and self.is_up and not self.hangs and not self._is_busy:
             self._is_busy = True
             self._time.at(self._time.now_s + self._chance.uniform(0, 2e-4), self._work)
 
@@ -142,9 +158,14 @@ class Process:
         self._is_busy = False
         if not self.is_up or self.hangs:
             return
-        if not serve_next(self, self.state, self.executor, None):
+        self._has_answers = False
+        if not serve_next(self, self.state, self.executor, None, self.links):
             self.crash()
         self._go_on()
+
+    def _tell(self, peer: int, news: ReplicationNews) -> None:
+        with contextlib.suppress(WorkerError):
+            self.connections[peer].send(news)
 
 
 class _WorkersSide:
@@ -263,13 +284,13 @@ class Link:
             self._tell(_End.END)
 
     @property
-    def cache(self) -> Cache | None:
+    def caches(self) -> list[Cache]:
         """What its R-worker keeps for this connection, if it is there."""
         process = self._process
         if process is None or not process.is_up:
-            return None
+            return []
         caches: Caches = process.state._caches
-        return next((cache for cache in caches if cache.owner == self._index), None)
+        return [cache for cache in caches if cache.owner == self._index]
 
     def _tell(self, message: ToRWorker | _End) -> None:
         process, index = self._process, self._index
@@ -282,6 +303,42 @@ class Link:
         if self._process is None and process.is_up:
             self._process = process
             self._index = process.connect(_WorkersSide(self))
+
+
+class _NeighbourLink(Link):
+    """From one R-worker to another."""
+
+    def __init__(self, network: Network, number: int, owner: Process) -> None:
+        self._arrived: deque[FromRWorker | _End] = deque()
+        self._owner = owner
+        super().__init__(network, number)
+
+    def arrive(self, message: FromRWorker | _End) -> None:
+        if not self.is_closed:
+            self._arrived.append(message)
+            self._owner.wake()
+
+    def poll(self) -> FromRWorker | None:
+        if not self.is_open:
+            raise closed_error(self.peer, by_peer=not self.is_closed)
+        return self.take(self._arrived.popleft()) if self._arrived else None
+
+
+class _Neighbours:
+    """How a process reaches others: by their numbers."""
+
+    def __init__(self, network: Network, owner: Process) -> None:
+        self.links: list[_NeighbourLink] = []
+        self._network = network
+        self._owner = owner
+
+    def connect(self, address: str) -> _NeighbourLink:
+        link = _NeighbourLink(self._network, int(address), self._owner)
+        self.links.append(link)
+        return link
+
+    def expect(self, address: str) -> None:
+        pass
 
 
 class Network:
@@ -311,7 +368,7 @@ class Network:
         """A process comes, in the place of one that is gone."""
         assert self.processes[number] is None or not self.processes[number].is_up
         name = f"r{number}"
-        self.processes[number] = Process(name, self._kv_bytes, self.time, self._chance)
+        self.processes[number] = Process(name, self._kv_bytes, self, self._chance)
 
     def when_sent(self, number: int, act: Callable[[], None]) -> None:
         """Do it when so many messages have been sent."""

@@ -36,6 +36,8 @@ class Promises:
     step_limit_s: float
     headroom: float
     """The R-part must fit even if it takes this much longer than predicted: 0.1 is a tenth."""
+    replicas: int = 0
+    """Copies of every KV cache beside it, on another R-worker."""
 
 
 def s_memory_bytes(system: System, lane_batch: int, lanes: int) -> float:
@@ -161,7 +163,8 @@ def _round_trips(system: System, lane_batch: int, lanes: int, promises: Promises
 def _room_and_latency(
     system: System, lane_batch: int, lanes: int, promises: Promises
 ) -> tuple[Constraint, ...]:
-    kv_bytes = r_memory_bytes(system, lane_batch, lanes)
+    kv_bytes = r_memory_bytes(system, lane_batch, lanes) * (1 + promises.replicas)
+    copies = ", replicas included" if promises.replicas else ""
     s_bytes = s_memory_bytes(system, lane_batch, lanes)
     limit_s = promises.step_limit_s
     cycle_limit_s = limit_s / system.costs.num_layers
@@ -189,9 +192,9 @@ def _room_and_latency(
     return (
         Constraint(
             "R DRAM capacity",
-            whole(kv_bytes / system.r.capacity_bytes),
-            f"{bytes_text(kv_bytes)} of KV cache, {bytes_text(system.r.capacity_bytes)} usable a "
-            "socket",
+            max(whole(kv_bytes / system.r.capacity_bytes), 2 * promises.replicas),
+            f"{bytes_text(kv_bytes)} of KV cache{copies}, "
+            f"{bytes_text(system.r.capacity_bytes)} usable a socket",
             "more memory, a smaller KV dtype",
         ),
         Constraint(

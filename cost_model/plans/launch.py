@@ -78,6 +78,8 @@ def _generate(sizing: Sizing, plan: Plan, model: str) -> tuple[str, ...]:
     }
     if setup.num_gpus == 1:
         del options["--tp"]
+    if sizing.goal.replicas:
+        options["--replicas"] = sizing.goal.replicas
     return ("generate", *(str(word) for option in options.items() for word in option))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
+from cost_model.plans.constraints import Promises
 from cost_model.predict import MAX_LANES, System
 from cost_model.stages import Link, RPart, SPart
 from cost_model.workload import TokenCosts, Workload
@@ -104,6 +105,8 @@ class Goal:
     """The R-part may take this much longer than predicted before the GPU waits."""
     survive: int = 0
     """R-workers that may be lost and everything still holds."""
+    replicas: int = 0
+    """Copies of every R-worker's KV cache, kept by another: 0 or 1."""
     batch: int | None = None
     """Sequences at once; None: chosen."""
     lanes: int | None = None
@@ -119,6 +122,7 @@ class Goal:
         _check_float("headroom", self.headroom, 0.0, 10.0, "")
         _check_float("min-gain", self.min_gain, 1e-3, 10.0, "")
         _check_int("survive", self.survive, 0, MAX_SOCKETS)
+        _check_int("replicas", self.replicas, 0, 1)
         for name, count, most in (
             ("batch", self.batch, MAX_BATCH),
             ("lanes", self.lanes, MAX_LANES),
@@ -132,6 +136,11 @@ class Goal:
             raise ConfigError(
                 f"--survive {self.survive} leaves none of --max-sockets {self.max_sockets}"
             )
+
+    def promises(self, system: System) -> Promises:
+        """What has to hold in every step."""
+        step_limit_s = system.step_limit_s(self.latency_s, self.tpot_s)
+        return Promises(step_limit_s, self.headroom, self.replicas)
 
 
 @dataclass(frozen=True)

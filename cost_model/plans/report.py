@@ -118,6 +118,8 @@ def _question(sizing: Sizing) -> str:
         asked.append(f"at most {seconds_text(goal.tpot_s)} a token")
     if goal.survive:
         asked.append(f"{counted(goal.survive, 'R-worker')} may be lost")
+    if goal.replicas:
+        asked.append("every KV cache kept twice")
     gpus = sizing.system.s.name if setup.num_gpus > 1 else f"one {sizing.system.s.name}"
     return (
         f"{setup.spec.name} ({setup.dtype}, KV cache {setup.kv_dtype}) on {gpus}, "

@@ -149,7 +149,7 @@ def plan_of(
         fast=system.scaled(-1).predict(lane_batch, lanes, sockets),
         slow=system.scaled(+1).predict(lane_batch, lanes, sockets),
         constraints=rows,
-        kv_bytes=r_memory_bytes(system, lane_batch, lanes),
+        kv_bytes=r_memory_bytes(system, lane_batch, lanes) * (1 + goal.replicas),
         s_memory_bytes=s_memory_bytes(system, lane_batch, lanes),
         load_limit_tokens=system.load_limit_tokens(lane_batch, sockets - goal.survive),
     )
@@ -230,7 +230,7 @@ def _what_must_give(setup: Setup, system: System, goal: Goal) -> str:
     """Nothing runs: the least relaxation that would."""
     if not s_worker_fits(system, 1, 1):
         return _enough_gpus(setup)
-    relaxed = Promises(float("inf"), goal.headroom)
+    relaxed = Promises(float("inf"), goal.headroom, goal.replicas)
     lanes = range(1, MAX_LANES + 1) if goal.lanes is None else (goal.lanes,)
     plans = [
         p

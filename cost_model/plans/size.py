@@ -23,7 +23,6 @@ from cost_model.hardware import Gpu, Hardware, Nic
 from cost_model.plans.constraints import (
     BUSY,
     Constraint,
-    Promises,
     best_effort_constraints,
     gpu_busy_constraints,
 )
@@ -114,7 +113,7 @@ def size(
         ConfigError: a profile doesn't fit the model, or a price is missing.
     """
     system = setup.system()
-    promises = Promises(system.step_limit_s(goal.latency_s, goal.tpot_s), goal.headroom)
+    promises = goal.promises(system)
     # A single lane can't overlap with itself: who asks for one doesn't ask for a busy GPU.
     wanted = best_effort_constraints if goal.lanes == 1 else gpu_busy_constraints
     plan = choose(find_plans(system, goal, promises, wanted), goal.min_gain)
@@ -231,7 +230,7 @@ def _gpu_may_wait(setup: Setup, goal: Goal, plan: Plan) -> Iterator[WhatIf]:
     a large batch. Where a promise or the network keeps the batch small, say so:
     the plan with the fewest sockets near the most that is to be had."""
     system = setup.system()
-    promises = Promises(system.step_limit_s(goal.latency_s, goal.tpot_s), goal.headroom)
+    promises = goal.promises(system)
     plans: list[Plan] = []
     for each in find_plans(system, goal, promises, best_effort_constraints):
         plans.append(each)
@@ -262,7 +261,7 @@ def _gpus_alone(setup: Setup, goal: Goal, gpu_name: str) -> WhatIf:
 
 def _what_if(change: str, setup: Setup, goal: Goal, lane_batch: int, lanes: int) -> WhatIf:
     system = setup.system()
-    promises = Promises(system.step_limit_s(goal.latency_s, goal.tpot_s), goal.headroom)
+    promises = goal.promises(system)
     rows = gpu_busy_constraints(system, lane_batch, lanes, promises)
     plan = plan_of(system, goal, lane_batch, lanes, rows)
     if plan is not None:

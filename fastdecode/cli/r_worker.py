@@ -184,6 +184,7 @@ def _serve_at(args: argparse.Namespace) -> int:
     """Serve S-workers that connect to an address: one, or one after another."""
     access = _zmq_access()
     from fastdecode.wire.zmq.listener import ZmqListener
+    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
     from rworker.host import make_worker
     from rworker.worker import serve
 
@@ -199,10 +200,12 @@ def _serve_at(args: argparse.Namespace) -> int:
     )
     _limit_files()
     listener = ZmqListener(args.bind, name, key=key, silence_s=args.silence_s)
+    neighbours = ZmqNeighbours(key, args.silence_s)
     try:
         print(f"R-worker {name} listens at {listener.address}", flush=True)
-        serve(listener, state, executor, args.return_s)
+        serve(listener, state, executor, args.return_s, neighbours)
     finally:
+        neighbours.close()
         listener.close()
     return 0
 

@@ -128,6 +128,13 @@ def _add_goal(parser: argparse.ArgumentParser) -> None:
         help="R-workers that may be lost (default: 0)",
     )
     group.add_argument(
+        "--replicas",
+        type=int,
+        default=0,
+        metavar="N",
+        help="copies of every R-worker's KV cache that another keeps, 0 or 1 (default: 0)",
+    )
+    group.add_argument(
         "--headroom", type=float, default=0.10, metavar="X", help="spare time of R (default: 0.10)"
     )
     group.add_argument("--max-sockets", type=int, metavar="P", help="sockets at hand")
@@ -203,6 +210,7 @@ def read_goal(args: argparse.Namespace) -> Goal:
         tpot_s=args.tpot,
         headroom=args.headroom,
         survive=args.survive,
+        replicas=args.replicas,
         batch=args.batch,
         lanes=args.lanes,
         max_sockets=args.max_sockets,

@@ -74,7 +74,12 @@ class Engine:
         self.broken: FastDecodeError | None = None
         """Why a step broke down, after which it takes no requests any more."""
         hybrid = lifecycle.scheduler.hybrid
-        self.stats = EngineStats(hybrid=None if hybrid is None else hybrid.counts)
+        replicas = self._recovery.replicas
+        self.stats = EngineStats(
+            hybrid=None if hybrid is None else hybrid.counts,
+            replicas=None if replicas is None else replicas.figures,
+            resumed=lifecycle.adoptions.counts,
+        )
         self._executor = Executor(
             s_worker,
             pipeline,

@@ -26,6 +26,7 @@ from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk, Forget, Keep
 from fastdecode.schedule.times import MeasuredTimes
+from fastdecode.wire.kv.taking_over import TakenOver
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,9 @@ class Executor:
     def is_busy(self) -> bool:
         """Whether a step is in flight, tokens are on their way to the host, or
         an answer about a room is owed."""
-        return bool(self._pipeline.in_flight or self._coming or self._lifecycle.grants)
+        lifecycle = self._lifecycle
+        owed = lifecycle.grants or lifecycle.adoptions
+        return bool(self._pipeline.in_flight or self._coming or owed)
 
     def step(self) -> None:
         """Run until some lane has finished a step, or until there is nothing to
@@ -160,8 +163,10 @@ class Executor:
         """Tell the lifecycle who has answered, who was lost, and who has come in whose place."""
         for holder, news in self._pipeline.take_news():
             if isinstance(news, WorkerError):
-                self._recovery.lose(holder, news)
-                self.tell(events.Lost(holder))
+                self.tell(self._recovery.lose(holder, news, self._lifecycle))
+            elif isinstance(news, TakenOver):
+                if (taken := self._recovery.taken_over(holder, news)) is not None:
+                    self.tell(taken)
             elif not self._lifecycle.grants.awaits(holder, PartId(news.sequence_id)):
                 answer = (
                     f"{self._fleet.peer(holder)} sent {type(news).__name__}, which nobody asked for"
@@ -169,6 +174,10 @@ class Executor:
                 self._fleet.lose(holder, ProtocolError(answer))
             else:
                 self.tell(event_for(news, self._fleet.peer(holder)))
+        if self._recovery.replicas is not None:
+            self._recovery.replicas.take_news()
+        for emptied in self._recovery.emptied(self._lifecycle):
+            self.tell(emptied)
         for joined in self._recovery.joined(self._lifecycle):
             self._stats.num_rejoined += 1
             self.tell(joined)
@@ -198,6 +207,9 @@ class Executor:
                         "request %s failed: %s", instruction.request_id, instruction.error
                     )
                     self._requests.forget(instruction.request_id).fail(instruction.error)
+                case events.TakeOver():
+                    if (lost := self._recovery.take_over(instruction)) is not None:
+                        self.tell(lost)
                 case events.Run():
                     raise AssertionError("a lane runs when it is launched")
         self._stats.num_recomputed = self._lifecycle.num_recomputed

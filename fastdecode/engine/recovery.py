@@ -14,11 +14,13 @@ from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING
 
-from fastdecode.core.errors import WorkerError
+from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
-from fastdecode.schedule.life.events import Joined
+from fastdecode.engine.fleet.replicas import Replicas
+from fastdecode.schedule.life.events import Interrupted, Joined, Lost, TakenOver, TakeOver
 from fastdecode.schedule.life.lifecycle import Lifecycle
+from fastdecode.wire.kv.taking_over import TakenOver as TakenOverAnswer
 
 if TYPE_CHECKING:
     from fastdecode.engine.fleet.workers import Replacements
@@ -40,6 +42,7 @@ class Recovery:
         fleet: the holders.
         replacements: who may come; None: nobody.
         clock: seconds.
+        replicas: that neighbours keep; None: they keep none.
     """
 
     def __init__(
@@ -47,18 +50,58 @@ class Recovery:
         fleet: Fleet,
         replacements: Replacements | None = None,
         clock: Callable[[], float] = time.monotonic,
+        replicas: Replicas | None = None,
     ) -> None:
         self._fleet = fleet
+        self.replicas = replicas
         self._replacements = replacements
         self._clock = clock
         self._looked_s = self._since_s = -math.inf
         self.pause_s = 0.0
         """While all are lost: for how long there is no use in looking again."""
         self._lost: dict[HolderId, WorkerError] = {}
+        self._adopted: set[HolderId] = set()
 
-    def lose(self, holder: HolderId, error: WorkerError) -> None:
-        """The holder is gone."""
+    def lose(
+        self, holder: HolderId, error: WorkerError, lifecycle: Lifecycle
+    ) -> Lost | Interrupted:
+        """The holder is gone, for good or until its neighbour goes on for it:
+        what has happened."""
+        has_replica = self.replicas is not None and self.replicas.lose(holder)
+        if has_replica and lifecycle.lives.is_on(holder):
+            return Interrupted(holder)
+        self._adopted.discard(holder)
         self._lost[holder] = error
+        return Lost(holder)
+
+    def take_over(self, order: TakeOver) -> Lost | None:
+        """Have the neighbour go on for a holder. It may be lost meanwhile, too."""
+        assert self.replicas is not None
+        if self.replicas.take_over(order):
+            self._adopted.add(order.holder)
+            return None
+        self._lost[order.holder] = self._fleet.lost[order.holder]
+        return Lost(order.holder)
+
+    def taken_over(self, holder: HolderId, answer: TakenOverAnswer) -> TakenOver | None:
+        """The neighbour has said what it has; None: it didn't say that, and is lost."""
+        assert self.replicas is not None
+        try:
+            return self.replicas.taken_over(holder, answer)
+        except ProtocolError as lie:
+            name = self._fleet.peer(holder)
+            self._fleet.lose(holder, ProtocolError(f"{name} {lie.message}"))
+            return None
+
+    def emptied(self, lifecycle: Lifecycle) -> list[Lost]:
+        """Those that neighbours went on for, and of which nothing is left: from
+        now on they are lost, and others may come in their place."""
+        empty = [x for x in self._adopted if not lifecycle.lives.is_on(x)]
+        for holder in empty if not lifecycle.adoptions else ():
+            self._adopted.remove(holder)
+            self._fleet.give_back(holder)
+            self._lost[holder] = self._fleet.lost[holder]
+        return [Lost(holder) for holder in empty if holder in self._lost]
 
     def is_stranded(self) -> bool:
         """Whether all are lost, and others may come in their place: nothing can

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.replicas import ReplicaFigures
 from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.schedule.hybrid.control import HybridCounts
+from fastdecode.schedule.life.adoption import AdoptionCounts
 
 
 @dataclass
@@ -44,6 +46,10 @@ class EngineStats:
     """Sequences that were started again: their R-worker was lost, or is doubted."""
     num_rejoined: int = 0
     """R-workers that took the place of lost ones."""
+    replicas: ReplicaFigures | None = None
+    """What has become of replicas; None: there are none."""
+    resumed: AdoptionCounts = field(default_factory=AdoptionCounts)
+    """What went on from them."""
     hybrid: HybridCounts | None = None
     """With KV on both sides: what was done where."""
     num_ahead: int = 0

@@ -6,11 +6,13 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 from cost_model.quantities import times_text
 from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.engine.llm import LLM
+from fastdecode.engine.stats import EngineStats
 
 PERCENTILES = (50, 90, 99)
 
@@ -60,7 +62,23 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "r_workers_lost": now.num_r_workers - now.num_live_r_workers,
         "r_workers_rejoined": stats.num_rejoined,
         "recomputed": stats.num_recomputed,
+        "replicas": _replicas(stats),
         "r_threads": facts.r_threads,
+    }
+
+
+def _replicas(stats: EngineStats) -> dict[str, Any] | None:
+    """What has become of replicas; None: there are none."""
+    figures, resumed = stats.replicas, stats.resumed
+    if figures is None:
+        return None
+    return {
+        "failovers": [asdict(failover) for failover in figures.failovers],
+        "r_workers_recomputed": figures.num_recomputed_holders,
+        "sequences_resumed": resumed.num_sequences,
+        "tokens_resumed": resumed.num_tokens,
+        "tokens_recomputed": resumed.num_tokens_lost,
+        "unprotected_s": figures.unprotected_s,
     }
 
 
@@ -106,6 +124,20 @@ def _sides(s: dict[str, Any]) -> list[str]:
     return [line]
 
 
+def _failovers(s: dict[str, Any]) -> list[str]:
+    """What neighbours went on with."""
+    replicas = s.get("replicas")
+    if not replicas or not replicas["failovers"]:
+        return []
+    stalls = [each["drain_s"] + each["resume_s"] for each in replicas["failovers"]]
+    return [
+        f"{len(stalls)} R-worker(s) went on at a neighbour's within {max(stalls):.3f} s of their "
+        f"loss: {replicas['sequences_resumed']} sequences with {replicas['tokens_resumed']} tokens "
+        f"of their replicas, {replicas['tokens_recomputed']} were run again; "
+        f"{replicas['unprotected_s']:.1f} s with a cache of which there was no second copy"
+    ]
+
+
 def render(summary: dict[str, Any]) -> str:
     """The summary in a few lines for a person."""
     s = summary
@@ -136,6 +168,7 @@ def render(summary: dict[str, Any]) -> str:
             f"{s['load_peak_tokens']} at its peak; "
             f"TTFT {_shown(s['ttft_s'])}, TPOT {_shown(s['tpot_s'])}",
             *_sides(s),
+            *_failovers(s),
             *trouble,
         ]
     )

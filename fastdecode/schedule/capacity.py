@@ -69,11 +69,13 @@ class Capacity:
         self._shape = shape
         self._max_closed_parts = max_closed_parts
         self._lost: set[HolderId] = set()
+        self._closed: set[HolderId] = set()
 
     @property
     def present(self) -> list[HolderId]:
-        """The holders that aren't lost."""
-        return [HolderId(h) for h in range(len(self._blocks)) if h not in self._lost]
+        """The holders that new sequences may go to."""
+        absent = self._lost | self._closed
+        return [HolderId(h) for h in range(len(self._blocks)) if h not in absent]
 
     @property
     def is_deserted(self) -> bool:
@@ -92,9 +94,14 @@ class Capacity:
         """The holder is gone."""
         self._lost.add(holder)
 
+    def close(self, holder: HolderId) -> None:
+        """Nothing new goes to the holder, which goes on with what it has."""
+        self._closed.add(holder)
+
     def regain(self, holder: HolderId, num_blocks: int) -> None:
         """In the place of a lost holder there is one of so many blocks."""
         self._lost.remove(holder)
+        self._closed.discard(holder)
         self._blocks[holder] = num_blocks
 
     def is_possible(self, num_tokens: int) -> bool:

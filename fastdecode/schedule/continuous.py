@@ -167,6 +167,22 @@ class ContinuousScheduler:
             if run is not None:
                 run.is_open = True
 
+    def rewind(self, sequence: Sequence) -> None:
+        """A running sequence, which is at rest, has fewer tokens cached than it
+        had: those that aren't are run again, once its room is granted anew."""
+        lane = next(x for x in self.lanes if sequence.sequence_id in x.running)
+        run = lane.running[sequence.sequence_id]
+        run.is_open = False
+        num_uncached = len(sequence.token_ids) - sequence.num_cached
+        if num_uncached == (sum(run.prefill) or 1):
+            return
+        if run.prefill and run.first_step is not None:
+            ahead = max(run.first_step - lane.step, 0 if lane.is_planned else 1)
+            lane.budget.unbook(run.prefill, sequence.num_cached, ahead=ahead)
+        run.prefill = deque([num_uncached] if num_uncached > 1 else [])
+        run.first_step = None  # it is booked with the lane's next plan
+        lane.postpone(run, 1)
+
     def finish(self, sequence: Sequence) -> None:
         """The sequence, waiting or running, is over; what it had reserved is free."""
         if self._stop(sequence):

@@ -59,6 +59,10 @@ class BlockLedger:
         self.cache.lose(holder)
         self.capacity.lose(holder)
 
+    def close(self, holder: HolderId) -> None:
+        """Nothing new goes to the holder; what it has stays until it is over."""
+        self.capacity.close(holder)
+
     def regain(self, holder: HolderId, num_blocks: int) -> None:
         """In the place of a lost holder there is an empty one, of so many blocks."""
         assert self._free[holder] == self.capacity.blocks(holder), "something is reserved there"

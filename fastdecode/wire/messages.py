@@ -40,12 +40,12 @@ message             direction  meaning, and the answer
 ``AttendResult``    R → S      o (and log-sum-exp, if the step asked for it), and
                                the seconds it took
 ``Failed``          R → S      the peer broke the protocol, or a kernel failed: the
-                               worker stops serving this peer; the only message that
-                               comes unasked
+                               worker stops serving this peer; it comes unasked
 ==================  =========  =====================================================
 
 Those that move K and V between caches are in ``fastdecode.wire.kv.chunks``, those by
-which a cache outlives who used it in ``fastdecode.wire.kv.taking_over``.
+which a cache outlives who used it in ``fastdecode.wire.kv.taking_over``, those by
+which a neighbour keeps it a second time in ``fastdecode.wire.kv.replicating``.
 
 **Peers and roles.** An R-worker has several peers, and a peer's first message
 says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` a
@@ -111,6 +111,7 @@ from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from fastdecode.core.words import make_printable
 from fastdecode.wire.kv.chunks import CHUNK_OPCODES, ChunkAnswer, ChunkToRWorker
 from fastdecode.wire.kv.kept import KEPT_OPCODES, KeptToRWorker
+from fastdecode.wire.kv.replicating import REPLICATING_OPCODES, Replicate, ReplicationNews
 from fastdecode.wire.kv.reserving import Accepted as Accepted
 from fastdecode.wire.kv.reserving import CloseSequence as CloseSequence
 from fastdecode.wire.kv.reserving import Refused as Refused
@@ -126,7 +127,7 @@ from fastdecode.wire.traits import (
     Worded,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
@@ -206,6 +207,7 @@ class Hello(ForHolder):
     """Secret of the run that the cache is for; 0: none."""
 
     answers = (Welcome,)
+    said_by = ANYBODY
 
     def __post_init__(self) -> None:
         make_printable(self)
@@ -347,12 +349,13 @@ ToRWorker: TypeAlias = (
     | Attend
     | ChunkToRWorker
     | TakingOverToRWorker
+    | Replicate
     | Inspect
     | Shutdown
 )
 Greeting: TypeAlias = Hello | Inspect
 """What a peer may begin with."""
-Unasked: TypeAlias = Failed
+Unasked: TypeAlias = Failed | ReplicationNews
 """What an R-worker may say without having been asked."""
 FromRWorker: TypeAlias = Answer | Unasked
 Message: TypeAlias = ToRWorker | FromRWorker
@@ -376,6 +379,7 @@ OPCODES: Mapping[type[Message], int] = {
     **CHUNK_OPCODES,
     **TAKING_OVER_OPCODES,
     **KEPT_OPCODES,
+    **REPLICATING_OPCODES,
 }
 """What messages are called on the wire; from 65 on, those that R-workers send.
 A retired number isn't used again."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -46,12 +46,22 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.books import Books
+from rworker.stream.changes import Change
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
 from rworker.stream.places import LINK_BYTES, Source
 
-Change: TypeAlias = OpenSequence | ForkSequence | ExtendSequence | TruncateSequence | CloseSequence
-"""Of a cache's sequences, that a replica has to make, too."""
 ToNeighbour: TypeAlias = Change | ExpectTokens | StoreChunk
+Steps: TypeAlias = dict[int, int]
+"""Lane → the last of its steps."""
+
+
+@dataclass(frozen=True)
+class _Due:
+    """An answer of the neighbour's."""
+
+    answer: Accepted | ChunkStored
+    steps: Steps
+    """That are there with it, in every layer."""
 
 
 class Mirror:
@@ -82,7 +92,9 @@ class Mirror:
         self._most_tokens = max(1, (MAX_CHUNK_BYTES - one.padding_bytes) // one.unit_bytes)
         self._changes: deque[Change] = deque(_as_changes(books))
         self._ready: deque[ToNeighbour] = deque()
-        self._due: deque[Accepted | ChunkStored] = deque()
+        self._due: deque[_Due] = deque()
+        self._ended: Steps = {}  # that aren't all sent
+        self._held: Steps = {}  # that the neighbour has, and nobody was told
         self._sent: dict[int, int] = {}  # tokens of each sequence whose K and V were sent
         self._announced: dict[int, int] = {}  # tokens that the replica knows of
         self.num_unacknowledged = 0
@@ -91,6 +103,10 @@ class Mirror:
     def follow(self, change: Change) -> None:
         """The cache has accepted a change."""
         self._changes.append(replace(change, holder=THE_ONLY))
+
+    def end_step(self, lane: int, step: int) -> None:
+        """The cache has all of a lane's step in every layer."""
+        self._ended[lane] = step
 
     def next(self) -> ToNeighbour | None:
         """What to send now; None: nothing, until something happens."""
@@ -103,10 +119,19 @@ class Mirror:
         if isinstance(message, StoreChunk):
             num_bytes = len(message.data)
             self.num_unacknowledged += num_bytes
-            self._due.append(ChunkStored(num_bytes))
+            self._due.append(_Due(ChunkStored(num_bytes), {}))
         elif not isinstance(message, (ExpectTokens, CloseSequence)):
-            self._due.append(Accepted(message.sequence_id))
+            self._due.append(_Due(Accepted(message.sequence_id), {}))
+        if self._ended and not self._ready and not self._changes and not self.num_behind:
+            self._mark_ended()
         return message
+
+    def take_held(self) -> Steps:
+        """The steps that the neighbour has by now, and hadn't when this was asked before."""
+        if self._ended and self.is_whole:
+            self._mark_ended()
+        held, self._held = self._held, {}
+        return held
 
     def take(self, answer: FromRWorker) -> None:
         """What the neighbour says.
@@ -115,14 +140,19 @@ class Mirror:
             ProtocolError: the replica isn't what the cache is: it must not be
                 gone on with.
         """
-        if not self._due or answer != self._due[0]:
+        due = self._due[0].answer if self._due else None
+        if due is None or answer != due:
             raise ProtocolError(
-                f"the replica is no copy any more: {answer} came where "
-                f"{self._due[0] if self._due else 'nothing'} was due"
+                f"the replica is no copy any more: {answer} came where {due or 'nothing'} was due"
             )
-        due = self._due.popleft()
+        self._held |= self._due.popleft().steps
         if isinstance(due, ChunkStored):
             self.num_unacknowledged -= due.num_bytes
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the neighbour owes an answer."""
+        return bool(self._due)
 
     @property
     def is_whole(self) -> bool:
@@ -137,6 +167,12 @@ class Mirror:
     @property
     def _has_credit(self) -> bool:
         return not self.num_unacknowledged or self.num_unacknowledged < self._link_bytes
+
+    def _mark_ended(self) -> None:
+        """All of the steps that have ended is sent: the last answer that is due says so."""
+        marked = self._due[-1].steps if self._due else self._held
+        marked.update(self._ended)
+        self._ended.clear()
 
     def _make(self, change: Change) -> Iterator[ToNeighbour]:
         """A change, and what has to be known before it."""

@@ -74,7 +74,9 @@ class Campaign:
             jobs = SmallJobs(Path(directory))
             chance = random.Random(options.seed)
             hurt = losses.Losses(jobs, chance)
-            for loss in self._in_time(losses.losses(options.losses, chance)):
+            for loss in self._in_time(
+                losses.losses(options.losses, chance, replicated=options.replicas)
+            ):
                 self._keep("losses", losses.row(hurt.lose(loss)))
             told = stops.Stops(jobs, chance)
             for stop in self._in_time(stops.stops(options.signals, chance)):
@@ -189,6 +191,9 @@ def main() -> None:
         )
     parser.add_argument(
         "--minutes", type=float, default=120, help="begin nothing after so long (default: 120)"
+    )
+    parser.add_argument(
+        "--replicas", action="store_true", help="losses: of R-workers that keep replicas"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)

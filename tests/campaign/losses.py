@@ -73,19 +73,26 @@ class Report:
         return "ended by MPI" if told else "lost"
 
 
-def losses(number: int, chance: random.Random) -> list[Loss]:
-    """So many jobs. A round of 15 has 18 losses in every phase."""
+def losses(number: int, chance: random.Random, *, replicated: bool = False) -> list[Loss]:
+    """So many jobs. A round of 15 has 18 losses in every phase; of jobs with
+    replicas it has three, with two losses in every phase that R-workers serve
+    in."""
     chosen: list[Loss] = []
+    while len(chosen) < number and replicated:
+        phases = sorted(SERVED * HITS, key=SERVED.index)
+        kinds = [_loss(chance, transport, "replicas", *phases) for transport in TRANSPORTS]
+        chosen += chance.sample(kinds, len(kinds))
     while len(chosen) < number:
         kinds = [
             _loss(chance, transport, partition, *sorted(SERVED * HITS, key=SERVED.index))
             for transport in TRANSPORTS
             for partition in PARTITIONS
+            if partition != "replicas"
         ]
         # Ranks that are lost before MPI has begun may end the job: in jobs of their own.
         for phase in ("start", "compiling"):
             for transport in TRANSPORTS:
-                partition = chance.choice(list(PARTITIONS))
+                partition = chance.choice([name for name in PARTITIONS if name != "replicas"])
                 kinds.append(_loss(chance, transport, partition, *[phase] * EARLY_HITS))
         chosen += chance.sample(kinds, len(kinds))
     return chosen[:number]

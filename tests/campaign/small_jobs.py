@@ -26,7 +26,9 @@ PARTITIONS = {
     "sequences": [],
     "heads": ["--r-partition", "heads"],
     "split": ["--split-tokens", "64"],
+    "replicas": ["--replicas", "1"],
 }
+"""How sequences are shared out, and whether they are kept twice."""
 SHAPE = {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3,
          "num_attention_heads": 24, "num_key_value_heads": 12, "head_dim": 16}  # fmt: skip
 PHASES = ("start", "greeting", "prompts", "decoding", "end")

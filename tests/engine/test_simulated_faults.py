@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,7 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.replacements import AddressReplacements
+from fastdecode.engine.fleet.replicas import Replicas, replicate
 from fastdecode.engine.recovery import Recovery
 
 NUM_SEEDS = 300
@@ -32,21 +34,27 @@ MOST_STEPS = 20_000
 
 
 class Trial:
-    """A job whose requests, R-workers and faults follow from a seed."""
+    """A job whose requests, R-workers and faults follow from a seed.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        replicated: R-workers keep replicas of each other's caches.
+    """
+
+    def __init__(self, seed: int, *, replicated: bool = False) -> None:
         self.chance = chance = random.Random(seed)
-        num_workers = chance.randint(1, 4)
-        blocks = chance.choice([12, 24, 64])
+        self.replicas: Replicas | None = None
+        num_workers = chance.randint(1 + replicated, 4)
+        blocks = chance.choice([12, 24, 64]) << replicated
         self.network = Network(num_workers, blocks * KV.block_bytes, chance)
         self.returns = chance.random() < 0.6
         self.story: list[str] = []
         self.asked = [self._request(str(i)) for i in range(chance.randint(2, 8))]
         self.cancelled: set[str] = set()
         for _ in range(chance.randint(1, 4)):
-            number, kind = chance.randrange(num_workers), chance.choice(KINDS)
+            kinds = (*KINDS, "apart") if replicated else KINDS
+            number, kind = chance.randrange(num_workers), chance.choice(kinds)
             self.network.when_sent(int(2 ** chance.uniform(0, 9.5)), self._fault(number, kind))
-        self.made = self._start(blocks)
+        self.made = self._start(blocks, replicated=replicated)
 
     def _request(self, name: str) -> Request:
         chance = self.chance
@@ -69,6 +77,9 @@ class Trial:
                 process.hang(short_s)
             if kind == "cut":
                 link.cut(long_s)
+            if kind == "apart":
+                for neighbour in process.neighbours.links:
+                    neighbour.cut(long_s)
             if kind == "flicker":
                 link.cut(short_s)
             if kind == "crash" and process.is_up:
@@ -78,24 +89,34 @@ class Trial:
 
         return happen
 
-    def _start(self, num_blocks: int) -> Rig:
+    def _start(self, num_blocks: int, *, replicated: bool) -> Rig:
         chance, network = self.chance, self.network
         fleet = Fleet(network, TIMEOUT_S, SILENCE_S, network.time)
-        welcomes = fleet.greet(HELLO)
+        hello = replace(HELLO, session=7 * replicated)
+        welcomes = fleet.greet(hello)
+        if replicated and len(welcomes) > 1:
+            names = [str(number) for number in range(len(fleet))]
+            link_bytes = chance.choice([1, 2000, 1 << 20])
+            welcomes, self.replicas = replicate(
+                fleet, hello, welcomes, names, link_bytes, network.time
+            )
         replacements = None
         if self.returns:
             replacements = AddressReplacements(
-                cast(Any, network), HELLO, timeout_s=TIMEOUT_S, clock=network.time
+                cast(Any, network), hello, timeout_s=TIMEOUT_S, clock=network.time
             )
         blocks = tuple(
             welcomes[holder].num_blocks if holder in welcomes else num_blocks
             for holder in range(len(fleet))
         )
-        options: dict[str, Any] = {"split_tokens": chance.choice([None, None, 16])}
+        options: dict[str, Any] = {
+            "split_tokens": None if replicated else chance.choice([None, None, 16])
+        }
         if chance.random() < 0.3:
             options["length_quantile"] = 0.1  # rooms turn out too small
-        identity = "model" if chance.random() < 0.3 and not options["split_tokens"] else None
-        recovery = Recovery(fleet, replacements, network.time)
+        is_whole = not options["split_tokens"] and not replicated
+        identity = "model" if chance.random() < 0.3 and is_whole else None
+        recovery = Recovery(fleet, replacements, network.time, self.replicas)
         lanes = chance.randint(1, 3)
         return assemble(fleet, blocks, lanes, recovery, cache_identity=identity, **options)
 
@@ -138,26 +159,30 @@ class Trial:
             assert [c.token_ids for c in output.completions] == [expected] * one.params.n
         self.network.time.pass_by(60.0)
         for holder, link in enumerate(self.network.connections):
-            if holder not in self.made.fleet.lost and link.cache is not None:
-                store = link.cache.books.store
+            for cache in link.caches if holder not in self.made.fleet.gone else ():
+                store = cache.books.store
                 assert store.pool.num_free + len(store.cached) == store.num_blocks
 
 
+@pytest.mark.parametrize("replicated", [False, True])
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
 def test_no_fault_changes_a_token_or_leaves_anything_behind(
-    first: int, caplog: pytest.LogCaptureFixture
+    first: int, replicated: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL + 1)
-    ended = 0
-    for seed in range(first, first + examples(50)):
-        trial = Trial(seed)
+    ended = resumed = 0
+    number = examples(20 if replicated else 50)
+    for seed in range(first, first + number):
+        trial = Trial(seed, replicated=replicated)
         try:
             if trial.run():
                 ended += 1
+                resumed += trial.made.lifecycle.adoptions.counts.num_sequences
                 trial.check()
         except AssertionError as error:
             lives = trial.made.lifecycle.lives
             told = [line for i in lives.by_sequence for line in lives.story(i)]
             story = "\n".join([f"seed {seed}: {error}", *trial.story, *told])
             raise AssertionError(story) from error
-    assert ended > examples(50) // 2
+    assert ended > number // 2
+    assert resumed or not replicated

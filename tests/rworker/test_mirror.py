@@ -334,7 +334,7 @@ def test_a_decode_step_is_one_announcement_and_one_chunk() -> None:
     while (message := mirror.next()) is not None:
         if not isinstance(message, (ExpectTokens, CloseSequence)):
             mirror.take(Accepted(message.sequence_id) if not isinstance(message, StoreChunk)
-                        else mirror._due[0])  # fmt: skip
+                        else mirror._due[0].answer)  # fmt: skip
     assert mirror.is_whole
     begin = step_of(*[(i, 5 + i % 3, 1) for i in range(12)], queries=[0] * 12)
     owner.books.begin_step(begin)

@@ -6,11 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, attend, step_of
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
+from fastdecode.wire.kv.replicating import Replicate
+from fastdecode.wire.kv.taking_over import TakeOver
 from fastdecode.wire.messages import (
     Accepted,
     BeginStep,
@@ -151,6 +154,9 @@ def test_a_reader_looks_and_changes_nothing() -> None:
     assert isinstance(told, TellAboutHost) and told.to == OTHER
     worker.refuses(OTHER, OpenSequence(2, 8), "a reader may not say that")
     worker.refuses(OTHER, FEW, "serves another S-worker", code="busy")
+    nobody = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    worker.refuses(OTHER, TakeOver(7, *nobody, 0), "a reader may not say that")
+    worker.refuses(OTHER, Replicate("r1", "", 1 << 20, 0), "a reader may not say that")
     assert worker.tell(OTHER, Shutdown()) == (HangUp(OTHER),)
     assert worker.lose(OTHER) == ()
     worker.can_step(ONE, step_of((1, 0, 3)))

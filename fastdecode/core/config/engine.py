@@ -31,6 +31,14 @@ _OF_ONE_SIDE: Mapping[str, tuple[Any, ...]] = {
 }
 """What KV on both sides leaves no choice of."""
 
+_WITHOUT_REPLICAS: Mapping[str, tuple[Any, ...]] = {
+    "kv_placement": ("r", "auto"),
+    "r_partition": ("sequences",),
+    "split_tokens": (None,),
+    "prefix_cache": ("off",),
+}
+"""What there may be beside replicas."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -71,6 +79,8 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model is empty: give the path of a Hugging Face model directory")
         self._check_of_this_process()
+        if self.r_part.replicas:
+            self._check_replicas()
         if self.r_part.kv_placement == "gpu":
             self._check_none_of_r_workers()
         elif self.r_part.kv_placement == "hybrid":
@@ -84,6 +94,19 @@ class EngineConfig:
                 Given("kv_placement", self.r_part.kv_placement),
                 " yet: leave one of the two out, or keep KV on one side (r, gpu)",
             )
+
+    def _check_replicas(self) -> None:
+        """Replicas are of whole sequences on R-workers, and of no kept blocks."""
+        given = self.options
+        for name, usual in _WITHOUT_REPLICAS.items():
+            if given[name] not in usual:
+                raise ConfigError(
+                    Given("replicas", self.r_part.replicas),
+                    " is for whole sequences on R-workers, whose KV blocks end with them, and "
+                    "isn't there with ",
+                    Given(name, given[name]),
+                    ": leave one of the two out",
+                )
 
     def _check_of_this_process(self) -> None:
         """R-workers at addresses have memory and threads of their own."""

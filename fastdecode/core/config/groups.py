@@ -150,6 +150,13 @@ class RPart:
         choices=("on", "off"),
         metavar="MODE",
     )
+    replicas: int = option(
+        0,
+        "copies of each R-worker's KV cache that another R-worker keeps: with 1, sequences of one "
+        "that is lost go on from there; it takes half of the KV memory",
+        low=0,
+        high=1,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -345,6 +352,13 @@ class Cluster:
         metavar="S",
     )
 
+    link_bytes: int = option(
+        64 << 20,
+        "with replicas: most bytes of K and V under way to an R-worker's neighbour, unanswered",
+        low=1 << 16,
+        high=1 << 40,
+        unit="bytes",
+    )
     min_r_workers: int = option(
         1,
         "start when so many R-workers (mpi, zmq) are there; over zmq the others are taken in when "

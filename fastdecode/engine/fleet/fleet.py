@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from fastdecode.core.errors import (
     CapacityError,
@@ -22,6 +23,7 @@ from fastdecode.core.errors import (
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.peers import Peers, RConnection, RHub
+from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.messages import Answer, Hello, ToRWorker, Welcome
 
 
@@ -78,14 +80,33 @@ class Fleet:
         """Whether an answer is owed by who answers at once: the device beside R-workers."""
         return self._peers.is_owed_at_once
 
+    @property
+    def gone(self) -> dict[int, WorkerError]:
+        """The R-workers that are lost, whoever has taken their holders over, and why."""
+        return self._peers.lost
+
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
         """The losses of which nobody has been told yet, in their order. Each is told once."""
-        return [
+        losses = [
             (holder, self._peers.lost[lost])
             for lost in self._peers.take_losses()
             for holder, index in self._peer_of.items()
             if index == lost
         ]
+        for holder, _ in losses:
+            self._peer_of[holder] = holder  # where another may come in its place
+        return losses
+
+    def take_told(self) -> list[ReplicationNews]:
+        """What R-workers have said unasked of replicas. Told once."""
+        told = []
+        for index, news in self._peers.take_told():
+            if self._peer_of.get(HolderId(news.holder)) == index:
+                told.append(news)
+            else:
+                text = f"{self._peers.name(index)} speaks of holder {news.holder}, which isn't its"
+                self._peers.lose(index, ProtocolError(text))
+        return told
 
     def peer(self, holder: HolderId) -> str:
         """What the R-worker that keeps a holder is called."""
@@ -113,9 +134,12 @@ class Fleet:
         """Find out who has gone, while nobody owes an answer."""
         self._peers.look()
 
-    def greet(self, hello: Hello) -> dict[HolderId, Welcome]:
+    def greet(
+        self, hello: Hello, max_blocks: Mapping[HolderId, int] | None = None
+    ) -> dict[HolderId, Welcome]:
         """Say Hello to every holder's R-worker and collect the answers of those
-        that are there.
+        that are there. ``max_blocks``: the most that each is to offer; None: as
+        many as it can.
 
         An R-worker compiles its kernels before it answers, so this may take
         longer than anything that follows.
@@ -127,7 +151,7 @@ class Fleet:
         usual = self._peers.deadlines
         self._peers.deadlines = usual.while_greeting()
         try:
-            return self._greet(hello)
+            return self._greet(hello, max_blocks)
         finally:
             self._peers.deadlines = usual
 
@@ -147,9 +171,18 @@ class Fleet:
         self._peer_of[holder] = self._peer_of[to]
         self._has_moved = True
 
-    def _greet(self, hello: Hello) -> dict[HolderId, Welcome]:
+    def give_back(self, holder: HolderId) -> None:
+        """A holder that was taken over has nothing left: it is lost, and another
+        may come in the place of whoever kept it first."""
+        assert self._peer_of[holder] != holder
+        self._peer_of[holder] = holder
+
+    def _greet(
+        self, hello: Hello, max_blocks: Mapping[HolderId, int] | None
+    ) -> dict[HolderId, Welcome]:
         for holder in self._peer_of:
-            self.send(holder, hello)
+            most = (max_blocks or {}).get(holder, hello.max_blocks)
+            self.send(holder, replace(hello, max_blocks=most))
         welcomes: dict[HolderId, Welcome] = {}
         while self._peers.is_owed:
             received = self.receive()

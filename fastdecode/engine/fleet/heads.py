@@ -30,6 +30,7 @@ from fastdecode.engine.fleet.answers import GroupAnswers, check_arrays
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.peers import RHub
 from fastdecode.engine.fleet.workers import Reached
+from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.messages import (
     Accepted,
     Answer,
@@ -217,6 +218,9 @@ class HeadsHub:
         if isinstance(message, Failed):
             text = f"R-worker {message.worker} failed: {message.message}"
             self._lose(worker, WorkerError(text, code=message.code))
+        elif isinstance(message, ReplicationNews):
+            text = f"{self.parts.connections[worker].peer} speaks of replicas, which it keeps none"
+            self._lose(worker, WorkerError(text, code=ProtocolError.default_code))
         else:
             self._answers.take(worker, message)
 

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.messages import Answer, Failed, FromRWorker, ToRWorker
 from fastdecode.wire.transport import TIMEOUT, Connection, Hub, PeerLostError, loss
 
@@ -63,6 +64,7 @@ class Peers:
         num_peers = len(hub.connections) + (beside is not None)
         self._due: list[deque[_Due]] = [deque() for _ in range(num_peers)]
         self._early: deque[tuple[int, FromRWorker]] = deque()
+        self._told: list[tuple[int, ReplicationNews]] = []
 
     def __len__(self) -> int:
         return len(self._due)
@@ -85,6 +87,11 @@ class Peers:
         """Those that are lost, of which nobody has been told yet, in their order. Told once."""
         losses, self._untold = self._untold, []
         return losses
+
+    def take_told(self) -> list[tuple[int, ReplicationNews]]:
+        """What peers have said unasked, and who. Told once."""
+        told, self._told = self._told, []
+        return told
 
     def send(self, index: int, message: ToRWorker, holder: HolderId) -> None:
         """Send, about a holder, to a peer that isn't lost (finding out that it
@@ -171,10 +178,13 @@ class Peers:
     def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
         if index in self.lost:
             return None  # it was given up, and answers after all
-        if isinstance(message, Failed):  # all that comes unasked
+        if isinstance(message, Failed):
             self.lose(index, _failure(message))
-            return None
-        return self._take_answer(index, message)
+        elif isinstance(message, ReplicationNews):
+            self._told.append((index, message))
+        else:
+            return self._take_answer(index, message)
+        return None
 
     def _take_answer(self, index: int, answer: Answer) -> tuple[HolderId, Answer] | None:
         due = self._due[index]

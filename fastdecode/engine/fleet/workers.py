@@ -20,6 +20,7 @@ from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
 from fastdecode.wire.transport import Connection, SoleHub
 from rworker.inline import make_inline_worker
+from rworker.stream.links import ThreadNeighbours
 from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Reached:
     nobody does."""
     kind: HolderKind = HolderKind.R_WORKER
     answers_at_once: bool = False
+    addresses: tuple[str, ...] = ()
+    """What R-workers call each other, where they can reach one another."""
     attention: Callable[[Fleet, Holder, SWorker], Attention] | None = None
     """Makes what attends, where that isn't done by sending q, k and v."""
     group: RHub | None = None
@@ -83,7 +86,7 @@ class Reached:
 
     def lost(self, fleet: Fleet) -> list[WorkerError]:
         """Why those R-workers are lost that are."""
-        return list(fleet.lost.values() if self.group is None else self.group_lost.values())
+        return list(fleet.gone.values() if self.group is None else self.group_lost.values())
 
     @property
     def greeting(self) -> str:
@@ -103,9 +106,13 @@ def reach_threads(num_workers: int, *, kv_bytes: int, num_threads: int) -> Reach
         num_threads: CPU threads of each.
     """
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    neighbours = ThreadNeighbours()
+    names = tuple(f"r{index}" for index in range(num_workers))
     threads = [
-        start_worker_thread(f"r{index}", kv_bytes=kv_bytes, num_threads=num_threads, hub=hub)
-        for index in range(num_workers)
+        start_worker_thread(
+            name, kv_bytes=kv_bytes, num_threads=num_threads, hub=hub, neighbours=neighbours
+        )
+        for name in names
     ]
 
     def close(lost: Collection[int], timeout_s: float) -> None:
@@ -117,7 +124,7 @@ def reach_threads(num_workers: int, *, kv_bytes: int, num_threads: int) -> Reach
             else:
                 thread.join(timeout_s)
 
-    return Reached(hub, close)
+    return Reached(hub, close, addresses=names)
 
 
 def reach_inline(*, kv_bytes: int, num_threads: int, openmp_library: str | None) -> Reached:
@@ -148,6 +155,7 @@ def reach_ranks(num_s_ranks: int = 1, *, silence_s: float) -> Reached:
     """
     from fastdecode.wire.mpi import hub as mpi
     from fastdecode.wire.mpi import joining
+    from fastdecode.wire.mpi.neighbours import link_address
 
     hub = mpi.connect_workers(
         joining.join(),
@@ -163,7 +171,8 @@ def reach_ranks(num_s_ranks: int = 1, *, silence_s: float) -> Reached:
                 _shut_down(connection)
         hub.close()
 
-    return Reached(hub, close)
+    names = tuple(link_address(num_s_ranks + index) for index in range(len(hub.connections)))
+    return Reached(hub, close, addresses=names)
 
 
 def reach_addresses(
@@ -215,7 +224,7 @@ def reach_addresses(
     def replacements(hello: Hello, deadlines: Deadlines) -> Replacements:
         return AddressReplacements(hub, hello, timeout_s=deadlines.timeout_s)
 
-    return Reached(hub, close, absent, replacements)
+    return Reached(hub, close, absent, replacements, addresses=tuple(addresses))
 
 
 def _shut_down(connection: Connection[ToRWorker, FromRWorker]) -> None:

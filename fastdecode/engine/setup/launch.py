@@ -23,6 +23,7 @@ from fastdecode.engine.executor import Watch
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.heads import share_out_heads
+from fastdecode.engine.fleet.replicas import new_session, replicate
 from fastdecode.engine.fleet.workers import (
     Reached,
     Replacements,
@@ -125,16 +126,29 @@ class RunningEngine:
         model = self._load_model(tell)
         where = f"; before them, {self._device.peer}" if self._device is not None else ""
         tell(workers.greeting + where)
-        hello = _hello(self._checkpoint, self.spec, self.resolved)
+        session = new_session() if self.resolved.config.r_part.replicas else 0
+        hello = replace(_hello(self._checkpoint, self.spec, self.resolved), session=session)
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
         replacements = workers.replacements and workers.replacements(hello, deadlines)
         welcomes = self._greet(hello, replacements)
+        replicas = None
+        if session:
+            num_blocks = sum(welcome.num_blocks for welcome in welcomes.values())
+            welcomes, replicas = replicate(
+                self._fleet, hello, welcomes, workers.addresses, cluster.link_bytes
+            )
+            offered = sum(welcome.num_blocks for welcome in welcomes.values())
+            tell(
+                f"replicas: sequences have {offered} of {num_blocks} KV blocks; each R-worker "
+                "keeps its neighbour's in as many"
+            )
         self.welcomes = tuple(welcomes.values())
         blocks = tuple(
             welcomes[i].num_blocks if i in welcomes else 0
             for i in map(HolderId, range(len(self._fleet)))
         )
-        return self._make_engine(model, workers, blocks, replacements, trace, times)
+        recovery = Recovery(self._fleet, replacements, replicas=replicas)
+        return self._make_engine(model, workers, blocks, recovery, trace, times)
 
     def _load_model(self, tell: Callable[[str], None]) -> Model:
         """The model, or this rank's part of it once the others have been met."""
@@ -194,7 +208,7 @@ class RunningEngine:
         model: Model,
         workers: Reached,
         blocks: tuple[int, ...],
-        replacements: Replacements | None,
+        recovery: Recovery,
         trace: Trace | None,
         times: MeasuredTimes,
     ) -> Engine:
@@ -213,7 +227,6 @@ class RunningEngine:
             hybrid=_hybrid_options(self._device is not None, resolved, attention.holders),
             cache_identity=self._cache_identity(),
         )
-        recovery = Recovery(self._fleet, replacements)
         lanes = scheduler.hybrid or _lane_control(resolved, times)
         watch = Watch(trace or NoTrace(), times, lanes)
         eos = self._eos_token_ids()
@@ -260,7 +273,7 @@ class RunningEngine:
             self._ranks.close()
         if self._device is not None:
             self._device.close()
-        self._workers.close(self._fleet.lost, self.resolved.config.cluster.worker_timeout_s)
+        self._workers.close(self._fleet.gone, self.resolved.config.cluster.worker_timeout_s)
 
 
 def _lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:

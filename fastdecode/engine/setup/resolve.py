@@ -140,6 +140,8 @@ def _placed(config: EngineConfig) -> EngineConfig:
     on_gpu = choose_device(config.s_part.device).type == "cuda"
     elsewhere = _transport(config) in ("mpi", "zmq")
     placement = "r" if not on_gpu or config.s_part.tp > 1 else "hybrid" if elsewhere else "gpu"
+    if config.r_part.replicas:
+        placement = "r"
     if placement == "gpu" and config.r_part.r_workers > 1:
         placement = "hybrid"  # somebody asks for them
     return replace(config, r_part=replace(config.r_part, kv_placement=placement))
@@ -160,8 +162,9 @@ def _transport(config: EngineConfig) -> str:
 
 
 def _has_one_worker(config: EngineConfig) -> bool:
-    """And nobody asks for lanes."""
-    return config.r_part.r_workers == 1 and config.batching.lanes in (None, 1)
+    """And nobody asks for lanes, or for replicas, which it can't have."""
+    r_part = config.r_part
+    return r_part.r_workers == 1 and not r_part.replicas and config.batching.lanes in (None, 1)
 
 
 def _r_threads(config: EngineConfig, num_cores: int, device: torch.device) -> int:

@@ -16,8 +16,8 @@ from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
 from fastdecode.wire.kv.taking_over import TakenOver
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
 
-News: TypeAlias = "tuple[HolderId, Accepted | Refused | WorkerError]"
-"""A holder's answer about a part, or why it was lost."""
+News: TypeAlias = "tuple[HolderId, Accepted | Refused | TakenOver | WorkerError]"
+"""A holder's answer about parts, or why it was lost."""
 
 Arrival: TypeAlias = "tuple[HolderId, Answer]"
 
@@ -68,9 +68,9 @@ class Arrivals:
         match answer:
             case AttendResult():
                 self._deliver(holder, answer, arrived_s)
-            case Accepted() | Refused():
+            case Accepted() | Refused() | TakenOver():
                 self._news.append((holder, answer))
-            case Welcome() | Report() | ChunkStored() | FetchedChunk() | TakenOver():
+            case Welcome() | Report() | ChunkStored() | FetchedChunk():
                 raise ProtocolError(
                     f"{self._fleet.peer(holder)} sent {type(answer).__name__}, which nobody "
                     "asked for"

@@ -92,6 +92,23 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Interrupted:
+    """A holder is gone, and another keeps a replica of it, with which its
+    sequences go on. → ``TakeOver``, once no step is in flight"""
+
+    holder: HolderId
+
+
+@dataclass(frozen=True)
+class TakenOver:
+    """Whoever keeps the replica goes on for the holder."""
+
+    holder: HolderId
+    num_tokens: tuple[int | None, ...]
+    """That each of the parts which were asked for has; None: it isn't there."""
+
+
+@dataclass(frozen=True)
 class Joined:
     """There is an empty holder in the place of a lost one, of which nothing remembers anything."""
 
@@ -114,8 +131,8 @@ class Regrouped:
 
 
 Event: TypeAlias = (
-    "Submitted | LaneIdle | LaneReady | Opened | Refused | StepDone | Came | Lost | Joined | "
-    "Cancelled | Regrouped"
+    "Submitted | LaneIdle | LaneReady | Opened | Refused | StepDone | Came | Lost | Interrupted | "
+    "TakenOver | Joined | Cancelled | Regrouped"
 )
 
 
@@ -161,6 +178,16 @@ class Close:
 
 
 @dataclass(frozen=True)
+class TakeOver:
+    """A lost holder goes on from its replica, with these parts and at most so
+    many tokens of each. To be answered by ``TakenOver``; or ``Lost``."""
+
+    holder: HolderId
+    parts: tuple[Part, ...]
+    num_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Run:
     """The lane's next step. To be answered by ``StepDone``."""
 
@@ -185,5 +212,5 @@ class Fail:
 
 
 Instruction: TypeAlias = (
-    "Open | Fork | Resume | Extend | Close | Keep | Forget | Run | Finish | Fail"
+    "Open | Fork | Resume | Extend | Close | Keep | Forget | TakeOver | Run | Finish | Fail"
 )

@@ -47,6 +47,19 @@ class Grants:
         self._asked[part.part_id] = Asked(life, part, is_alone)
         life.unanswered.add(part.part_id)
 
+    def forget_asked(self, life: Life) -> bool:
+        """Nobody answers any more what was asked for a sequence. Returns
+        whether all of it is open all the same: it was to be enlarged, if
+        anything."""
+        residence = life.sequence.residence
+        assert residence is not None
+        if any(part.part_id not in life.opened for part in residence.parts):
+            return False
+        for part_id in life.unanswered:
+            del self._asked[part_id]
+        life.unanswered.clear()
+        return True
+
     def opened(self, part_id: PartId) -> Life:
         """The part is open, or enlarged. Returns whose it is."""
         asked = self._asked.pop(part_id)

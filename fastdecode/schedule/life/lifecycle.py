@@ -30,6 +30,7 @@ from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.core.sequence import COMING, FinishReason, Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
+from fastdecode.schedule.life.adoption import Adoptions
 from fastdecode.schedule.life.events import (
     Came,
     Cancelled,
@@ -41,6 +42,7 @@ from fastdecode.schedule.life.events import (
     Finish,
     Fork,
     Instruction,
+    Interrupted,
     Joined,
     LaneIdle,
     LaneReady,
@@ -53,6 +55,7 @@ from fastdecode.schedule.life.events import (
     Run,
     StepDone,
     Submitted,
+    TakenOver,
 )
 from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
@@ -80,6 +83,8 @@ class Lifecycle:
         """Sequences whose blocks were taken back for others."""
         self.num_reused_tokens = 0
         """Tokens with which sequences started, since their KV blocks were kept."""
+        self.adoptions = Adoptions()
+        """Lost holders that are gone on with from replicas; meanwhile no step begins."""
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._out: list[Instruction] = []
         self._cache = scheduler.ledger.cache
@@ -100,6 +105,8 @@ class Lifecycle:
                     self._await(sequence)
             case Came():
                 self._came(event.drawn)
+            case LaneIdle() | LaneReady() if self.adoptions:
+                pass  # no step begins
             case LaneIdle():
                 self._plan(event.lane)
             case LaneReady():
@@ -114,6 +121,10 @@ class Lifecycle:
                 self.lives.add(event.request, sequences)
             case Lost():
                 self._lost(event.holder)
+            case Interrupted():
+                self._interrupted(event.holder)
+            case TakenOver():
+                self._taken_over(event.holder, event.num_tokens)
             case Joined():
                 self.scheduler.ledger.regain(event.holder, event.num_blocks)
             case Cancelled():
@@ -121,6 +132,8 @@ class Lifecycle:
             case Regrouped():
                 assert not self._flying
                 self.scheduler.regroup(event.num_lanes)
+        if self.adoptions and not self._flying:
+            self._take_over()
         self._out += self._cache.stock.take_orders()
         instructions, self._out = self._out, []
         return instructions
@@ -262,7 +275,62 @@ class Lifecycle:
             if drawn.finish_reason is not None or len(sequence.token_ids) >= life.longest:
                 self._finish(life, drawn.finish_reason or "length")
 
+    def _interrupted(self, holder: HolderId) -> None:
+        self.scheduler.ledger.close(holder)
+        self._looks_for_room = True
+        self.adoptions.begin(holder)
+        for life in list(self.lives.by_sequence.values()):
+            residence = life.sequence.residence
+            if residence is None or not residence.is_on(holder):
+                continue
+            if not self.grants.forget_asked(life):
+                self.grants.lose(life, holder)
+                self._recompute(life)
+            elif life.fate is None:
+                self.lives.tell(life, f"holder {holder} is lost, and has a replica")
+                self.lives.doom(life, Fate.RESUME)
+            else:
+                self._settle(life)
+
+    def _take_over(self) -> None:
+        for order in self.adoptions.ask(self.lives.by_sequence.values()):
+            for life in self.lives.by_sequence.values():
+                for part in life.opened.values():
+                    if part in order.parts:
+                        self.grants.ask(life, part)
+            self._out.append(order)
+
+    def _taken_over(self, holder: HolderId, num_tokens: tuple[int | None, ...]) -> None:
+        for life, found in zip(self.adoptions.end(holder), num_tokens, strict=True):
+            for part_id in list(life.unanswered):
+                self.grants.opened(part_id)
+            if found is None:
+                self.grants.lose(life, holder)
+                if life.fate is Fate.RESUME:
+                    self.lives.doom(life, Fate.REQUEUE)
+                    self.num_recomputed += 1
+                self._settle(life)
+            elif life.fate is Fate.RESUME:
+                self._resume(life, found)
+            else:
+                self._settle(life)
+
+    def _resume(self, life: Life, num_tokens: int) -> None:
+        """A sequence goes on with so many tokens. Its room is asked for anew: the
+        replica needn't know of all that the lost holder had granted."""
+        sequence = life.sequence
+        self.lives.absolve(life)
+        self.adoptions.count(sequence.num_cached, num_tokens)
+        self.lives.tell(life, f"goes on with {num_tokens} of {sequence.num_cached} tokens")
+        self.lives.place(life, Status.RUNNING, num_tokens)
+        self.scheduler.rewind(sequence)
+        assert sequence.residence is not None
+        for part in sequence.residence.parts:
+            self.grants.ask(life, part)
+            self._out.append(Extend(part))
+
     def _lost(self, holder: HolderId) -> None:
+        self.adoptions.give_up(holder)
         self.scheduler.ledger.lose(holder)
         self._looks_for_room = True
         for life in list(self.lives.by_sequence.values()):
@@ -271,7 +339,7 @@ class Lifecycle:
                 self._recompute(life)
 
     def _recompute(self, life: Life) -> None:
-        if life.fate is None:
+        if life.fate in (None, Fate.RESUME):
             self.lives.doom(life, Fate.REQUEUE)
             self.num_recomputed += 1
         self._settle(life)
@@ -300,7 +368,7 @@ class Lifecycle:
 
     def _settle(self, life: Life) -> None:
         """Carry out what becomes of a sequence, once it is at rest."""
-        if not self.lives.is_at_rest(life):
+        if life.fate is Fate.RESUME or not self.lives.is_at_rest(life):
             return
         is_closed = life.status is Status.FINISHED
         if life.fate is Fate.DROP:

@@ -35,6 +35,8 @@ class Fate(Enum):
     """What becomes of a sequence when it is at rest."""
 
     REQUEUE = "requeue"
+    RESUME = "resume"
+    """It goes on with what a replica has of it, when that is known."""
     DROP = "drop"
 
 
@@ -179,7 +181,9 @@ def _check_life(life: Life, is_waiting: bool, is_at_rest: bool) -> None:
     assert life.status is not Status.FINISHED or (sequence.is_coming and not is_waiting)
     assert is_waiting == (life.status in (Status.WAITING, Status.INTERRUPTED))
     assert (is_waiting or life.status is Status.FINISHED) == (residence is None)
-    assert life.fate is None or not is_at_rest, "its fate could have been carried out"
+    assert life.fate in (None, Fate.RESUME) or not is_at_rest, (
+        "its fate could have been carried out"
+    )
     if residence is None:
         assert sequence.num_cached == 0 and not life.opened and is_at_rest
         return

@@ -81,21 +81,11 @@ class MpiHub(Generic[SendT, ReceiveT]):
     ) -> None:
         self._job = job
         self._caller = Caller()
-        named = tuple(peers)
-        with job.lock:
-            job.peers.update(rank for rank, _ in named)
-            self._connections = tuple(
-                MpiConnection[SendT, ReceiveT](
-                    job,
-                    self._caller,
-                    rank,
-                    peer,
-                    receives,
-                    tag=tag,
-                    gives_signs=peers_give_signs and job.threads_may_take_turns,
-                )
-                for rank, peer in named
-            )
+        self._receives = receives
+        self._peers_give_signs = peers_give_signs and job.threads_may_take_turns
+        self._connections: tuple[MpiConnection[SendT, ReceiveT], ...] = ()
+        for rank, peer in peers:
+            self.add(rank, peer, tag=tag)
         self._first = 0
         self._watchdog = Watchdog(
             self._caller.looks,
@@ -116,6 +106,22 @@ class MpiHub(Generic[SendT, ReceiveT]):
     @property
     def connections(self) -> tuple[MpiConnection[SendT, ReceiveT], ...]:
         return self._connections
+
+    def add(self, rank: int, peer: str, *, tag: int) -> None:
+        """A connection more, at any time: to a rank, over this tag and the next."""
+        job = self._job
+        with job.lock:
+            job.peers.add(rank)
+            connection = MpiConnection[SendT, ReceiveT](
+                job,
+                self._caller,
+                rank,
+                peer,
+                self._receives,
+                tag=tag,
+                gives_signs=self._peers_give_signs,
+            )
+            self._connections = (*self._connections, connection)
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
         return self._caller.wait(self._look_at_all, timeout_s, self._open_peers)

@@ -1,0 +1,67 @@
+"""Messages by which an R-worker's cache is kept a second time, at its neighbour.
+
+==================  =========  ======================================================
+message             direction  meaning, and the answer
+==================  =========  ======================================================
+``Replicate``       S → R      from now on a neighbour is to keep a replica of the
+                               cache, or nobody any more; no answer
+``Replicated``      R → S      unasked: the neighbour has all that was cached when a
+                               lane's step had ended
+``Unprotected``     R → S      unasked: nobody keeps the replica any more, and why
+==================  =========  ======================================================
+
+The R-worker greets the neighbour itself, as a peer of the role ``neighbour``
+under the same session, and tells it every change of its cache; K and V follow
+behind the answers to the S-worker, never before them. A replica that can't be
+kept costs protection, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder, Worded
+
+MOST_LINK_BYTES: Final = 1 << 40
+"""That a link may be told to have under way."""
+
+
+@dataclass(frozen=True)
+class Replicate(ForHolder):
+    keeper: str
+    """Where the neighbour is that keeps the replica, as the transport calls it;
+    empty: nobody keeps one any more."""
+    guest: str
+    """Where the one is whose replica is to be kept here, for transports over
+    which a peer has to be expected; empty: nobody new."""
+    link_bytes: int
+    """The most K and V that the neighbour hasn't answered for."""
+    holder: int = THE_ONLY
+
+    said_by = S_WORKERS
+
+
+@dataclass(frozen=True)
+class Replicated:
+    holder: int
+    lane: int
+    step: int
+    """The last of the lane that the neighbour has in every layer."""
+
+
+@dataclass(frozen=True)
+class Unprotected(Worded):
+    holder: int
+    reason: str
+
+
+ReplicationNews: TypeAlias = Replicated | Unprotected
+
+REPLICATING_OPCODES: Final[Mapping[type[Any], int]] = {
+    Replicate: 15,
+    Replicated: 74,
+    Unprotected: 75,
+}
+"""See ``fastdecode.wire.messages.OPCODES``."""

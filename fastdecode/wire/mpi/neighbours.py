@@ -1,0 +1,68 @@
+"""Links between the R-workers of an MPI job."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, get_args
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.wire.messages import FromRWorker, ToRWorker
+from fastdecode.wire.mpi.connection import MpiConnection
+from fastdecode.wire.mpi.hub import MpiHub
+from fastdecode.wire.mpi.job import LINK_TAGS, MpiJob
+
+_RANK: Final = re.compile(r"rank ([0-9]{1,9})")
+
+
+def link_address(rank: int) -> str:
+    """What R-workers call a rank that a link leads to."""
+    return f"rank {rank}"
+
+
+class MpiNeighbours:
+    """How an R-worker reaches, and is reached by, other ranks.
+
+    Args:
+        job: this process's part in the job.
+        hub: where it is reached.
+    """
+
+    def __init__(self, job: MpiJob, hub: MpiHub[FromRWorker, ToRWorker]) -> None:
+        self._job = job
+        self._hub = hub
+        self._links: list[MpiHub[ToRWorker, FromRWorker]] = []
+
+    def connect(self, address: str) -> MpiConnection[ToRWorker, FromRWorker]:
+        """See ``rworker.stream.links.Neighbours``."""
+        rank = self._rank(address)
+        link: MpiHub[ToRWorker, FromRWorker] = MpiHub(
+            self._job,
+            [(rank, f"R-worker rank {rank}")],
+            frozenset(get_args(FromRWorker)),
+            tag=_tag(self._job.rank, rank),
+            pump_interval_s=0,  # the R-worker's own hub has one, and looks often
+        )
+        self._links.append(link)
+        return link.connections[0]
+
+    def expect(self, address: str) -> None:
+        """See ``rworker.stream.links.Neighbours``."""
+        rank = self._rank(address)
+        self._hub.add(rank, f"the neighbour at rank {rank}", tag=_tag(rank, self._job.rank))
+
+    def close(self) -> None:
+        """Close what was connected, and see off what was sent."""
+        for link in self._links:
+            link.close()
+
+    def _rank(self, address: str) -> int:
+        match = _RANK.fullmatch(address)
+        rank = int(match[1]) if match else -1
+        if not 0 < rank < self._job.size or rank == self._job.rank:
+            raise ConfigError(f"{address!r} is no other R-worker of this MPI job")
+        return rank
+
+
+def _tag(owner: int, keeper: int) -> int:
+    """Two ranks may be each other's neighbours: each direction has its own."""
+    return LINK_TAGS[owner > keeper]

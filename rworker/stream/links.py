@@ -1,0 +1,262 @@
+"""Links to neighbours: the replicas of an R-worker's caches are kept up to date
+behind the answers to its S-worker.
+
+The loop asks for a **unit** of work when nothing else waits: some changes, and
+one chunk of at most 4 MiB. Where the S-worker always has something waiting, a
+unit is done after every ``_MOST_STEPS`` steps all the same, or no replica would
+ever get on.
+
+A link that breaks, or a neighbour that refuses, costs that cache its replica,
+which the S-worker is told; nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
+from fastdecode.core.holders import HolderId
+from fastdecode.wire.arrays import Array
+from fastdecode.wire.inproc import InprocHub, connect
+from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
+from fastdecode.wire.kv.replicating import Replicated, ReplicationNews, Unprotected
+from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker, Welcome
+from fastdecode.wire.transport import Connection
+from rworker.books import Books
+from rworker.instructions import EndStep, Follow, Link, ReadChunk
+from rworker.stream.checks import fetch_chunk
+from rworker.stream.cutting import CacheKind
+from rworker.stream.mirror import Mirror
+
+logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 1e-3
+"""Between two looks for a neighbour's answer, while nothing else happens."""
+REST_S: Final = 0.25
+"""And between two looks whether it is still there, while it owes none."""
+WELCOME_S: Final = 120.0
+"""That a neighbour may take to make room for a replica."""
+_MOST_STEPS: Final = 2
+_MOST_CHANGES: Final = 64
+
+NeighbourConnection = Connection[ToRWorker, FromRWorker]
+Tell = Callable[[int, ReplicationNews], None]
+"""Tells a peer."""
+
+
+class Reader(Protocol):
+    """What reads K and V out of a cache's memory."""
+
+    def read(self, read: ReadChunk) -> Array: ...
+
+
+class Neighbours(Protocol):
+    """How other R-workers are reached over this one's transport."""
+
+    def connect(self, address: str) -> NeighbourConnection:
+        """A new connection to one. Never waits: it needn't be reached yet.
+
+        Raises:
+            FastDecodeError: the address is none, or may not be used.
+        """
+
+    def expect(self, address: str) -> None:
+        """One may connect from now on."""
+
+
+class ThreadNeighbours:
+    """R-workers that are threads of this process, by name."""
+
+    def __init__(self) -> None:
+        self._hubs: dict[str, InprocHub[FromRWorker, ToRWorker]] = {}
+
+    def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> None:
+        """One can be reached from now on."""
+        self._hubs[name] = hub
+
+    def connect(self, address: str) -> NeighbourConnection:
+        """See ``Neighbours``."""
+        if address not in self._hubs:
+            raise ConfigError(f"there is no R-worker {address!r} in this process")
+        here, _ = connect(InprocHub(), "a neighbour", self._hubs[address], f"R-worker {address}")
+        return here
+
+    def expect(self, address: str) -> None:
+        """A connection is there as soon as it is made."""
+
+
+class NoNeighbours:
+    """Of an R-worker that can't reach others."""
+
+    def connect(self, address: str) -> NeighbourConnection:
+        raise ConfigError("this R-worker can't reach others: it keeps no replicas")
+
+    def expect(self, address: str) -> None:
+        raise ConfigError("this R-worker can't be reached by others: it keeps no replicas")
+
+
+class _Cache:
+    """A cache that is mirrored, as source of chunks."""
+
+    def __init__(self, holder: HolderId, books: Books, reader: Reader) -> None:
+        self.kind: Final = CacheKind(books.hello.model_hash, books.hello.kv)
+        self._holder = holder
+        self._books = books
+        self._reader = reader
+        self._asked: ReadChunk | None = None
+
+    def ask(self, request: FetchChunk) -> None:
+        self._asked = ReadChunk(-1, self._holder, request, fetch_chunk(self._books, request))
+
+    def fetch(self) -> Array:
+        assert self._asked is not None
+        return self._reader.read(self._asked)
+
+
+class _Replica:
+    """One cache's link: what its mirror says goes out, and answers come in."""
+
+    def __init__(self, link: Link, mirror: Mirror, connection: NeighbourConnection) -> None:
+        self.link = link
+        self.mirror = mirror
+        self.connection = connection
+        self.may_send = False
+        """There may be something to send."""
+        self._is_open = False  # the neighbour has welcomed us
+        self._until_s = time.monotonic() + WELCOME_S
+        connection.send(mirror.hello)
+
+    @property
+    def is_owed(self) -> bool:
+        return not self._is_open or self.mirror.is_owed
+
+    def take_answers(self) -> None:
+        """Raises FastDecodeError: the neighbour is gone, or refuses."""
+        while (answer := self.connection.poll()) is not None:
+            if isinstance(answer, Failed):
+                raise ProtocolError(f"{answer.worker} says: {answer.message}", code=answer.code)
+            if self._is_open:
+                self.mirror.take(answer)
+            else:
+                self._welcome(answer)
+            self.may_send = True
+        if not self._is_open and time.monotonic() > self._until_s:
+            raise WorkerError(
+                f"{self.connection.peer} hasn't answered for {WELCOME_S:g} s: can this host "
+                "reach it?"
+            )
+
+    def send(self) -> None:
+        """Some changes, and at most one chunk. Raises as above."""
+        self.may_send = self._is_open
+        for _ in range(_MOST_CHANGES):
+            message = self.mirror.next() if self._is_open else None
+            if message is None:
+                self.may_send = False
+                return
+            self.connection.send(message)
+            if isinstance(message, StoreChunk):
+                return
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _welcome(self, answer: FromRWorker) -> None:
+        hello = self.mirror.hello
+        hello.check(answer)
+        assert isinstance(answer, Welcome)
+        if answer.num_blocks != hello.max_blocks:
+            raise ProtocolError(
+                f"it has {answer.num_blocks} KV blocks for a replica of {hello.max_blocks}"
+            )
+        self._is_open = True
+
+
+class Links:
+    """Of one R-worker.
+
+    Args:
+        reader: of its caches.
+        neighbours: how others are reached.
+        tell: how peers are told how far replicas are.
+    """
+
+    def __init__(self, reader: Reader, neighbours: Neighbours, tell: Tell) -> None:
+        self._reader = reader
+        self._neighbours = neighbours
+        self._tell = tell
+        self._replicas: dict[HolderId, _Replica] = {}
+        self._num_ended = 0  # steps, since anything was sent
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long to wait for others' messages before ``work``; None: for as
+        long as it takes."""
+        replicas = self._replicas.values()
+        if not replicas:
+            return None
+        if any(replica.may_send for replica in replicas):
+            return 0.0
+        return LOOK_S if any(replica.is_owed for replica in replicas) else REST_S
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a unit is due, whatever else waits."""
+        return self._num_ended >= _MOST_STEPS
+
+    def obey(self, instruction: Link | Follow | EndStep) -> None:
+        """A link begins or ends, or a cache has changed that has one."""
+        if isinstance(instruction, Link):
+            self._link(instruction)
+            return
+        replica = self._replicas.get(instruction.holder)
+        if replica is None:
+            return
+        replica.may_send = True
+        if isinstance(instruction, Follow):
+            replica.mirror.follow(instruction.change)
+        else:
+            replica.mirror.end_step(instruction.lane, instruction.step)
+            self._num_ended += 1
+
+    def _link(self, link: Link) -> None:
+        self.drop(link.holder)
+        try:
+            if link.guest:
+                self._neighbours.expect(link.guest)
+            if link.keeper:
+                source = _Cache(link.holder, link.books, self._reader)
+                mirror = Mirror(link.holder, link.books, source, link.link_bytes)
+                connection = self._neighbours.connect(link.keeper)
+                self._replicas[link.holder] = _Replica(link, mirror, connection)
+        except FastDecodeError as error:
+            self._tell(link.to, Unprotected(link.holder, error.message))
+
+    def work(self) -> None:
+        """A unit of each link."""
+        self._num_ended = 0
+        for replica in list(self._replicas.values()):
+            holder = replica.link.holder
+            try:
+                replica.take_answers()
+                replica.send()
+                for lane, step in replica.mirror.take_held().items():
+                    self._tell(replica.link.to, Replicated(holder, lane, step))
+            except FastDecodeError as error:
+                logger.warning("holder %d has no replica any more: %s", holder, error.message)
+                self.drop(holder)
+                self._tell(replica.link.to, Unprotected(holder, error.message))
+
+    def drop(self, holder: HolderId) -> None:
+        """The cache, or its link, is over."""
+        replica = self._replicas.pop(holder, None)
+        if replica is not None:
+            replica.close()
+
+    def close(self) -> None:
+        """All are over, and the replicas with them if nobody goes on with them."""
+        for holder in list(self._replicas):
+            self.drop(holder)
