@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import blake2b
@@ -43,7 +43,7 @@ class TurnStore(Protocol):
     def append(
         self, conversation_id: str, name: str, history: History, step: Step, now_s: float
     ) -> None: ...
-    def forget(self, conversation_id: str) -> None: ...
+    def forget(self, conversation_ids: Sequence[str]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -114,13 +114,14 @@ class Conversations:
     def forget(self, conversation_id: str) -> None:
         """The conversation is over, and nothing of it is kept here."""
         with self._lock:
-            self._end_for_good(conversation_id)
+            self._end_for_good([conversation_id])
 
-    def _end_for_good(self, conversation_id: str) -> None:
-        self._kept.pop(conversation_id, None)
-        self._over.add(digest_of(conversation_id))
+    def _end_for_good(self, conversation_ids: Sequence[str]) -> None:
+        for conversation_id in conversation_ids:
+            self._kept.pop(conversation_id, None)
+            self._over.add(digest_of(conversation_id))
         if self._store is not None:
-            self._store.forget(conversation_id)
+            self._store.forget(conversation_ids)
 
     def close(self) -> None:
         """Let go of what keeps them. Safe to call twice."""
@@ -139,8 +140,8 @@ class Conversations:
                 break
             if conversation_id not in self._talking:
                 over.append(conversation_id)
-        for conversation_id in over:
-            self._end_for_good(conversation_id)
+        if over:
+            self._end_for_good(over)
 
 
 def _expired() -> RequestError:

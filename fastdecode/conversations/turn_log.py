@@ -7,9 +7,13 @@
          bytes, little endian), then
            a turn: length of JSON (4 bytes), JSON, the tokens added (int32)
            a conversation that is over: the digest of its id
-           nothing any more: zeros, in the place of what is forgotten
+           nothing any more: zeros, in the place of what is forgotten; the
+           checksum is of length and kind alone
 
-A record that was not written to its end ends the file: it is cut off there. One
+A record that was not written to its end ends the file: it is cut off there. If
+whole ones come behind it, no crash has left it so, and the file is refused: to
+cut it there would make conversations begin anew. What is forgotten gets its new
+head first, so that a crash leaves a record whatever the zeros have reached. One
 process at a time holds the file, by ``flock``; only its owner may read it.
 """
 
@@ -22,9 +26,10 @@ import logging
 import os
 import struct
 import time
+import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -37,11 +42,15 @@ from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
 
 logger = logging.getLogger(__name__)
 
-MAGIC: Final = b"FDTURNS\x01"
+MAGIC: Final = b"FDTURNS\x02"
 HEADER_BYTES: Final = 64
 MAX_RECORD_BYTES: Final = 1 << 28
 _HEAD = struct.Struct("<III")
 _ERASED, _TURN, _OVER = 0, 1, 2
+_SIGN: Final = b'{"id": '
+"""What turns begin with, behind their heads and the length of their JSON; no
+JSON has it within."""
+_WINDOW_BYTES: Final = 1 << 20
 
 
 def identity_of(model: Path) -> bytes:
@@ -92,11 +101,16 @@ class TurnLog:
         self.names: set[str] = set()
         """Of the turns that were found."""
         self._fd: int | None = _open(path)
+        # Whoever can't be reached any more holds nothing either.
+        self._let_go = weakref.finalize(self, os.close, self._fd)
         try:
             self._end = self._begin(self._fd, identity)
             self._recover(self._fd, counts)
+        except OSError as error:
+            self._drop()
+            raise ConfigError(f"can't keep conversations in {path}: {error.strerror}") from None
         except BaseException:
-            self.close()
+            self._drop()
             raise
 
     def recovered(self) -> tuple[dict[str, Kept], set[bytes]]:
@@ -130,12 +144,15 @@ class TurnLog:
         if self._num_unsynced >= self._sync_turns or is_late:
             self.sync()
 
-    def forget(self, conversation_id: str) -> None:
-        """The conversation is over, and nothing of it is left in the file when
-        this returns."""
-        self._write(_OVER, digest_of(conversation_id))
-        self._erase(self._places.pop(conversation_id, []))
+    def forget(self, conversation_ids: Sequence[str]) -> None:
+        """These conversations are over, and nothing of them is left in the file
+        when this returns."""
+        for conversation_id in conversation_ids:
+            self._write(_OVER, digest_of(conversation_id))
         self.sync()
+        self._erase([place for each in conversation_ids for place in self._places.get(each, [])])
+        for conversation_id in conversation_ids:
+            self._places.pop(conversation_id, None)
 
     def sync(self) -> None:
         """Have what was written survive a power cut."""
@@ -152,14 +169,18 @@ class TurnLog:
         try:
             self.sync()
         finally:
-            os.close(self._fd)
-            self._fd = None
+            self._drop()
+
+    def _drop(self) -> None:
+        self._fd = None
+        self._let_go()
 
     def _begin(self, fd: int, identity: bytes) -> int:
         """Where the records begin: of an empty file, after the header that it
         gets."""
         assert len(identity) == 32
         header = (MAGIC + identity).ljust(HEADER_BYTES, b"\0")
+        os.fchmod(fd, 0o600)
         found = os.pread(fd, HEADER_BYTES, 0)
         if len(found) < HEADER_BYTES and header.startswith(found):
             os.pwrite(fd, header, 0)
@@ -174,19 +195,37 @@ class TurnLog:
 
     def _recover(self, fd: int, counts: Callable[[str], bool]) -> None:
         """Take in what is there, and cut a torn end off."""
+        gone: list[tuple[int, int]] = []
         for kind, place, payload in _records(fd):
             self._end = place + _HEAD.size + len(payload)
             if kind == _OVER:
                 self._over.add(payload)
                 whose = self._whose.pop(payload, "")
                 self._kept.pop(whose, None)
-                self._erase(self._places.pop(whose, []))
-            elif kind == _TURN and not self._take(place, payload, counts):
-                self._erase([(place, len(payload))])
+                gone += self._places.pop(whose, [])
+            elif (kind == _TURN and not self._taken(place, payload, counts)) or (
+                kind == _ERASED and any(payload)
+            ):
+                gone.append((place, len(payload)))
         num_torn = os.fstat(fd).st_size - self._end
         if num_torn:
+            if _is_followed(fd, self._end):
+                raise self._damaged(self._end)
             logger.warning("%s ends in %d bytes of no turn: cut off", self._path, num_torn)
             os.ftruncate(fd, self._end)
+        self._erase(gone)
+
+    def _taken(self, place: int, payload: bytes, counts: Callable[[str], bool]) -> bool:
+        try:
+            return self._take(place, payload, counts)
+        except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
+            raise self._damaged(place) from None
+
+    def _damaged(self, place: int) -> ConfigError:
+        return ConfigError(
+            f"{self._path} is damaged at byte {place}, and not as a crash leaves it: restore the "
+            "file, or name another place for conversations"
+        )
 
     def _take(self, place: int, payload: bytes, counts: Callable[[str], bool]) -> bool:
         """A turn that was found. Returns whether it counts."""
@@ -200,6 +239,8 @@ class TurnLog:
         step = Step(about["kept"], tuple(tokens), tuple(about["messages"]), spelled)
         kept = self._kept.get(conversation_id)
         history = History(datetime.fromisoformat(about["begun"])) if kept is None else kept.history
+        if not 0 <= step.num_kept <= len(history.token_ids):
+            raise ValueError("it goes on from tokens that aren't there")
         self._kept[conversation_id] = Kept(history.then(step), about["at"])
         self._places.setdefault(conversation_id, []).append((place, len(payload)))
         self._whose[digest_of(conversation_id)] = conversation_id
@@ -208,7 +249,13 @@ class TurnLog:
 
     def _write(self, kind: int, payload: bytes) -> int:
         """Append a record. Returns where it is."""
-        assert self._fd is not None, "closed"
+        if self._fd is None:
+            raise FastDecodeError("the conversations were closed", code="closed")
+        if len(payload) > MAX_RECORD_BYTES:
+            raise FastDecodeError(
+                f"a turn of {len(payload)} bytes is too long to be kept in {self._path}",
+                code="output_failed",
+            )
         place, record = self._end, _record(kind, payload)
         with self._told_as_ours():
             try:
@@ -221,10 +268,18 @@ class TurnLog:
         return place
 
     def _erase(self, places: list[tuple[int, int]]) -> None:
+        """Nothing of these records is left when this returns."""
+        if not places:
+            return
         assert self._fd is not None, "closed"
         with self._told_as_ours():
             for place, num_bytes in places:
-                _write_at(self._fd, _record(_ERASED, bytes(num_bytes)), place)
+                _write_at(self._fd, _head(_ERASED, num_bytes), place)
+        self.sync()
+        with self._told_as_ours():
+            for place, num_bytes in places:
+                _write_at(self._fd, bytes(num_bytes), place + _HEAD.size)
+        self.sync()
 
     @contextlib.contextmanager
     def _told_as_ours(self) -> Iterator[None]:
@@ -257,26 +312,51 @@ def _open(path: Path) -> int:
 
 
 def _record(kind: int, payload: bytes) -> bytes:
-    return _HEAD.pack(len(payload), kind, _crc(len(payload), kind, payload)) + payload
+    return _head(kind, len(payload), payload) + payload
 
 
-def _crc(num_bytes: int, kind: int, payload: bytes) -> int:
-    return zlib.crc32(payload, zlib.crc32(struct.pack("<II", num_bytes, kind)))
+def _head(kind: int, num_bytes: int, payload: bytes = b"") -> bytes:
+    checked = b"" if kind == _ERASED else payload
+    crc = zlib.crc32(checked, zlib.crc32(struct.pack("<II", num_bytes, kind)))
+    return _HEAD.pack(num_bytes, kind, crc)
 
 
 def _records(fd: int) -> Iterator[tuple[int, int, bytes]]:
     """Each record's kind, place and payload, up to the first that isn't whole."""
     place = HEADER_BYTES
-    with open(os.dup(fd), "rb") as file:
-        file.seek(place)
-        while len(head := file.read(_HEAD.size)) == _HEAD.size:
-            num_bytes, kind, crc = _HEAD.unpack(head)
-            payload = file.read(num_bytes) if num_bytes <= MAX_RECORD_BYTES else b""
-            if len(payload) < num_bytes or _crc(num_bytes, kind, payload) != crc:
-                return
-            yield kind, place, payload
-            place += _HEAD.size + num_bytes
-            file.seek(place)  # whoever erases it moves nothing
+    while (record := _record_at(fd, place)) is not None:
+        kind, payload = record
+        yield kind, place, payload
+        place += _HEAD.size + len(payload)
+
+
+def _record_at(fd: int, place: int) -> tuple[int, bytes] | None:
+    """A record's kind and payload; None: there is no whole one."""
+    head = os.pread(fd, _HEAD.size, place)
+    if len(head) < _HEAD.size:
+        return None
+    num_bytes, kind, _ = _HEAD.unpack(head)
+    if num_bytes > MAX_RECORD_BYTES:
+        return None
+    payload = os.pread(fd, num_bytes, place + _HEAD.size)
+    if len(payload) < num_bytes or _head(kind, num_bytes, payload) != head:
+        return None
+    return kind, payload
+
+
+def _is_followed(fd: int, place: int) -> bool:
+    """Whether there is a whole turn anywhere behind this place."""
+    at = place + 1
+    while window := os.pread(fd, _WINDOW_BYTES, at):
+        found = window.find(_SIGN)
+        if found < 0:
+            at += max(1, len(window) - len(_SIGN) + 1)
+            continue
+        begin = at + found - _HEAD.size - 4
+        if begin > place and _record_at(fd, begin) is not None:
+            return True
+        at += found + 1
+    return False
 
 
 def _write_at(fd: int, data: bytes, place: int) -> None:

@@ -3,6 +3,7 @@ and is gone when it is forgotten."""
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from fastdecode.conversations.conversations import Conversations, Limits
 from fastdecode.conversations.history import History, Spelled, Step
 from fastdecode.conversations.turn_log import TurnLog
-from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 
 MODEL = bytes(range(32))
 DAY = datetime(2026, 3, 1, 9, 30)
@@ -165,3 +166,55 @@ def test_turns_that_do_not_count_are_gone(tmp_path: Path) -> None:
     assert log.names == {"1"} and tokens(Conversations(None, log), "a") == [1]
     log.close()
     assert tokens(opened(path), "a") == [1]
+
+
+def test_a_crash_in_the_middle_of_an_erasure_loses_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    first = opened(path)
+    talk(first, "mine", 0x53544152)
+    begin, end = 64, path.stat().st_size
+    talk(first, "other", 5)
+    before = path.read_bytes()
+    first.forget("mine")
+    first.close()
+    after = path.read_bytes()
+    for num_erased in range(12, end - begin, 7):
+        at = begin + num_erased
+        path.write_bytes(after[:at] + before[at:end] + after[end:])
+        again = opened(path)
+        assert tokens(again, "other") == [5] and path.read_bytes() == after
+        with pytest.raises(RequestError, match="over"):
+            again.begin("mine")
+        again.close()
+
+
+def test_damage_before_whole_turns_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    first = opened(path)
+    talk(first, "a", 1)
+    end = path.stat().st_size
+    talk(first, "b", 2)
+    first.close()
+    whole = path.read_bytes()
+    for place in range(64, end, 5):
+        flipped = whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :]
+        path.write_bytes(flipped)
+        with pytest.raises(ConfigError, match="damaged at byte 64"):
+            TurnLog(path, MODEL)
+        assert path.read_bytes() == flipped
+
+
+def test_a_log_that_nobody_closed_is_let_go_of_and_a_closed_one_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    opened(path)
+    log = TurnLog(path, MODEL)
+    log.close()
+    with pytest.raises(FastDecodeError, match="closed"):
+        log.forget(["a"])
+    path.chmod(0o644)
+    TurnLog(path, MODEL).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="can't keep conversations"):
+        TurnLog(path, MODEL)
