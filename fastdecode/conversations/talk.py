@@ -99,9 +99,15 @@ class Talk:
             self._busy[whose] = waiting
 
     def cancel_waiting(self) -> None:
-        """Forget the turns that haven't begun."""
-        for waiting in self._busy.values():
+        """Forget the turns that haven't begun; those that come after them in
+        their conversations fail."""
+        for whose, waiting in self._busy.items():
+            if waiting:
+                self._failed.setdefault(whose, after_a_failed_turn())
             waiting.clear()
+        for turn in self._due:
+            self._failed.setdefault(turn.conversation_id, after_a_failed_turn())
+            del self._busy[turn.conversation_id]
         self._due.clear()
         self.num_waiting = 0
 

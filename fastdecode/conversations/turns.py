@@ -11,12 +11,20 @@ of it is encoded, and its KV is reused up to the first difference.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fastdecode.conversations.history import History, Spelled, Step
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
-from fastdecode.core.sequence import SHARED, CacheUse, Completion, Prompt, SamplingParams
+from fastdecode.core.sequence import (
+    SHARED,
+    CacheUse,
+    Completion,
+    Prompt,
+    SamplingParams,
+    check_prompt,
+)
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Message
 from fastdecode.text.codec import TextCodec
@@ -120,7 +128,7 @@ class PromptTurn:
     def __call__(self, history: History) -> Asked:
         if history.messages:
             raise _mixed("a chat", "messages")
-        new = self.prompt
+        new = check_prompt(self.prompt)
         if isinstance(new, str):
             new = self.codec.encode(new, add_special_tokens=not history.token_ids)
         token_ids = (*history.token_ids, *new)
@@ -161,7 +169,8 @@ class ChatTurn:
             spelled = _spelled(self.codec, token_ids, text, completion)
             answer = {"role": "assistant", "content": completion.text}
             added = (*new, *completion.token_ids)
-            return Step(len(past), added, (*self.messages, answer), spelled)
+            # Whoever has given the messages may change them.
+            return Step(len(past), added, (*deepcopy(self.messages), answer), spelled)
 
         return Asked(token_ids, len(past), answered)
 

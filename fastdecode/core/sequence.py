@@ -232,6 +232,19 @@ SHARED = CacheUse()
 """With all others of no salt."""
 
 
+def check_prompt(prompt: object) -> Prompt:
+    """A text or a list of what may be token ids. Raises RequestError: it is
+    neither, or an empty text."""
+    if isinstance(prompt, str) and not prompt:
+        raise RequestError("the prompt is empty: give at least one character", code="empty_prompt")
+    if isinstance(prompt, bytes) or not isinstance(prompt, abc.Sequence):
+        raise RequestError(
+            f"a prompt is a string or a list of token ids, not {type(prompt).__name__}",
+            code="invalid_prompt",
+        )
+    return prompt
+
+
 @dataclass(frozen=True)
 class PromptRequest:
     """A request as it arrives: its prompt not yet tokenised or checked."""

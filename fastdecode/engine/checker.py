@@ -6,7 +6,13 @@ import secrets
 from collections.abc import Sequence
 
 from fastdecode.core.errors import RequestError
-from fastdecode.core.sequence import Prompt, PromptRequest, Request, validate_for_vocab
+from fastdecode.core.sequence import (
+    Prompt,
+    PromptRequest,
+    Request,
+    check_prompt,
+    validate_for_vocab,
+)
 from fastdecode.text.codec import TextCodec
 
 
@@ -26,18 +32,10 @@ class RequestChecker:
 
     def tokenise(self, prompt: Prompt) -> tuple[int, ...]:
         """A prompt's token ids. Raises RequestError."""
+        prompt = check_prompt(prompt)
         if isinstance(prompt, str):
-            if not prompt:
-                raise RequestError(
-                    "the prompt is empty: give at least one character", code="empty_prompt"
-                )
             return self._checked(
                 self._codec.encode(prompt), "the tokenizer and the model don't match: "
-            )
-        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, str)):
-            raise RequestError(
-                f"a prompt is a string or a list of token ids, not {type(prompt).__name__}",
-                code="invalid_prompt",
             )
         return self._checked(prompt)
 

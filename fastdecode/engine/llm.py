@@ -116,7 +116,11 @@ class LLM:
         self._service = EngineService(
             lambda: RunningEngine(config, progress, trace, times), own_thread=own_thread
         )
-        self._running = self._service.open()
+        try:
+            self._running = self._service.open()
+        except BaseException:
+            self.conversations.close()
+            raise
         # An engine that nobody can reach any more needn't wait for the end of the process.
         weakref.finalize(self, self._service.ask_to_close).atexit = False
         self.facts = _facts(self._running)
@@ -137,8 +141,10 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and the R-workers. Safe to call twice."""
-        self.conversations.close()
-        self._service.close()
+        try:
+            self._service.close()
+        finally:  # turns that were over when it was closed are kept
+            self.conversations.close()
 
     @property
     def stats(self) -> EngineStats:

@@ -239,11 +239,12 @@ class BatchJob:
         """A line's request and its prompts; None if it was answered with an
         error. A turn's prompt is made when the turns before it are over."""
         line_id: LineId | None = None
+        whose: str | None = None
         try:
             if raw is None:
                 raise too_long(number)
             request = self._lines.parse(raw, number)
-            line_id = request.line_id
+            line_id, whose = request.line_id, request.conversation_id
             if number in self._survey.duplicates:
                 text = (
                     f"an earlier line has this {self._lines.id_field}: give each line one of its "
@@ -254,8 +255,11 @@ class BatchJob:
                 return request, [self._prompter(request, llm)]
             return request, [self._prompt(turn, llm) for turn in request.prompts]
         except RequestError as error:
-            if isinstance(error, LineError) and error.line_id is not None:
-                line_id = error.line_id
+            if isinstance(error, LineError):
+                line_id = line_id if error.line_id is None else error.line_id
+                whose = whose or error.conversation_id
+            if whose is not None:
+                self._failed_conversations.add(whose)
             self._write(
                 number, place, None, self._lines.refusal(number, line_id, error), failed=True
             )
@@ -266,10 +270,12 @@ class BatchJob:
         those after it do, too."""
         if self._turns is None or raw is None or str(number) in self._turns.names:
             return
-        with contextlib.suppress(RequestError):
+        try:
             whose = self._lines.parse(raw, number).conversation_id
-            if whose is not None:
-                self._failed_conversations.add(whose)
+        except LineError as error:
+            whose = error.conversation_id
+        if whose is not None:
+            self._failed_conversations.add(whose)
 
     def _prompter(self, request: LineRequest, llm: LLM) -> Prompter:
         if request.conversation_id in self._failed_conversations:

@@ -32,15 +32,23 @@ class LineRequest:
 
 
 class LineError(RequestError):
-    """A line that can't be answered. ``line_id`` and ``param`` (the field to
-    blame), as far as they are known."""
+    """A line that can't be answered. ``line_id``, ``param`` (the field to
+    blame) and ``conversation_id`` (whose turn it was to be), as far as they are
+    known."""
 
     def __init__(
-        self, message: str, *, code: str, line_id: LineId | None = None, param: str | None = None
+        self,
+        message: str,
+        *,
+        code: str,
+        line_id: LineId | None = None,
+        param: str | None = None,
+        conversation_id: object = None,
     ) -> None:
         super().__init__(message, code=code)
         self.line_id = line_id
         self.param = param
+        self.conversation_id = conversation_id if isinstance(conversation_id, str) else None
 
 
 class LineFormat(Protocol):

@@ -57,14 +57,22 @@ class OpenAILines:
 
     def parse(self, raw: bytes, number: int) -> LineRequest:
         custom_id: str | None = None
+        line: dict[str, Any] = {}
         try:
             line = load_object(raw, number, code="invalid_json_line")
             custom_id = _custom_id(line, number)
             url, body = _envelope(line, number)
             asked = self.reader.read(url, body)
         except RequestError as error:
-            param = getattr(error, "param", None)
-            raise LineError(str(error), code=error.code, line_id=custom_id, param=param) from None
+            param, its_body = getattr(error, "param", None), line.get("body")
+            whose = its_body.get("conversation_id") if isinstance(its_body, dict) else None
+            raise LineError(
+                str(error),
+                code=error.code,
+                line_id=custom_id,
+                param=param,
+                conversation_id=whose,
+            ) from None
         return LineRequest(
             custom_id, asked.prompts, asked.params, asked, asked.cache, asked.conversation_id
         )

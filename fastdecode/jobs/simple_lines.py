@@ -112,6 +112,7 @@ class SimpleLines:
 
     def parse(self, raw: bytes, number: int) -> LineRequest:
         line_id: LineId | None = None
+        line: dict[str, Any] = {}
         try:
             line = load_object(raw, number)
             line_id = _id_of(line, number)
@@ -124,7 +125,10 @@ class SimpleLines:
             prompts = (_prompt_of(line),)
             return LineRequest(line_id, prompts, params, cache=cache, conversation_id=whose)
         except RequestError as error:
-            raise LineError(str(error), code=error.code, line_id=line_id) from None
+            whose = line.get("conversation_id")
+            raise LineError(
+                str(error), code=error.code, line_id=line_id, conversation_id=whose
+            ) from None
 
     def answer(
         self, number: int, request: LineRequest, outputs: Sequence[RequestOutput], codec: TextCodec

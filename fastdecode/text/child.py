@@ -126,7 +126,7 @@ class LimitedChild:
         assert process is not None
         try:
             raw = pack(question)
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ChildFailedError(f"it can't be said in JSON: {error}", refused=True) from None
         wall_s = cpu_s * self._limits.slowness
         try:

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,10 +15,15 @@ from checkpoints import prompts
 from small_tokenizers import TOKENIZERS
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.conversations.conversations import Conversations
+from fastdecode.conversations.history import History, Step
+from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.talk import Talk
+from fastdecode.conversations.turns import Asked, Turn
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 from fastdecode.core.progress import Progress
-from fastdecode.core.sequence import CacheUse, RequestOutput
+from fastdecode.core.sequence import CacheUse, Completion, RequestOutput
 from fastdecode.jobs.opening import JobOptions, open_job
 from fastdecode.jobs.stopping import Stopping
 
@@ -128,6 +134,54 @@ def test_what_was_forgotten_never_begins_anew(llm: LLM) -> None:
     assert code_of(output) == "conversation_expired"
 
 
+@pytest.mark.parametrize("prompt", [None, b"abc", {"a": 1}, "", [], [True]], ids=repr)
+def test_what_is_no_prompt_is_no_turn_either(llm: LLM, prompt: Any) -> None:
+    (alone,) = llm.generate([prompt], GREEDY)
+    (turn,) = llm.generate([prompt], GREEDY, conversation_id=[f"new {prompt!r}"])
+    assert code_of(turn) == code_of(alone) is not None
+
+
+def test_messages_that_are_changed_afterwards_change_no_conversation(llm: LLM) -> None:
+    message = {"role": "user", "content": "The quick"}
+    (first,) = llm.chat([message], GREEDY, conversation_id="mutable")
+    message["content"] = "STOP"
+    (second,) = llm.chat([message], GREEDY, conversation_id="mutable")
+    assert second.prompt_token_ids[: len(said(first))] == said(first)
+    proxy = MappingProxyType(message)
+    (refused,) = llm.chat([proxy], GREEDY, conversation_id="mutable")
+    assert code_of(refused) == "chat_template_failed"
+
+
+def test_turns_that_are_cancelled_while_they_wait_hold_up_nobody() -> None:
+    def prompter(history: History) -> Asked:
+        return Asked((1,), 0, lambda completion: Step(0, (1,)))
+
+    def turn(name: str) -> Turn:
+        return Turn(name, "c", prompter, GREEDY)
+
+    talk = Talk(Conversations())
+    first, due, waiting = turn("1"), turn("2"), turn("3")
+    assert [talk.waits(each) for each in (first, due, waiting)] == [False, True, True]
+    talk.begin(first)
+    talk.end(first, RequestOutput("1", None, (1,), (Completion(0, "", (2,), "length"),)))
+    assert talk.has_due
+    talk.cancel_waiting()
+    later = turn("4")
+    assert not talk.has_due and not talk.num_waiting and not talk.waits(later)
+    with pytest.raises(RequestError, match="earlier turn"):
+        talk.begin(later)
+
+
+def test_an_engine_that_does_not_start_lets_go_of_its_conversations(
+    llm: LLM, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"conversations": str(tmp_path), "r_threads": 1}
+    with pytest.raises(ConfigError) as failed:
+        LLM(llm.config.model, kv_memory_gb=1e-6, **options)
+    Keeping(conversations=str(tmp_path)).open(Path(llm.config.model)).close()
+    assert "KV block" in str(failed.value)  # whose frames are still there
+
+
 @pytest.mark.parametrize("conversation_id", ["", "x" * 2000, 7, ["a", "b"]])
 def test_what_is_no_id_is_refused(llm: LLM, conversation_id: Any) -> None:
     with pytest.raises(RequestError) as refused:
@@ -153,6 +207,8 @@ def test_several_answers_are_no_turn_and_chats_are_no_prompts(llm: LLM) -> None:
 class Batch:
     """A batch job's files, and runs of it."""
 
+    skip_bad_lines = False
+
     def __init__(self, directory: Path, llm: LLM, lines: list[dict[str, Any]]) -> None:
         self.input, self.output = directory / "in.jsonl", directory / "out.jsonl"
         self.turns = directory / "out.jsonl.turns"
@@ -162,12 +218,13 @@ class Batch:
     def run(self, begin: Any = "new") -> dict[str, dict[str, Any]]:
         """custom_id → body."""
         sampling = {"temperature": 0.8, "max_tokens": 7, "ignore_eos": True}
-        options = JobOptions(self.input, self.output, sampling, begin, run_seed=5)
+        more: dict[str, Any] = {"run_seed": 5, "skip_bad_lines": self.skip_bad_lines}
+        options = JobOptions(self.input, self.output, sampling, begin, **more)
         config = EngineConfig.of(self._llm.config.model, dtype="float32")
         with open_job(options, config, lambda line: None) as job:
             job.run(self._llm, Stopping(60), Progress(io.StringIO()))
         answers = [json.loads(line) for line in self.output.read_text().splitlines()]
-        assert len({answer["custom_id"] for answer in answers}) == len(answers)
+        assert len({answer["id"] for answer in answers}) == len(answers)
         return {answer["custom_id"]: answer["response"]["body"] for answer in answers}
 
 
@@ -240,3 +297,29 @@ def test_bodies_that_cannot_be_turns_are_bad_lines(llm: LLM, tmp_path: Path) -> 
     for one in bad:
         with pytest.raises(FastDecodeError, match="conversation_id"):
             Batch(tmp_path, llm, [one]).run()
+
+
+def test_turns_after_a_bad_line_fail_whenever_they_are_run(llm: LLM, tmp_path: Path) -> None:
+    lines = [
+        line("a1", "a", prompt=[5, 6]),
+        line("b1", "b", prompt=[7]),
+        line("a1", "a", prompt=[8]),  # a duplicate
+        line("b2", "b", prompt=[9], nonsense=1),
+        line("a3", "a", prompt=[9]),
+        line("b3", "b", prompt=[9]),
+    ]
+    batch = Batch(tmp_path, llm, lines)
+    batch.skip_bad_lines = True
+    batch.run()
+    whole = batch.output.read_bytes()
+    answers = [json.loads(answer) for answer in whole.splitlines()]
+    codes = {
+        int(answer["id"].rsplit("_", 1)[1]): answer["response"]["body"]["error"]["code"]
+        for answer in answers
+        if answer["response"]["status_code"] >= 400
+    }
+    assert sorted(codes) == [3, 4, 5, 6] and codes[5] == codes[6] == "previous_turn_failed"
+    kept = [raw for raw in whole.splitlines(True) if b"previous_turn_failed" not in raw]
+    batch.output.write_bytes(b"".join(kept))
+    batch.run("resume")
+    assert sorted(batch.output.read_bytes().splitlines()) == sorted(whole.splitlines())
