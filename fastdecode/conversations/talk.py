@@ -86,10 +86,10 @@ class Talk:
         whose = turn.conversation_id
         talking = self._talking.get(whose)
         if talking is not None and talking.turn is turn:
-            del self._talking[whose]
             is_kept = output.error is None
             step = talking.asked.answered(output.completions[0]) if is_kept else None
             self._conversations.end(whose, turn.name, talking.history, step)
+            del self._talking[whose]
         if output.error is not None:
             self._failed.setdefault(whose, _for_later_turns(output.error))
         waiting = self._busy.pop(whose)

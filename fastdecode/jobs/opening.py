@@ -88,7 +88,8 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
             f"the output {options.output} is not a file: a job reads in it what is done, to go on "
             "with"
         )
-    check_paths(options.input, output=options.output, manifest=Manifest.path_for(options.output))
+    manifest_path, turns_path = Manifest.path_for(options.output), _turns_path(options.output)
+    check_paths(options.input, output=options.output, manifest=manifest_path, turns=turns_path)
     template: ChatTemplate | None = None
     reader: RequestReader | None = None
     lines: LineFormat = SimpleLines(SamplingParams(**options.sampling))
@@ -111,9 +112,7 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
             f"the run before ended in the middle of a line: {recovered.num_torn_bytes} bytes were "
             "cut off"
         )
-    turns = None
-    if found.num_turns:
-        turns = _turns(options, Path(config.model), held, recovered)
+    turns = _turns(options, Path(config.model), held, recovered, are_wanted=found.num_turns > 0)
     journal = Journal(
         options.output,
         held.fd,
@@ -125,10 +124,17 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
     return BatchJob(options.input, lines, rules, found, journal, recovered, turns)
 
 
-def _turns(options: JobOptions, model: Path, held: Held, recovered: Recovered) -> TurnLog:
+def _turns_path(output: Path) -> Path:
+    return output.with_name(output.name + ".turns")
+
+
+def _turns(
+    options: JobOptions, model: Path, held: Held, recovered: Recovered, *, are_wanted: bool
+) -> TurnLog | None:
     """What the conversations among the lines have come to, of those that are
-    answered."""
-    path = options.output.with_name(options.output.name + ".turns")
+    answered; None: there are none. What another run has left is thrown away with
+    its output."""
+    path = _turns_path(options.output)
 
     def counts(name: str) -> bool:
         return name.isdecimal() and int(name) in recovered.done
@@ -136,7 +142,7 @@ def _turns(options: JobOptions, model: Path, held: Held, recovered: Recovered) -
     try:
         if not recovered.done:
             path.unlink(missing_ok=True)
-        return TurnLog(path, identity_of(model), counts=counts)
+        return TurnLog(path, identity_of(model), counts=counts) if are_wanted else None
     except BaseException:
         held.let_go()
         raise

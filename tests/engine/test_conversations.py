@@ -323,3 +323,17 @@ def test_turns_after_a_bad_line_fail_whenever_they_are_run(llm: LLM, tmp_path: P
     batch.output.write_bytes(b"".join(kept))
     batch.run("resume")
     assert sorted(batch.output.read_bytes().splitlines()) == sorted(whole.splitlines())
+
+
+def test_an_overwritten_output_takes_its_turns_with_it(llm: LLM, tmp_path: Path) -> None:
+    batch = Batch(tmp_path, llm, [line("a1", "a", prompt=[5, 6])])
+    batch.run()
+    assert batch.turns.exists()
+    batch.input.write_text(json.dumps(line("lone", None, prompt=[5, 6])) + "\n")
+    batch.run("overwrite")
+    assert not batch.turns.exists()
+    batch.turns.write_text(batch.input.read_text())
+    batch.input = batch.turns
+    with pytest.raises(ConfigError, match="input and turns are the same file"):
+        batch.run("overwrite")
+    assert batch.turns.exists()
