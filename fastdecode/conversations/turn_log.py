@@ -180,7 +180,6 @@ class TurnLog:
         gets."""
         assert len(identity) == 32
         header = (MAGIC + identity).ljust(HEADER_BYTES, b"\0")
-        os.fchmod(fd, 0o600)
         found = os.pread(fd, HEADER_BYTES, 0)
         if len(found) < HEADER_BYTES and header.startswith(found):
             os.pwrite(fd, header, 0)
@@ -191,6 +190,8 @@ class TurnLog:
                 f"{self._path} holds conversations with another model or tokenizer: use that one, "
                 "or name another place for them"
             )
+        with contextlib.suppress(PermissionError):  # a file system without modes
+            os.fchmod(fd, 0o600)
         return HEADER_BYTES
 
     def _recover(self, fd: int, counts: Callable[[str], bool]) -> None:
