@@ -81,18 +81,17 @@ class Pair:
 @pytest.mark.parametrize("error", [MemoryError("no more memory"), ProtocolError("no")])
 def test_what_cannot_be_read_costs_the_replica_alone(error: Exception) -> None:
     pair = Pair(error)
-    assert pair.links.wait_s == LOOK_S, "it waits to be welcomed"
+    assert (pair.links.wait_s, pair.told) == (LOOK_S, []), "it waits to be welcomed"
     pair.welcome()
     assert pair.told == [(S_WORKER, Replicated(HOLDER, 0, NO_STEP))]
     pair.decode()
-    assert pair.links.wait_s == 0
+    assert (pair.links.wait_s, len(pair.told)) == (0, 1)
     pair.links.work()
     reason = error.message if isinstance(error, FastDecodeError) else f"MemoryError: {error}"
     assert pair.told[1:] == [(S_WORKER, Unprotected(HOLDER, reason))]
-    assert pair.links.wait_s is None
     pair.links.obey(EndStep(HOLDER, 0, 1))
     pair.links.work()
-    assert len(pair.told) == 2
+    assert (pair.links.wait_s, len(pair.told)) == (None, 2)
 
 
 def test_a_neighbour_with_too_little_room_keeps_nothing() -> None:
