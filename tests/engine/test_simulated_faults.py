@@ -192,4 +192,4 @@ def test_no_fault_changes_a_token_or_leaves_anything_behind(
             story = "\n".join([f"seed {seed}: {error}", *trial.story, *told])
             raise AssertionError(story) from error
     assert ended > number // 2
-    assert resumed or not replicated
+    assert resumed or not replicated or not TRIES_ALL  # every fifth trial comes to it
