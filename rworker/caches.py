@@ -106,11 +106,14 @@ class Caches:
         """A cache is the peer's from now on: the cache, and whose it was.
 
         Raises:
-            ProtocolError: there is none, or it is of another session.
+            ProtocolError: there is none, or it is of another session; or it has
+                a replica, which would be told nothing of it.
         """
         cache = self.of(peer, holder) if holder == THE_ONLY else self._caches.get(HolderId(holder))
         if cache is None or (cache.owner != peer and not cache.is_of(session)):
             raise ProtocolError(f"holder {holder!r} has no cache of this session")
+        if cache.is_replicated:
+            raise ProtocolError(f"holder {holder!r} has a replica: end that first (Replicate)")
         before, cache.owner = cache.owner, peer
         hello = cache.books.hello
         cache.books.hello = replace(hello, role=Role.S_WORKER)

@@ -328,14 +328,22 @@ class _Neighbours:
     """How a process reaches others: by their numbers."""
 
     def __init__(self, network: Network, owner: Process) -> None:
-        self.links: list[_NeighbourLink] = []
+        self._links: list[_NeighbourLink] = []
+        self._cut_until_s = 0.0
         self._network = network
         self._owner = owner
 
     def connect(self, address: str) -> _NeighbourLink:
         link = _NeighbourLink(self._network, int(address), self._owner)
-        self.links.append(link)
+        link.cut(self._cut_until_s - self._network.time.now_s)
+        self._links.append(link)
         return link
+
+    def cut(self, for_s: float) -> None:
+        """Links that are there, and those that begin meanwhile."""
+        self._cut_until_s = max(self._cut_until_s, self._network.time.now_s + for_s)
+        for link in self._links:
+            link.cut(for_s)
 
     def expect(self, address: str) -> None:
         pass

@@ -22,7 +22,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
-from fastdecode.wire.kv.replicating import Replicated, ReplicationNews, Unprotected
+from fastdecode.wire.kv.replicating import NO_STEP, Replicated, ReplicationNews, Unprotected
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker, Welcome
 from fastdecode.wire.transport import Connection
 from rworker.books import Books
@@ -133,8 +133,10 @@ class _Replica:
     def is_owed(self) -> bool:
         return not self._is_open or self.mirror.is_owed
 
-    def take_answers(self) -> None:
-        """Raises FastDecodeError: the neighbour is gone, or refuses."""
+    def take_answers(self) -> bool:
+        """Whether the neighbour has made room for the replica just now. Raises
+        FastDecodeError: it is gone, or refuses."""
+        was_open = self._is_open
         while (answer := self.connection.poll()) is not None:
             if isinstance(answer, Failed):
                 raise ProtocolError(f"{answer.worker} says: {answer.message}", code=answer.code)
@@ -148,6 +150,7 @@ class _Replica:
                 f"{self.connection.peer} hasn't answered for {WELCOME_S:g} s: can this host "
                 "reach it?"
             )
+        return self._is_open and not was_open
 
     def send(self) -> None:
         """Some changes, and at most one chunk. Raises as above."""
@@ -239,16 +242,28 @@ class Links:
         """A unit of each link."""
         self._num_ended = 0
         for replica in list(self._replicas.values()):
-            holder = replica.link.holder
             try:
-                replica.take_answers()
-                replica.send()
-                for lane, step in replica.mirror.take_held().items():
-                    self._tell(replica.link.to, Replicated(holder, lane, step))
+                self._advance(replica)
             except FastDecodeError as error:
-                logger.warning("holder %d has no replica any more: %s", holder, error.message)
-                self.drop(holder)
-                self._tell(replica.link.to, Unprotected(holder, error.message))
+                self._end(replica, error.message)
+            except Exception as error:
+                logger.exception("a link is given up")
+                self._end(replica, f"{type(error).__name__}: {error}")
+
+    def _advance(self, replica: _Replica) -> None:
+        to, holder = replica.link.to, replica.link.holder
+        if replica.take_answers():
+            self._tell(to, Replicated(holder, 0, NO_STEP))
+        replica.send()
+        for lane, step in replica.mirror.take_held().items():
+            self._tell(to, Replicated(holder, lane, step))
+
+    def _end(self, replica: _Replica, reason: str) -> None:
+        """The cache has no replica any more."""
+        holder = replica.link.holder
+        logger.warning("holder %d has no replica any more: %s", holder, reason)
+        self.drop(holder)
+        self._tell(replica.link.to, Unprotected(holder, reason))
 
     def drop(self, holder: HolderId) -> None:
         """The cache, or its link, is over."""

@@ -113,7 +113,7 @@ class Mirror:
         while not self._ready:
             if self._changes:
                 self._ready.extend(self._make(self._changes.popleft()))
-            elif not self._has_credit or not self._read_on():
+            elif not self._read_on():
                 return None
         message = self._ready.popleft()
         if isinstance(message, StoreChunk):
@@ -164,10 +164,6 @@ class Mirror:
         """Tokens that are in every layer of the cache and haven't been sent."""
         return int(sum(self._news()[1]))
 
-    @property
-    def _has_credit(self) -> bool:
-        return not self.num_unacknowledged or self.num_unacknowledged < self._link_bytes
-
     def _mark_ended(self) -> None:
         """All of the steps that have ended is sent: the last answer that is due says so."""
         marked = self._due[-1].steps if self._due else self._held
@@ -214,8 +210,16 @@ class Mirror:
         some = behind > 0
         return ids[some].tolist(), behind[some].tolist()
 
+    def _has_credit(self, num_bytes: int) -> bool:
+        """Whether so many more may be under way."""
+        under_way = self.num_unacknowledged
+        return not under_way or under_way + num_bytes <= self._link_bytes
+
     def _read_on(self) -> bool:
-        """Read the next chunk, if there is anything to be read; all changes are made."""
+        """Read the next chunk, if there is anything to be read, and credit for
+        it; all changes are made."""
+        if not self._has_credit(1):
+            return False
         room = self._most_tokens
         tokens: dict[int, int] = {}
         for sequence, count in zip(*self._news(), strict=True):
@@ -223,7 +227,8 @@ class Mirror:
                 break
             tokens[sequence] = min(room, count)
             room -= tokens[sequence]
-        if not tokens:
+        kv = self._books.hello.kv
+        if not tokens or not self._has_credit(self._num_bytes(kv.num_layers, tokens)):
             return False
         new = {
             sequence: more

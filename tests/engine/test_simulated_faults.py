@@ -15,11 +15,11 @@ import pytest
 from scripted_engine import HELLO, KV, Rig, assemble, continued, request
 from simulated_cluster import Network
 
-from examples import examples
+from examples import TRIES_ALL, examples
 
 pytest.importorskip("zmq")
 
-from fastdecode.core.errors import WorkerError
+from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.replacements import AddressReplacements
@@ -54,6 +54,8 @@ class Trial:
             kinds = (*KINDS, "apart") if replicated else KINDS
             number, kind = chance.randrange(num_workers), chance.choice(kinds)
             self.network.when_sent(int(2 ** chance.uniform(0, 9.5)), self._fault(number, kind))
+        if replicated and chance.random() < 0.3:
+            self._fault(chance.randrange(num_workers), "apart")()  # from the beginning
         self.made = self._start(blocks, replicated=replicated)
 
     def _request(self, name: str) -> Request:
@@ -78,8 +80,7 @@ class Trial:
             if kind == "cut":
                 link.cut(long_s)
             if kind == "apart":
-                for neighbour in process.neighbours.links:
-                    neighbour.cut(long_s)
+                process.neighbours.cut(long_s)
             if kind == "flicker":
                 link.cut(short_s)
             if kind == "crash" and process.is_up:
@@ -137,10 +138,16 @@ class Trial:
                 assert len(self.made.fleet.lost) == len(self.made.fleet)
                 return False
             self.network.time.pass_by(engine.pause_s)
+            self._check_losses()
             self.made.lifecycle.check_invariants()
             for process in self.network.processes:
                 process.state.check_invariants()
         raise AssertionError("it doesn't get on")
+
+    def _check_losses(self) -> None:
+        """Nobody was given up for what was said, since nobody here says anything wrong."""
+        for error in self.made.fleet.gone.values():
+            assert error.code != ProtocolError.default_code, str(error)
 
     def _cancel_one(self) -> None:
         chosen = self.chance.choice(self.asked).request_id
@@ -171,7 +178,7 @@ def test_no_fault_changes_a_token_or_leaves_anything_behind(
 ) -> None:
     caplog.set_level(logging.CRITICAL + 1)
     ended = resumed = 0
-    number = examples(20 if replicated else 50)
+    number = examples(50) if TRIES_ALL or not replicated else examples(24)
     for seed in range(first, first + number):
         trial = Trial(seed, replicated=replicated)
         try:
@@ -185,4 +192,4 @@ def test_no_fault_changes_a_token_or_leaves_anything_behind(
             story = "\n".join([f"seed {seed}: {error}", *trial.story, *told])
             raise AssertionError(story) from error
     assert ended > number // 2
-    assert resumed or not replicated
+    assert resumed or not replicated or not TRIES_ALL  # every fifth trial comes to it

@@ -11,6 +11,7 @@ from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, Worker, attend, step_
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.wire.kv.chunks import ChunkForm, ChunkStored, StoreChunk
+from fastdecode.wire.kv.replicating import Replicate
 from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Accepted,
@@ -176,6 +177,13 @@ def test_an_s_worker_rolls_its_own_cache_back(peers: Peers) -> None:
     again = step_of((1, 4, 1), (2, 0, 2), step=2)
     peers.say(S_WORKER, again)
     assert len(peers.say(S_WORKER, attend(again, 0))) == 1
+
+
+def test_a_cache_with_a_replica_is_not_rolled_back_behind_its_back(peers: Peers) -> None:
+    peers.from_peer(S_WORKER, OpenSequence(1, 10))
+    peers.say(S_WORKER, Replicate("r1", "", 1 << 20, holder=1))
+    failed = peers.from_peer(S_WORKER, take((1, 4), holder=1))
+    assert isinstance(failed, Failed) and "has a replica" in failed.message
 
 
 def test_tokens_that_were_still_to_come_are_forgotten(peers: Peers) -> None:

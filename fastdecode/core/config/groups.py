@@ -356,7 +356,7 @@ class Cluster:
         64 << 20,
         "with replicas: most bytes of K and V under way to an R-worker's neighbour, unanswered",
         low=1 << 16,
-        high=1 << 40,
+        high=1 << 30,
         unit="bytes",
     )
     min_r_workers: int = option(

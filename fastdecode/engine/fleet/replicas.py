@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.schedule.life import events
 from fastdecode.schedule.ring import RecoveryPlan, ResumePoint, num_offered, plan_recovery
-from fastdecode.wire.kv.replicating import Replicate, Replicated
+from fastdecode.wire.kv.replicating import NO_STEP, Replicate, Replicated
 from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
-from fastdecode.wire.messages import MAX_ID, Hello, Welcome
+from fastdecode.wire.messages import MAX_ID, MAX_LANES, Hello, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,8 @@ class Replicas:
         self._link_bytes = link_bytes
         self._session = session
         self._clock = clock
-        self._without: set[HolderId] = set()  # those that have no replica (any more)
+        self._starting = set(ring)  # those of whose replica nobody has heard yet
+        self._without: set[HolderId] = set()  # those that have none, or not any more
         self._unprotected_since_s: float | None = None
         self._held: dict[HolderId, dict[int, int]] = {}  # what each one's neighbour has: lane, step
         self._failing: dict[HolderId, Failover] = {}
@@ -133,6 +135,7 @@ class Replicas:
         for holder in self._ring:
             keeper, guest = (self._addresses[self._beside(holder, step)] for step in (1, -1))
             self._fleet.send(holder, Replicate(keeper, guest, self._link_bytes))
+        self._count_unprotected()
 
     def take_news(self) -> None:
         """Take in what R-workers have said of their replicas."""
@@ -140,7 +143,7 @@ class Replicas:
         for news in self._fleet.take_told():
             holder = HolderId(news.holder)
             if isinstance(news, Replicated):
-                self._held.setdefault(holder, {})[news.lane] = news.step
+                self._take_held(holder, news)
             else:
                 name = self._fleet.peer(holder)
                 logger.warning("%s has no replica any more: %s", name, news.reason)
@@ -200,22 +203,33 @@ class Replicas:
         """Who keeps a holder's replica (1), or whose is kept there (-1)."""
         return self._ring[(self._ring.index(holder) + step) % len(self._ring)]
 
+    def _take_held(self, holder: HolderId, news: Replicated) -> None:
+        """So far its neighbour has its cache."""
+        if not (0 <= news.lane < MAX_LANES and NO_STEP <= news.step <= MAX_ID):
+            text = f"{self._fleet.peer(holder)} speaks of step {news.step} of lane {news.lane}"
+            self._fleet.lose(holder, ProtocolError(text))
+            return
+        self._held.setdefault(holder, {})[news.lane] = news.step
+        if holder in self._starting:
+            self._starting.remove(holder)
+            self._count_unprotected()
+
     def _plan(self, holder: HolderId) -> RecoveryPlan:
         """What becomes of the holders that are lost, by their places in the ring."""
+        bare = self._without | self._starting
         lost, acked = self._fleet.lost, self._held.get(holder, {})
         lanes = [acked.get(lane, -1) for lane in range(1 + max(acked, default=0))]
         failed = [HolderId(place) for place, one in enumerate(self._ring) if one in lost]
-        without = [HolderId(place) for place, one in enumerate(self._ring) if one in self._without]
+        without = [HolderId(place) for place, one in enumerate(self._ring) if one in bare]
         return plan_recovery(len(self._ring), failed, lanes, without)
 
     def _lack(self, holders: set[HolderId]) -> None:
         """These have no replica any more."""
-        self._count_unprotected()
         self._without |= holders
-        self._unprotected_since_s = self._clock()
+        self._count_unprotected()
 
     def _count_unprotected(self) -> None:
+        now = self._clock()
         if self._unprotected_since_s is not None:
-            now = self._clock()
             self.figures.unprotected_s += now - self._unprotected_since_s
-            self._unprotected_since_s = now
+        self._unprotected_since_s = now if self._without | self._starting else None

@@ -6,7 +6,7 @@ message             direction  meaning, and the answer
 ``Replicate``       S → R      from now on a neighbour is to keep a replica of the
                                cache, or nobody any more; no answer
 ``Replicated``      R → S      unasked: the neighbour has all that was cached when a
-                               lane's step had ended
+                               lane's step had ended; before that, that it is there
 ``Unprotected``     R → S      unasked: nobody keeps the replica any more, and why
 ==================  =========  ======================================================
 
@@ -24,8 +24,11 @@ from typing import Any, Final, TypeAlias
 
 from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder, Worded
 
-MOST_LINK_BYTES: Final = 1 << 40
-"""That a link may be told to have under way."""
+MOST_LINK_BYTES: Final = 1 << 30
+"""That a link may be told to have under way; a peer that is busy takes in
+twice as much before it gives a connection up."""
+NO_STEP: Final = -1
+"""In the place of a step's number: none has ended yet."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Replicated:
     holder: int
     lane: int
     step: int
-    """The last of the lane that the neighbour has in every layer."""
+    """The last of the lane that the neighbour has in every layer; ``NO_STEP``:
+    it has made room for a replica, and nothing else was said before."""
 
 
 @dataclass(frozen=True)

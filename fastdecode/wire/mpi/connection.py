@@ -69,7 +69,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.heard_s: float | None = time.monotonic() if gives_signs else None
         self.told = False
         """Whether the caller has been told the end."""
-        self._incoming.post()
+        self._tidy()  # the rank may be dead already: MPI says so at the first receive
 
     @property
     def peer(self) -> str:

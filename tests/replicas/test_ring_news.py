@@ -1,0 +1,98 @@
+"""What the engine makes of what R-workers say of their replicas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from state_machine import HELLO
+
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.replicas import Replicas
+from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
+from fastdecode.wire.kv.replicating import NO_STEP, Replicate, Replicated
+from fastdecode.wire.messages import MAX_LANES, FromRWorker, OpenSequence, ToRWorker, Welcome
+
+End = InprocConnection[FromRWorker, ToRWorker]
+SESSION = 5
+HOLDERS = [HolderId(0), HolderId(1), HolderId(2)]
+
+
+class Ring:
+    """Three R-workers, in whose hands it is what they say."""
+
+    def __init__(self) -> None:
+        hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+        self.ends: list[End] = [
+            connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"R-worker r{i}")[1]
+            for i in HOLDERS
+        ]
+        self.now_s = 0.0
+        self.fleet = Fleet(hub, 60.0)
+        hello = replace(HELLO, session=SESSION)
+        for end in self.ends:
+            end.send(Welcome("r", 10, hello.kv.block_size, 1))
+        self.fleet.greet(hello)
+        names = [f"r{i}" for i in HOLDERS]
+        self.replicas = Replicas(
+            self.fleet, HOLDERS, names, 1 << 20, SESSION, clock=lambda: self.now_s
+        )
+        self.replicas.begin()
+
+    def say(self, holder: int, lane: int, step: int, of: int | None = None) -> None:
+        """An R-worker tells how far a replica is; its own, if nothing else is said."""
+        self.ends[holder].send(Replicated(holder if of is None else of, lane, step))
+        self.fleet.look()
+        self.replicas.take_news()
+
+    def lose(self, holder: int) -> bool:
+        self.ends[holder].close()
+        self.fleet.look()
+        (lost,) = (lost for lost, _ in self.fleet.take_losses())
+        return self.replicas.lose(lost)
+
+    def told(self, holder: int) -> list[ToRWorker]:
+        told = []
+        while (message := self.ends[holder].poll()) is not None:
+            told.append(message)
+        return told
+
+
+def test_a_replica_is_there_when_its_owner_has_said_so() -> None:
+    """A neighbour that is asked for one that it hasn't would be lost, too."""
+    ring = Ring()
+    ring.say(0, 0, NO_STEP)
+    assert ring.lose(0)
+    assert not ring.lose(1), "nothing was heard of its replica"
+    assert ring.replicas.figures.num_recomputed_holders == 1
+
+
+def test_time_without_a_replica_counts_from_the_beginning() -> None:
+    ring = Ring()
+    for holder in HOLDERS:
+        ring.now_s += 1.0
+        ring.say(holder, 0, NO_STEP)
+    assert ring.replicas.figures.unprotected_s == 3.0
+    ring.now_s += 1.0
+    ring.say(0, 1, 7)
+    assert ring.replicas.figures.unprotected_s == 3.0
+    assert ring.lose(1)
+    ring.now_s += 2.0
+    ring.replicas.take_news()
+    assert ring.replicas.figures.unprotected_s == 5.0
+    assert [type(x) for x in ring.told(0)][-2:] == [Replicate, Replicate]
+
+
+@pytest.mark.parametrize(
+    ("lane", "step", "of"),
+    [(MAX_LANES, 1, 1), (-1, 1, 1), (0, -2, 1), (0, 1, 2), (0, 1, -1), (0, 1, 1 << 40)],
+)
+def test_news_that_cannot_be_are_believed_nowhere(lane: int, step: int, of: int) -> None:
+    ring = Ring()
+    ring.say(1, lane, step, of)
+    assert [holder for holder, _ in ring.fleet.take_losses()] == [1]
+    assert ring.fleet.lost[HolderId(1)].code == "protocol_error"
+    assert ring.replicas.lose(HolderId(1)) is False
+    ring.fleet.send(HolderId(0), OpenSequence(1, 8))
+    assert isinstance(ring.told(0)[-1], OpenSequence), "the others go on"

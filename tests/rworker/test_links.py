@@ -1,0 +1,111 @@
+"""A link that gets into trouble: its cache has no replica any more, and nothing
+else happens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from stream_suite import hello_for
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import FastDecodeError, ProtocolError
+from fastdecode.core.holders import HolderId
+from fastdecode.core.spec import KVSpec
+from fastdecode.wire.arrays import Array
+from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
+from fastdecode.wire.kv.replicating import NO_STEP, Replicated, ReplicationNews, Unprotected
+from fastdecode.wire.messages import (
+    Accepted,
+    FromRWorker,
+    Hello,
+    OpenSequence,
+    ToRWorker,
+    Welcome,
+)
+from rworker.books import Books
+from rworker.instructions import EndStep, Follow, Link, ReadChunk
+from rworker.stream.links import LOOK_S, REST_S, Links, NeighbourConnection
+
+KV = KVSpec(2, 2, 8, DType.INT8, 4)
+NUM_BLOCKS = 14
+HOLDER, S_WORKER = HolderId(0), 3
+
+
+class Trouble:
+    """Reads nothing."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def read(self, read: ReadChunk) -> Array:
+        raise self._error
+
+
+class Pair:
+    """An R-worker's links, and the neighbour, in whose hand it is what it says."""
+
+    def __init__(self, error: Exception) -> None:
+        self.books = Books(replace(hello_for(KV), session=5), NUM_BLOCKS)
+        self.told: list[tuple[int, ReplicationNews]] = []
+        self.links = Links(Trouble(error), self, lambda to, news: self.told.append((to, news)))
+        self.neighbour: InprocConnection[FromRWorker, ToRWorker] | None = None
+        link = Link(S_WORKER, HOLDER, self.books, "r1", "r2", 1 << 20)
+        assert self.links.wait_s is None
+        self.links.obey(link)
+
+    def connect(self, address: str) -> NeighbourConnection:
+        assert address == "r1"
+        here, self.neighbour = connect(InprocHub(), "the owner", InprocHub(), "R-worker r1")
+        return here
+
+    def expect(self, address: str) -> None:
+        assert address == "r2"
+
+    def welcome(self, num_blocks: int = NUM_BLOCKS) -> None:
+        assert self.neighbour is not None
+        assert isinstance(self.neighbour.receive(1.0), Hello)
+        self.neighbour.send(Welcome("r1", num_blocks, KV.block_size, 1))
+        self.links.work()
+
+    def decode(self) -> None:
+        """A sequence is opened, and a step of it ends."""
+        change = OpenSequence(1, 8)
+        assert self.books.reserve(change) == Accepted(1)
+        self.links.obey(Follow(HOLDER, change))
+        self.books.store.append(np.array([1]), np.array([3]))
+        self.links.obey(EndStep(HOLDER, 0, 0))
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more memory"), ProtocolError("no")])
+def test_what_cannot_be_read_costs_the_replica_alone(error: Exception) -> None:
+    pair = Pair(error)
+    assert (pair.links.wait_s, pair.told) == (LOOK_S, []), "it waits to be welcomed"
+    pair.welcome()
+    assert pair.told == [(S_WORKER, Replicated(HOLDER, 0, NO_STEP))]
+    pair.decode()
+    assert (pair.links.wait_s, len(pair.told)) == (0, 1)
+    pair.links.work()
+    reason = error.message if isinstance(error, FastDecodeError) else f"MemoryError: {error}"
+    assert pair.told[1:] == [(S_WORKER, Unprotected(HOLDER, reason))]
+    pair.links.obey(EndStep(HOLDER, 0, 1))
+    pair.links.work()
+    assert (pair.links.wait_s, len(pair.told)) == (None, 2)
+
+
+def test_a_neighbour_with_too_little_room_keeps_nothing() -> None:
+    pair = Pair(ProtocolError("no"))
+    pair.welcome(num_blocks=NUM_BLOCKS - 1)
+    ((to, news),) = pair.told
+    assert to == S_WORKER and isinstance(news, Unprotected) and "13 KV blocks" in news.reason
+
+
+def test_a_link_at_rest_looks_now_and_then_whether_the_neighbour_is_there() -> None:
+    pair = Pair(ProtocolError("no"))
+    pair.welcome()
+    assert pair.links.wait_s == REST_S
+    assert pair.neighbour is not None
+    pair.neighbour.close()
+    pair.links.work()
+    assert isinstance(pair.told[-1][1], Unprotected)
