@@ -67,8 +67,9 @@ class OpenTurns:
         place = line.index(turn)
         behind = line[place + 1 :]
         line[place:] = [] if has_failed else behind
-        for each in behind if has_failed else ():
-            each.tell(after_a_failed_turn())
+        if has_failed:
+            for each in behind:
+                each.tell(after_a_failed_turn())
         if not line:
             del self._lines[whose]
         elif place == 0:

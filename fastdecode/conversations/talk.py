@@ -98,7 +98,8 @@ class Talk:
         talking = self._talking.get(whose)
         if talking is not None and talking.turn is turn:
             del self._talking[whose]
-            talking.end(self._conversations, None if output.error else output.completions[0])
+            is_kept = output.error is None
+            talking.end(self._conversations, output.completions[0] if is_kept else None)
         if output.error is not None:
             self._failed.setdefault(whose, _for_later_turns(output.error))
         waiting = self._busy.pop(whose)
