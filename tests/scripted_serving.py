@@ -16,8 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fastdecode.cli.options import add_options
+from fastdecode.cli.options import add_options, given
 from fastdecode.cli.serve import exit_code
+from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.delta import Delta, DeltaQueue, Listener
 from fastdecode.core.errors import CapacityError, FastDecodeError
 from fastdecode.core.host.logs import keep_traces_out
@@ -155,6 +156,7 @@ def _served(engine: ScriptedEngine) -> SimpleNamespace:
 def main() -> int:
     parser = argparse.ArgumentParser()
     add_options(parser.add_argument_group("server"), ServeOptions)
+    add_options(parser.add_argument_group("conversations"), Keeping)
     parser.add_argument("--step-s", type=float, default=0.002)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--kv-tokens", type=int, default=1 << 20)
@@ -169,9 +171,8 @@ def main() -> int:
     fields = [field.name for field in dataclasses.fields(ServeOptions)]
     options = ServeOptions(**{name: getattr(args, name) for name in fields})
     model = Path(__file__).parents[1] / "examples" / "model" / "checkpoint"
-    http = HttpProcess(
-        Opening(str(model), asdict(options), {}, 4096, VOCAB, 256, key_hashes(options))
-    )
+    keys, keeping = key_hashes(options), given(args, Keeping)
+    http = HttpProcess(Opening(str(model), asdict(options), {}, 4096, VOCAB, 256, keys, keeping))
     print(f"listening at {http.address}", flush=True)
     engine = ScriptedEngine(args.step_s, args.width)
     served = _served(engine)

@@ -27,10 +27,12 @@ from fastdecode.cli.options import (
     add_sampling_options,
     check_options,
     engine_options,
+    given,
     sampling_given,
     tell,
 )
 from fastdecode.cli.r_worker import serve_if_r_rank
+from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
 from fastdecode.jobs.stopping import stop_signals
@@ -71,6 +73,7 @@ def add_serve(commands: Any) -> None:
         "length_quantile": f"{LENGTH_QUANTILE}; {unlearned}",
         "expected_output_tokens": f"{EXPECTED_OUTPUT_TOKENS}; {unlearned}",
     })  # fmt: skip
+    add_options(parser.add_argument_group("conversations"), Keeping)
     add_sampling_options(parser, "requests", has_chats=True)
     add_exit_code_option(parser)
     add_log_level_option(parser)
@@ -79,11 +82,11 @@ def add_serve(commands: Any) -> None:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     """The model directory, given by its place or, as other servers have it, by
     ``--model``: one of the two."""
-    given = parser.add_mutually_exclusive_group(required=True)
+    either = parser.add_mutually_exclusive_group(required=True)
     text = "Hugging Face model directory"
     absent = argparse.SUPPRESS  # or the one that isn't given would take the other's place
-    given.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=text)
-    given.add_argument("--model", dest="model", metavar="MODEL", default=absent, help="the same")
+    either.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=text)
+    either.add_argument("--model", dest="model", metavar="MODEL", default=absent, help="the same")
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:
@@ -211,6 +214,7 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
         vocab_size=spec.vocab_size,
         expected_output_tokens=args.expected_output_tokens or EXPECTED_OUTPUT_TOKENS,
         keys=keys,
+        keeping=asdict(Keeping(**given(args, Keeping))),
     )
 
 

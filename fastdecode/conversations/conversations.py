@@ -116,6 +116,18 @@ class Conversations:
         with self._lock:
             self._end_for_good([conversation_id])
 
+    def forget_known(self, conversation_id: str) -> bool:
+        """The same, if there is such a conversation, or its first turn has
+        begun. Returns whether there is."""
+        with self._lock:
+            self._expire()
+            is_known = conversation_id in self._kept or (
+                conversation_id in self._talking and digest_of(conversation_id) not in self._over
+            )
+            if is_known:
+                self._end_for_good([conversation_id])
+            return is_known
+
     def _end_for_good(self, conversation_ids: Sequence[str]) -> None:
         for conversation_id in conversation_ids:
             self._kept.pop(conversation_id, None)

@@ -10,17 +10,30 @@ from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.history import History
 from fastdecode.conversations.turns import Asked, Turn, after_a_failed_turn
 from fastdecode.core.errors import CapacityError, FastDecodeError, RequestError
-from fastdecode.core.sequence import PromptRequest, RequestOutput
+from fastdecode.core.sequence import Completion, PromptRequest, RequestOutput
 
 
 @dataclass(frozen=True)
-class _Talking:
+class BegunTurn:
     """A turn that has begun."""
 
     turn: Turn
     history: History
     """Before it."""
     asked: Asked
+
+    @property
+    def request(self) -> PromptRequest:
+        """What is asked of the engine."""
+        turn = self.turn
+        # The last token of a history was drawn, and never run.
+        cache = replace(turn.cache, turn=max(0, self.asked.num_past - 1))
+        return PromptRequest(turn.request_id, self.asked.token_ids, turn.params, cache)
+
+    def end(self, conversations: Conversations, completion: Completion | None) -> None:
+        """It is over, with this answer or with none."""
+        step = None if completion is None else self.asked.answered(completion)
+        conversations.end(self.turn.conversation_id, self.turn.name, self.history, step)
 
 
 class Talk:
@@ -32,7 +45,7 @@ class Talk:
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
-        self._talking: dict[str, _Talking] = {}  # by conversation
+        self._talking: dict[str, BegunTurn] = {}  # by conversation
         self._busy: dict[str, deque[Turn]] = {}
         """Conversation → its turns that wait for the one that has begun."""
         self._due: deque[Turn] = deque()
@@ -76,10 +89,8 @@ class Talk:
         except BaseException:
             self._conversations.end(turn.conversation_id, turn.name, history)
             raise
-        # The last token of a history was drawn, and never run.
-        cache = replace(turn.cache, turn=max(0, asked.num_past - 1))
-        self._talking[turn.conversation_id] = _Talking(turn, history, asked)
-        return PromptRequest(turn.request_id, asked.token_ids, turn.params, cache)
+        begun = self._talking[turn.conversation_id] = BegunTurn(turn, history, asked)
+        return begun.request
 
     def end(self, turn: Turn, output: RequestOutput) -> None:
         """A turn is over, as this output says."""
@@ -87,8 +98,7 @@ class Talk:
         talking = self._talking.get(whose)
         if talking is not None and talking.turn is turn:
             is_kept = output.error is None
-            step = talking.asked.answered(output.completions[0]) if is_kept else None
-            self._conversations.end(whose, turn.name, talking.history, step)
+            talking.end(self._conversations, output.completions[0] if is_kept else None)
             del self._talking[whose]
         if output.error is not None:
             self._failed.setdefault(whose, _for_later_turns(output.error))
@@ -113,8 +123,8 @@ class Talk:
 
     def leave(self) -> None:
         """Nobody hears any more how turns end: what has begun comes to nothing."""
-        for whose, talking in self._talking.items():
-            self._conversations.end(whose, talking.turn.name, talking.history)
+        for talking in self._talking.values():
+            talking.end(self._conversations, None)
         self._talking.clear()
 
     def text_of(self, turn: Turn) -> str | None:

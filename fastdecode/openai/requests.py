@@ -36,13 +36,14 @@ SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "log
 FIELDS = {
     COMPLETIONS_URL: (
         "model", "prompt", *SAMPLING_FIELDS, "logprobs", "return_token_ids", "cache", "cache_salt",
+        "conversation_id",
     ),
     CHAT_URL: (
         "model", "messages", *SAMPLING_FIELDS, "max_completion_tokens", "logprobs", "top_logprobs",
         "return_token_ids", "chat_template_kwargs", "add_generation_prompt", "cache", "cache_salt",
+        "conversation_id",
     ),
 }  # fmt: skip
-OFFLINE_FIELDS = ("conversation_id",)
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 # Field → values that ask for nothing, beside null.
 NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
@@ -132,7 +133,7 @@ class RequestReader:
         """The request of a body that was posted to ``url``, one of the two. Raises BodyError."""
         is_chat = url == CHAT_URL
         stream = _stream(body) if self.is_online else None
-        _refuse_unsupported(body, url, STREAM_FIELDS if self.is_online else OFFLINE_FIELDS)
+        _refuse_unsupported(body, url, STREAM_FIELDS if self.is_online else ())
         model = body.get("model")
         if model is not None and model not in self.served_model_names:
             names = ", ".join(self.served_model_names)
@@ -145,7 +146,7 @@ class RequestReader:
         prompts = (self._chat(body),) if is_chat else _prompts(body.get("prompt"))
         params = self._params(body, is_chat=is_chat)
         cache = _cache_use(body)
-        whose = None if self.is_online else _conversation(body, params, len(prompts))
+        whose = _conversation(body, params, len(prompts))
         return BodyRequest(prompts, params, is_chat, model, want_token_ids, stream, cache, whose)
 
     def _params(self, body: dict[str, Any], *, is_chat: bool) -> SamplingParams:

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastdecode.conversations.conversations import Conversations
+from fastdecode.conversations.open_turns import OpenTurns
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.checker import RequestChecker
@@ -35,10 +37,12 @@ class Threads:
         """Parse what was asked, put together what is answered."""
         self.templates = ThreadPoolExecutor(1, "templates")
         self.tokenizer = ThreadPoolExecutor(1, "tokenizer")
+        self.conversations = ThreadPoolExecutor(1, "conversations")
+        """Keep turns, on a disk perhaps: one after the other."""
 
     def close(self) -> None:
         """What hasn't begun never does."""
-        for pool in (self.bodies, self.templates, self.tokenizer):
+        for pool in (self.bodies, self.templates, self.tokenizer, self.conversations):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -53,6 +57,7 @@ class Front:
         template: for chats; None: the model has none.
         client: the way to the engine.
         log: of requests.
+        conversations: that requests may be turns of.
     """
 
     opening: Opening
@@ -61,6 +66,7 @@ class Front:
     template: ChatTemplate | None
     client: EngineClient
     log: RequestLog
+    conversations: Conversations = field(default_factory=Conversations)
     threads: Threads = field(default_factory=Threads)
     outlook: Outlook = field(default_factory=Outlook)
     started_s: int = field(default_factory=lambda: int(time.time()))
@@ -77,6 +83,7 @@ class Front:
         self.observations = Observations(opening.max_model_len)
         most = self.options.max_queued_tokens or _TOKENS_UNTIL_READY
         self.admission = Admission(self.options.max_queued_requests, most)
+        self.turns = OpenTurns(self.conversations, self.threads.conversations)
         self._numbers = itertools.count(1)
 
     def trouble(self) -> str | None:
@@ -103,6 +110,7 @@ class Front:
     def close(self) -> None:
         """End the processes that encode and render, and the threads."""
         self.threads.close()
+        self.conversations.close()
         self.codec.close()
         if self.template is not None:
             self.template.close()

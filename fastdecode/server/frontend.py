@@ -18,6 +18,7 @@ from pathlib import Path
 
 import uvicorn
 
+from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.server.channel import AsyncChannel
@@ -136,7 +137,9 @@ def _open_front(opening: Opening, options: ServeOptions, channel: AsyncChannel) 
         Path(opening.model), None if template_file is None else Path(template_file)
     )
     log = RequestLog(options.request_log)
-    return Front(opening, options, codec, template, EngineClient(channel.send), log)
+    conversations = Keeping(**opening.keeping).open(Path(opening.model))
+    client = EngineClient(channel.send)
+    return Front(opening, options, codec, template, client, log, conversations)
 
 
 def _listen(options: ServeOptions) -> tuple[socket.socket, str]:

@@ -54,6 +54,8 @@ class Opening:
     """Of a request that doesn't say its max_tokens."""
     keys: Sequence[str]
     """SHA-256, in hex."""
+    keeping: Mapping[str, Any] = field(default_factory=dict)
+    """``Keeping``, of conversations."""
 
 
 @dataclass(frozen=True)
@@ -180,13 +182,13 @@ def _request_to_json(request: Request) -> list[Any]:
     params = {f.name: getattr(request.params, f.name) for f in fields(SamplingParams)}
     return [
         request.request_id, request.prompt_token_ids, params, request.max_tokens, request.seed,
-        request.cache.is_off, request.cache.salt,
+        request.cache.is_off, request.cache.salt, request.cache.turn,
     ]  # fmt: skip
 
 
 def _request_from_json(said: Any) -> Request:
-    request_id, token_ids, params, max_tokens, seed, is_off, salt = said
-    cache = CacheUse(is_off is True, salt)
+    request_id, token_ids, params, max_tokens, seed, is_off, salt, turn = said
+    cache = CacheUse(is_off is True, salt, turn)
     return Request(request_id, tuple(token_ids), SamplingParams(**params), max_tokens, seed, cache)
 
 

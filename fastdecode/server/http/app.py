@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from fastdecode.conversations.turns import check_id
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
 from fastdecode.server.front import Front
 from fastdecode.server.http import info, tokens
@@ -19,6 +20,7 @@ from fastdecode.server.http.bodies import Disconnected
 from fastdecode.server.http.errors import SERVER, Refused
 from fastdecode.server.http.exchange import REFUSED, Exchange, Receive, Send, WriteTimeout
 from fastdecode.server.http.generate import Generation
+from fastdecode.server.http.preparing import typed
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,17 @@ async def completions(front: Front, exchange: Exchange) -> None:
 async def chat_completions(front: Front, exchange: Exchange) -> None:
     """Continue a conversation."""
     await Generation(front, exchange, CHAT_URL).run()
+
+
+async def forget(front: Front, exchange: Exchange) -> None:
+    """End a conversation, and keep nothing of it."""
+    with typed():
+        whose = check_id(exchange.scope["path_params"]["conversation_id"])
+        if not await front.turns.forget(whose):
+            text = "there is no such conversation, or it is over"
+            raise Refused(404, text, "conversation_not_found", param="conversation_id")
+    said = {"id": whose, "object": "conversation.deleted", "deleted": True}
+    await exchange.answer_json(said)
 
 
 _GET: dict[str, Handler] = {
@@ -54,12 +67,17 @@ _POST: dict[str, Handler] = {
     "/tokenize": tokens.tokenize,
     "/detokenize": tokens.detokenize,
 }
+_DELETE: dict[str, Handler] = {"/v1/conversations/{conversation_id:path}": forget}
 
 
 def make_app(front: Front) -> Starlette:
     """The routes as an ASGI application; the guard goes around it."""
-    every = [("GET", path, handler) for path, handler in _GET.items()]
-    every += [("POST", path, handler) for path, handler in _POST.items()]
+    tables = {"GET": _GET, "POST": _POST, "DELETE": _DELETE}
+    every = [
+        (method, path, handler)
+        for method, table in tables.items()
+        for path, handler in table.items()
+    ]
     routes = [
         Route(path, _Endpoint(front, handler), methods=[method]) for method, path, handler in every
     ]

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
-from fastdecode.server.client import OpenRequests
 from fastdecode.server.http.errors import NOT_AGAIN, SERVER, Refused
 from fastdecode.server.options import ServeOptions
 
 QUEUE_TIMEOUT = "queue_timeout"
+
+
+class Timed(Protocol):
+    """What a client waits for."""
+
+    accepted_s: float
+    first_s: float | None
+    """When the first token came."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +25,7 @@ class Deadlines:
     """Those of one request, from when it was accepted."""
 
     options: ServeOptions
-    opened: OpenRequests
+    opened: Timed
 
     def patience_s(self, silence_s: float | None) -> float | None:
         """How long to wait for what is next; None: for ever.

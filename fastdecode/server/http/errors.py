@@ -64,6 +64,8 @@ class Refused(Exception):  # noqa: N818  (an answer)
 _CODES: Mapping[str, tuple[int, str, str]] = {
     "model_mismatch": (404, INVALID, "model_not_found"),
     "prompt_too_long": (400, INVALID, "context_length_exceeded"),
+    "conversation_expired": (404, INVALID, "conversation_expired"),
+    "output_failed": (500, SERVER, "conversation_not_kept"),
     "draining": (503, SERVER, "draining"),
     "closed": (503, SERVER, "draining"),
 }
@@ -73,6 +75,7 @@ _WORDS: Mapping[str, str] = {
     "out_of_capacity": "there is no room for this request at present: try again in a while",
     "draining": "the server is shutting down: try again, or elsewhere",
     "closed": "the server is shutting down: try again, or elsewhere",
+    "conversation_not_kept": "the turn can't be kept, so the conversation is as it was before it",
     "non_finite_logits": "the model's output isn't finite for this request",
 }
 

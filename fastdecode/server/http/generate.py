@@ -21,7 +21,7 @@ from fastdecode.server.http.bodies import BodyLimits, Disconnected, read_body
 from fastdecode.server.http.deadlines import QUEUE_TIMEOUT, Deadlines
 from fastdecode.server.http.errors import Refused, refused, unavailable
 from fastdecode.server.http.exchange import IS_LOGGED, Exchange, WriteTimeout
-from fastdecode.server.http.preparing import Preparation, enter
+from fastdecode.server.http.preparing import Preparation, enter, typed
 
 PING_S = 15.0
 """A stream that has nothing to say for so long says a comment, or proxies would
@@ -190,6 +190,9 @@ class Generation:
             if delta.error is not None:
                 raise refused(delta.error)
             self._finish = delta.finish_reason or self._finish
+        if self._preparation.turn is not None:
+            with typed():
+                await self._preparation.turn.hear([delta for _, delta in deltas])
         if opened.all_begun and not had_begun:
             self._front.admission.begun(self._number, time.monotonic())
         if not deltas:
@@ -220,6 +223,8 @@ class Generation:
         """Leave nothing behind, and say how it went."""
         front, opened, exchange = self._front, self._opened, self._exchange
         front.admission.gone(self._number)
+        if self._preparation.turn is not None:
+            self._preparation.turn.leave(has_failed=self._finish != "abort")
         if self._finish == "abort":
             front.observations.aborted.add(1, self._stage)
         if opened is not None:

@@ -17,20 +17,30 @@ from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
+from fastdecode.conversations.history import History
+from fastdecode.conversations.open_turns import OpenTurn
+from fastdecode.conversations.turns import Asked, ChatTurn, PromptTurn, Turn, told_of_turn
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import PromptRequest, Request
-from fastdecode.openai.chat import Chat, Turn
+from fastdecode.openai.chat import Chat
+from fastdecode.openai.chat import Turn as PromptOrChat
 from fastdecode.openai.requests import SAMPLING_FIELDS, BodyError, BodyRequest, blamed
 from fastdecode.server.admission import QueueFull
 from fastdecode.server.front import Front
 from fastdecode.server.http.bodies import Disconnected, parse_object
-from fastdecode.server.http.errors import Refused, refused
+from fastdecode.server.http.deadlines import Deadlines
+from fastdecode.server.http.errors import Refused, refused, unavailable
 from fastdecode.text.encoder import ORDINARY_BYTES_PER_TOKEN
 
 MOST_SEQUENCES = 2048
 """Of one HTTP request."""
 SMALL_BYTES = 16 << 10
 """Bodies of so many are parsed at once: to hand them to a thread takes longer."""
+
+_OF_CONVERSATIONS = (
+    "conversation_expired", "conversation_too_long", "invalid_conversation", "previous_turn_failed",
+)  # fmt: skip
+"""Codes of errors that are the field's ``conversation_id``."""
 
 T = TypeVar("T")
 
@@ -51,6 +61,11 @@ class Preparation:
         self._has_place = False
         self._pending: asyncio.Future[Any] | None = None
         self._is_left = False
+        self.turn: OpenTurn | None = None
+        """That the body is of a conversation, if it is; to be left at the end."""
+        self.accepted_s = time.monotonic()
+        self.first_s: float | None = None
+        """See ``Timed``: no token comes before there is a request."""
 
     async def requests(self, url: str, raw: bytes) -> tuple[BodyRequest, list[Request]]:
         """What a body asks that was posted to ``url``.
@@ -68,15 +83,79 @@ class Preparation:
                 f"{MOST_SEQUENCES} at most",
                 "too_many_sequences",
             )
+        if asked.conversation_id is not None:
+            return asked, [await self._turn_of(asked, asked.conversation_id)]
         requests = []
-        for place, turn in enumerate(asked.prompts):
+        for place, prompt in enumerate(asked.prompts):
             with typed(), _blaming_the_prompt(is_chat=asked.is_chat):
-                token_ids = await self.tokens_of(turn)
+                token_ids = await self.tokens_of(prompt)
                 arrived = PromptRequest(
                     f"{self._number}.{place}", token_ids, asked.params, asked.cache
                 )
                 requests.append(self._front.checker.check(arrived, token_ids))
         return asked, requests
+
+    async def _turn_of(self, asked: BodyRequest, conversation_id: str) -> Request:
+        """The request that a turn of a conversation is, once it is due. Raises
+        as ``requests``."""
+        (prompt,) = asked.prompts
+        checker = self._front.checker
+        with typed(), _blaming_the_prompt(is_chat=asked.is_chat):
+            new = self._prompter(prompt)
+            turn = Turn(f"{self._number}.0", conversation_id, new, asked.params, asked.cache)
+            self._take_place()
+            opened = self.turn = self._front.turns.arrive(turn)
+            await self._until_due(opened)
+            history = await self._done(opened.begin())
+            try:
+                prompt_asked = await self._prompted(new, history)
+                arrived = opened.asks(history, prompt_asked)
+                return checker.check(arrived, prompt_asked.token_ids)
+            except FastDecodeError as error:
+                raise told_of_turn(error) from None
+
+    def _prompter(self, prompt: PromptOrChat) -> ChatTurn | PromptTurn:
+        """Makes a turn's prompt. Raises RequestError: it is no prompt."""
+        front = self._front
+        if not isinstance(prompt, Chat):
+            return PromptTurn(prompt, front.codec)
+        assert front.template is not None, "the reader refuses chats without a template"
+        return ChatTurn(
+            tuple(prompt.messages),
+            front.codec,
+            front.template,
+            prompt.add_generation_prompt,
+            prompt.variables,
+        )
+
+    async def _until_due(self, opened: OpenTurn) -> None:
+        """Wait for the turns before this one."""
+        deadlines = Deadlines(self._front.options, self)
+        self._pending = opened.is_due
+        while not (self._is_left or opened.is_due.done()):
+            await asyncio.wait({opened.is_due}, timeout=deadlines.patience_s(None))
+            if not self._is_left:
+                deadlines.check()
+        if self._is_left:
+            raise Disconnected
+        why_not = opened.is_due.result()
+        if why_not is not None:
+            trouble = self._front.trouble()
+            raise why_not if trouble is None else unavailable(trouble)
+
+    async def _prompted(self, prompter: ChatTurn | PromptTurn, history: History) -> Asked:
+        """A turn's prompt, with all tokens such as the model has."""
+        front, checker = self._front, self._front.checker
+        is_chat = isinstance(prompter, ChatTurn)
+
+        def make() -> Asked:
+            asked = prompter(history)
+            checker.tokenise(asked.token_ids)
+            return asked
+
+        return await self.beside(
+            front.threads.templates if is_chat else front.threads.tokenizer, make
+        )
 
     async def read(self, raw: bytes, read: Callable[[dict[str, Any]], T]) -> T:
         """What ``read`` makes of the JSON object in a body. Raises as ``requests``."""
@@ -84,23 +163,23 @@ class Preparation:
         with typed():
             return await self._maybe_beside(lambda: read(parse_object(raw)))
 
-    async def tokens_of(self, turn: Turn) -> tuple[int, ...]:
+    async def tokens_of(self, prompt: PromptOrChat) -> tuple[int, ...]:
         """A prompt's or a conversation's token ids. Raises RequestError, and as
         ``requests``."""
         front = self._front
-        if isinstance(turn, Chat):
+        if isinstance(prompt, Chat):
             assert front.template is not None, "the reader refuses chats without a template"
             render = partial(
                 front.template.render,
-                turn.messages,
+                prompt.messages,
                 datetime.now(),
-                add_generation_prompt=turn.add_generation_prompt,
-                variables=turn.variables,
+                add_generation_prompt=prompt.add_generation_prompt,
+                variables=prompt.variables,
             )
             text = await self.queued(front.threads.templates, render)
             return await self.encoded(text, add_special_tokens=False)
-        tokenise = partial(front.checker.tokenise, turn)
-        if isinstance(turn, str):
+        tokenise = partial(front.checker.tokenise, prompt)
+        if isinstance(prompt, str):
             return await self.queued(front.threads.tokenizer, tokenise)
         return await self._maybe_beside(tokenise)
 
@@ -117,19 +196,26 @@ class Preparation:
     async def queued(self, threads: Executor, act: Callable[[], T]) -> T:
         """The same as ``beside`` of a body that is only being prepared: from
         the first time on it has a place in the queue. Raises Refused, too."""
+        self._take_place()
+        return await self.beside(threads, act)
+
+    def _take_place(self) -> None:
         if not self._has_place:
             self._has_place = True
             enter(self._front, self._number, 1, self._num_bytes // ORDINARY_BYTES_PER_TOKEN)
-        return await self.beside(threads, act)
 
     async def beside(self, threads: Executor, act: Callable[[], T]) -> T:
         """What ``act`` returns, from one of these threads. Raises what that
         raises, and Disconnected; what hasn't begun then never does."""
         if self._is_left:
             raise Disconnected
-        self._pending = asyncio.get_running_loop().run_in_executor(threads, act)
+        return await self._done(asyncio.get_running_loop().run_in_executor(threads, act))
+
+    async def _done(self, pending: asyncio.Future[T]) -> T:
+        """What it comes to. Raises as ``beside``."""
+        self._pending = pending
         try:
-            done: T = await self._pending
+            done = await pending
         except asyncio.CancelledError:
             if self._is_left:
                 raise Disconnected from None
@@ -178,7 +264,10 @@ def _blaming_the_prompt(*, is_chat: bool) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        if error.code == "invalid_sampling_params":
+        param: str | None
+        if error.code in _OF_CONVERSATIONS:
+            param = "conversation_id"
+        elif error.code == "invalid_sampling_params":
             param = blamed(error, SAMPLING_FIELDS)
         else:
             param = "messages" if is_chat else "prompt"
