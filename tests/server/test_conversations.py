@@ -47,7 +47,12 @@ def test_turns_streamed_and_whole_say_what_an_llm_says(tmp_path: Path) -> None:
     template.write_text(TALK)
     said = ["My secret code is 5132.", "Do you remember it?", "And the day?"]
     messages = [[{"role": "user", "content": each}] for each in said]
-    options: dict[str, Any] = {"dtype": "float32", "kv_memory_gb": 0.02, "prefix_cache": "on"}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_memory_gb": 0.02,
+        "prefix_cache": "on",
+        "block_size": 16,
+    }
     expected = []
     with LLM(str(CHECKPOINT), **options) as llm:
         for new in messages:
@@ -60,7 +65,9 @@ def test_turns_streamed_and_whole_say_what_an_llm_says(tmp_path: Path) -> None:
     assert expected[2][2] > expected[1][2] > 0
     got: dict[str, list[tuple[str, int, int]]] = {"whole": [], "streamed": []}
     with (
-        model_server("--chat-template", str(template), "--prefix-cache", "on") as server,
+        model_server(
+            "--chat-template", str(template), "--prefix-cache", "on", "--block-size", "16"
+        ) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=60) as client,
     ):
         for how, each in got.items():
