@@ -253,7 +253,7 @@ class Executor:
         wanted = self._lifecycle.lives.wanted(step.batch.chunks)
         # Before what the step has ended is freed: the holders have held it all through the step.
         self._count_load(wanted)
-        tokens = step.draws
+        tokens, step.draws = step.draws, None  # or the two would keep each other, and the model
         if isinstance(tokens, Tokens) and tokens.goes_ahead:
             self._coming[step.lane] = tokens
             coming = self._lifecycle.lives.wanted(tokens.chunks)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Collection, Iterator
 
 import pytest
+from schedule_choices import schedule_options
 from scripted_engine import Rig, request, rig
 
 from fastdecode.core.delta import CANCELLED, DeltaQueue
@@ -16,6 +17,8 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.service import EngineService
+from fastdecode.schedule.life.lifecycle import Lifecycle
+from fastdecode.schedule.modes import make_scheduler
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import FromRWorker, Shutdown, ToRWorker, Welcome
 
@@ -113,9 +116,10 @@ def recovery(clock: Clock, timeout_s: float) -> Recovery:
     for i in range(2):
         connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")
     made = Recovery(Fleet(hub, timeout_s=60.0), Nobody(timeout_s), clock)
+    lifecycle = Lifecycle(make_scheduler(schedule_options("greedy", 1), (8, 8), 16))
     for holder in range(2):
         assert not made.is_stranded()
-        made.lose(HolderId(holder), WorkerError(f"r{holder} is gone"))
+        made.lose(HolderId(holder), WorkerError(f"r{holder} is gone"), lifecycle)
     return made
 
 
