@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,16 @@ if TYPE_CHECKING:
     from fastdecode.measure.serving.report import Slo
 
 MAX_REQUESTS = 10_000_000
+DEFAULTS = {
+    "requests": 100,
+    "prompt_tokens": 128,
+    "output_tokens": 64,
+    "spread": 0.0,
+    "cv": 1.0,
+    "speed": 1.0,
+}
+"""What holds where an option isn't given. None of them is a parser's default,
+so that one is refused that would change nothing."""
 
 
 def add_bench_serve(commands: Any) -> None:
@@ -59,22 +68,22 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     )
     when.add_argument("--trace", type=Path, metavar="FILE", help="a server's request log")
     group.add_argument(
-        "--cv", type=float, default=1.0, metavar="C",
+        "--cv", type=float, metavar="C",
         help="variation of the gaps, with --rate: 1 (default) is Poisson, 0 a clock",
     )  # fmt: skip
     group.add_argument(
-        "--speed", type=float, default=1.0, metavar="X", help="with --trace: so many times as fast"
+        "--speed", type=float, metavar="X", help="with --trace: so many times as fast"
     )
     for flag, default, text in (
-        ("--requests", 100, "how many (default: 100)"),
-        ("--prompt-tokens", 128, "of each, on average (default: 128)"),
-        ("--output-tokens", 64, "of each, on average (default: 64)"),
+        ("--requests", None, "how many (default: 100; of a trace: all)"),
+        ("--prompt-tokens", None, "of each, on average (default: 128)"),
+        ("--output-tokens", None, "of each, on average (default: 64)"),
         ("--vocab-size", 1000, "prompts are random tokens from 10 to this (default: 1000)"),
         ("--seed", 0, "of lengths, gaps and prompts (default: 0)"),
     ):
         group.add_argument(flag, type=int, default=default, metavar="N", help=text)
     group.add_argument(
-        "--spread", type=float, default=0.0, metavar="S",
+        "--spread", type=float, metavar="S",
         help="lengths are log-normal with this sigma; 0 (default): all alike",
     )  # fmt: skip
 
@@ -87,13 +96,14 @@ def run_bench_serve(args: argparse.Namespace) -> int:
     from fastdecode.measure.serving.report import Slo, told
 
     _check(args)
+    _set_defaults(args)
     slo = None if args.slo is None else Slo.parse(args.slo)
     endpoint = Endpoint(args.base_url, os.environ.get(KEY_VARIABLE), args.timeout_s)
     model = args.model or asyncio.run(endpoint.model())
     figures = _measured(args, endpoint, model, slo)
+    print(told(figures), flush=True)
     if args.json is not None:
         write_json(args.json, figures, "figures")
-    print(told(figures))
     return EXIT_SOME_FAILED if figures["errors"] else 0
 
 
@@ -102,9 +112,9 @@ def _measured(
 ) -> dict[str, Any]:
     import asyncio
 
-    from fastdecode.measure.serving.load import arriving
+    from fastdecode.measure.serving.load import arriving, closed
     from fastdecode.measure.serving.report import report
-    from fastdecode.measure.serving.run import find_goodput, run_open
+    from fastdecode.measure.serving.run import find_goodput, run_closed, run_open
 
     shape = _shape(args)
     if not args.find_goodput:
@@ -114,10 +124,13 @@ def _measured(
         load = arriving(shape, rate, args.cv)
         return report(asyncio.run(run_open(endpoint, model, load)), slo)
 
-    rate, figures = find_goodput(measure, args.rate, args.attainment, tell)
+    def measure_alone() -> dict[str, Any]:
+        return report(asyncio.run(run_closed(endpoint, model, closed(shape), 1)), slo)
+
+    rate, figures = find_goodput(measure, measure_alone, args.rate, args.attainment, tell)
     if figures is None:
         figures = measure(args.rate)
-    return {**figures, "greatest_rate": rate}
+    return {**figures, "greatest_rate": rate, "wanted_attainment": args.attainment}
 
 
 def _run(
@@ -136,7 +149,7 @@ def _load(args: argparse.Namespace, shape: LoadShape) -> list[Planned]:
     from fastdecode.measure.serving.load import arriving, closed, traced
 
     if args.trace is not None:
-        return traced(args.trace, replace(shape, num_requests=MAX_REQUESTS), args.speed)
+        return traced(args.trace, shape, args.speed)
     return closed(shape) if args.rate is None else arriving(shape, args.rate, args.cv)
 
 
@@ -166,5 +179,19 @@ def _check(args: argparse.Namespace) -> None:
         if value is not None and not low <= value <= high:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {value} is not a number from {low:g} to {high:g}")
+    for name, needed in (("cv", "rate"), ("speed", "trace")):
+        if getattr(args, name) is not None and getattr(args, needed) is None:
+            raise ConfigError(f"--{name} changes nothing without --{needed}")
+    for name in ("prompt_tokens", "output_tokens", "spread"):
+        if args.trace is not None and getattr(args, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} changes nothing with --trace")
     if args.find_goodput and (args.rate is None or args.slo is None):
         raise ConfigError("--find-goodput needs --rate, to begin at, and --slo")
+
+
+def _set_defaults(args: argparse.Namespace) -> None:
+    """Set what isn't given."""
+    for name, default in DEFAULTS.items():
+        if getattr(args, name) is None:
+            is_whole_trace = name == "requests" and args.trace is not None
+            setattr(args, name, MAX_REQUESTS if is_whole_trace else default)

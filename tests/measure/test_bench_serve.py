@@ -90,6 +90,7 @@ def test_the_command_runs_loads_of_every_kind(
             (["--concurrency", "2", "--requests", "5", "--spread", "0.5"], 5),
             (["--rate", "500", "--cv", "3", "--requests", "5", *slo], 5),
             (["--trace", str(log), "--speed", "10", *slo], 7),
+            (["--trace", str(log), "--requests", "2"], 2),
         ):
             assert main(["bench-serve", "--base-url", url, "--json", str(figures), *options]) == 0
             told_of = json.loads(figures.read_text())
@@ -99,7 +100,12 @@ def test_the_command_runs_loads_of_every_kind(
         never = ["--rate", "500", "--find-goodput", "--slo", "ttft=0.001ms", "--requests", "2"]
         assert main(["bench-serve", "--base-url", url, "--json", str(figures), *never]) == 0
         assert json.loads(figures.read_text())["greatest_rate"] == 0
-    assert "0.0% kept the SLO" in capsys.readouterr().err
+        lost = ["--requests", "1", "--json", str(tmp_path / "nowhere" / "figures.json")]
+        said = capsys.readouterr()
+        assert main(["bench-serve", "--base-url", url, *lost]) == 2
+        assert "1 of 1 requests answered" in capsys.readouterr().out, "what took hours isn't lost"
+    assert "0.0% kept the SLO" in said.err
+    assert "no rate was found at which 90.0% of requests keep the SLO" in said.out
 
 
 def test_the_client_says_when_it_was_the_limit() -> None:
@@ -135,10 +141,39 @@ def test_the_greatest_good_rate_is_found(limit: float) -> None:
     def measure(rate: float) -> dict[str, Any]:
         return {"attainment": float(rate <= limit), "client_was_the_limit": False}
 
-    rate, figures = find_goodput(measure, 2.0, 0.9, lambda text: None)
+    def alone() -> dict[str, Any]:
+        return measure(0)
+
+    rate, figures = find_goodput(measure, alone, 2.0, 0.9, lambda text: None)
     assert limit * 0.97 <= rate <= limit and figures is not None
-    none, figures = find_goodput(lambda rate: {**measure(rate), "attainment": 0.0}, 2.0, 0.9, print)
+    none, figures = find_goodput(
+        lambda rate: {**measure(rate), "attainment": 0.0}, alone, 2.0, 0.9, print
+    )
     assert (none, figures) == (0.0, None)
+
+
+def test_where_not_even_requests_alone_are_good_no_low_rate_is_tried() -> None:
+    rates: list[float] = []
+    bad = {"attainment": 0.5, "client_was_the_limit": False}
+
+    def measure(rate: float) -> dict[str, Any]:
+        rates.append(rate)
+        return bad
+
+    assert find_goodput(measure, lambda: bad, 2.0, 0.9, print) == (0.0, bad)
+    assert rates == [2.0], "a hundred requests at a thousandth of a rate take a day"
+
+
+def test_several_prompts_and_choices_of_a_log_are_requests_of_their_own(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    line = {"time": 7, "prompt_tokens": 40, "output_tokens": 48, "n": 3, "prompts": 4}
+    log.write_text(json.dumps(line) + "\n")
+    load = traced(log, SHAPE)
+    assert [(len(each.prompt), each.output_tokens) for each in load] == [(10, 4)] * 12
+    for bad in (0, 1 << 60, "x"):
+        log.write_text(json.dumps({**line, "n": bad}) + "\n")
+        with pytest.raises(ConfigError, match="line 1 is no line"):
+            traced(log, SHAPE)
 
 
 async def scripted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -271,6 +306,9 @@ def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         ([*base, "http://x", "--timeout-s", "0"], "--timeout-s"),
         ([*base, "http://x", "--rate", "-1"], "--rate"),
         ([*base, "http://x", "--find-goodput"], "--find-goodput needs"),
+        ([*base, "http://x", "--cv", "2"], "--cv changes nothing without --rate"),
+        ([*base, "http://x", "--rate", "2", "--speed", "2"], "nothing without --trace"),
+        ([*base, "http://x", "--trace", "f", "--output-tokens", "2"], "nothing with --trace"),
     ):
         assert main(words) == 2
         assert match in capsys.readouterr().err

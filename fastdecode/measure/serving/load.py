@@ -13,6 +13,8 @@ from fastdecode.core.errors import ConfigError
 
 FIRST_TOKEN = 10
 """Lower ids are often special."""
+_MAX_CHOICES = 1 << 16
+"""Of one line of a request log."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def arriving(shape: LoadShape, rate: float, cv: float = 1.0) -> list[Planned]:
 
 
 def traced(path: Path, shape: LoadShape, speed: float = 1.0) -> list[Planned]:
-    """A request log's requests, as far as they were answered.
+    """A request log's requests, as far as they were answered. One of several
+    prompts or choices counts as that many: they were answered side by side.
 
     Args:
         speed: so many times as fast.
@@ -83,9 +86,7 @@ def traced(path: Path, shape: LoadShape, speed: float = 1.0) -> list[Planned]:
     except OSError as error:
         raise ConfigError(f"--trace {path}: {error.strerror}") from None
     for number, line in enumerate(lines, 1):
-        entry = _entry(line, f"--trace {path}, line {number}")
-        if entry is not None:
-            found.append(entry)
+        found += _entries(line, f"--trace {path}, line {number}")
     if not found:
         raise ConfigError(f"--trace {path} has no request with time, prompt and output tokens")
     found.sort()
@@ -96,13 +97,21 @@ def traced(path: Path, shape: LoadShape, speed: float = 1.0) -> list[Planned]:
     ]
 
 
-def _entry(line: str, where: str) -> tuple[float, int, int] | None:
+def _entries(line: str, where: str) -> list[tuple[float, int, int]]:
+    """When, and of how many tokens of prompt and output, for each choice of
+    each prompt. Raises ConfigError."""
     try:
         said: Mapping[str, Any] = json.loads(line)
         if not said.get("output_tokens"):
-            return None
-        return float(said["time"]), int(said["prompt_tokens"]), int(said["output_tokens"])
-    except (ValueError, KeyError, TypeError, AttributeError):
+            return []
+        num_prompts = int(said.get("prompts", 1))
+        num_choices = num_prompts * int(said.get("n", 1))
+        if not 1 <= num_prompts <= num_choices <= _MAX_CHOICES:
+            raise ValueError
+        num_prompt = round(int(said["prompt_tokens"]) / num_prompts)
+        num_output = max(1, round(int(said["output_tokens"]) / num_choices))
+        return [(float(said["time"]), num_prompt, num_output)] * num_choices
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise ConfigError(f"{where} is no line of a request log") from None
 
 

@@ -140,6 +140,8 @@ def told(figures: dict[str, Any]) -> str:
             f"goodput {figures['goodput_per_s']:.2f} requests/s; "
             f"{figures['attainment']:.1%} of requests kept the SLO"
         )
+    if "greatest_rate" in figures:
+        lines.append(_told_rate(figures["greatest_rate"], figures["wanted_attainment"]))
     if figures["client_was_the_limit"]:
         lag_ms = figures["client_lag_s"]["p99"] * 1e3
         lines.append(
@@ -147,3 +149,12 @@ def told(figures: dict[str, Any]) -> str:
             "rate, or another machine"
         )
     return "\n".join(lines)
+
+
+def _told_rate(rate: float, attainment: float) -> str:
+    if not rate:
+        return f"no rate was found at which {attainment:.1%} of requests keep the SLO"
+    return (
+        f"greatest rate found at which {attainment:.1%} of requests keep the SLO: "
+        f"{rate:.3g} requests/s"
+    )

@@ -46,6 +46,7 @@ async def run_closed(
 
 def find_goodput(
     measure: Callable[[float], dict[str, Any]],
+    measure_alone: Callable[[], dict[str, Any]],
     first_rate: float,
     attainment: float,
     tell: Callable[[str], None],
@@ -55,9 +56,14 @@ def find_goodput(
 
     Args:
         measure: the figures at a rate.
+        measure_alone: the figures of requests that have the server for
+            themselves, one after the other. Asked once, where the first rate is
+            too great: if those don't keep the SLO, no rate does, and to look for
+            it at ever lower ones would take hours.
 
     Returns:
-        The rate, 0 if there is none, and the figures at it.
+        The rate, 0 if there is none, and the figures at it or, if not even
+        requests alone keep the SLO, theirs.
     """
     best, figures = 0.0, None
     bad: float | None = None
@@ -71,6 +77,11 @@ def find_goodput(
             if now["client_was_the_limit"]:
                 break
         else:
+            if bad is None and not best:
+                alone = measure_alone()
+                tell(f"one request at a time: {alone['attainment']:.1%} kept the SLO")
+                if alone["attainment"] < attainment:
+                    return 0.0, alone
             bad = rate
         if bad is not None and bad - best <= 0.03 * bad:
             break
