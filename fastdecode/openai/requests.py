@@ -134,7 +134,17 @@ class RequestReader:
         is_chat = url == CHAT_URL
         stream = _stream(body) if self.is_online else None
         _refuse_unsupported(body, url, STREAM_FIELDS if self.is_online else ())
-        model = body.get("model")
+        model = self.model_of(body)
+        want_token_ids = _boolean(body, "return_token_ids") is True
+        prompts = (self._chat(body),) if is_chat else _prompts(body.get("prompt"))
+        params = self._params(body, is_chat=is_chat)
+        cache = _cache_use(body)
+        whose = _conversation(body, params, len(prompts))
+        return BodyRequest(prompts, params, is_chat, model, want_token_ids, stream, cache, whose)
+
+    def model_of(self, body: dict[str, Any]) -> str | None:
+        """The model that a body names. Raises BodyError: it isn't served."""
+        model: str | None = body.get("model")
         if model is not None and model not in self.served_model_names:
             names = ", ".join(self.served_model_names)
             refuse(
@@ -142,12 +152,7 @@ class RequestReader:
                 f"{str(model)[:_SHOWN]!r} isn't served here, only {names}: see --served-model-name",
                 "model_mismatch",
             )
-        want_token_ids = _boolean(body, "return_token_ids") is True
-        prompts = (self._chat(body),) if is_chat else _prompts(body.get("prompt"))
-        params = self._params(body, is_chat=is_chat)
-        cache = _cache_use(body)
-        whose = _conversation(body, params, len(prompts))
-        return BodyRequest(prompts, params, is_chat, model, want_token_ids, stream, cache, whose)
+        return model
 
     def _params(self, body: dict[str, Any], *, is_chat: bool) -> SamplingParams:
         # null is the same as not given
@@ -272,8 +277,9 @@ def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> 
             continue
         if nothing is not None and value is not None and value not in nothing:
             refuse(name, "is not supported: leave it out", "unsupported_field")
-    for name, its_url in (("prompt", COMPLETIONS_URL), ("messages", CHAT_URL)):
-        if name in body and url != its_url:
+    its_url = COMPLETIONS_URL if url == CHAT_URL else CHAT_URL
+    for name in body:
+        if name in FIELDS[its_url] and name not in FIELDS[url]:
             refuse(name, f"belongs to {its_url}, not to {url}", "unknown_field")
     refuse_unknown(body, (*FIELDS[url], *also, *LABELS), NOT_SUPPORTED, "the body")
 

@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import socket
+import ssl
 import stat
 import sys
 import time
@@ -80,7 +81,7 @@ async def _serve(connected: socket.socket) -> None:
         front = _open_front(opening, options, channel)
         guard = Guard(make_app(front), opening.keys, open_metrics=options.open_metrics)
         server = _Server(_config(options, Refusals(guard, front)))
-        server.config.load()
+        _load(server.config, options)
     except (FastDecodeError, OSError) as error:
         channel.send(Unfit(str(error)))
         await channel.close()
@@ -102,8 +103,19 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _load(config: uvicorn.Config, options: ServeOptions) -> None:
+    """Raises ConfigError: TLS's files are of no use."""
+    try:
+        config.load()
+    except OSError as error:
+        files = f"--tls-cert {options.tls_cert}, --tls-key {options.tls_key}"
+        why = "are no certificate and its key, both in PEM"
+        if not isinstance(error, ssl.SSLError):
+            why = f"can't be read: {error.strerror}"
+        raise ConfigError(f"{files} {why}") from None
+
+
 def _config(options: ServeOptions, app: Refusals) -> uvicorn.Config:
-    """Raises OSError: TLS's files are of no use."""
     most_connections = room_for_connections(options.max_connections)
     if most_connections < options.max_connections:
         logger.warning(

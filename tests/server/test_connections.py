@@ -85,7 +85,13 @@ def test_of_uvicorn_there_is_what_is_built_upon() -> None:
         assert f"self.{name}:" in made or f"self.{name} =" in made, name
     for name in ("response_complete", "disconnected", "message_event", "keep_alive", "more_body"):
         assert f"self.{name} =" in made, name
-    for name in ("_start_asgi_task", "on_header", "on_response_complete", "send_400_response"):
+    for name in (
+        "_start_asgi_task",
+        "_unsupported_upgrade_warning",
+        "on_header",
+        "on_response_complete",
+        "send_400_response",
+    ):
         assert callable(getattr(HttpToolsProtocol, name))
     assert callable(FlowControl.resume_reading)
     check_version()

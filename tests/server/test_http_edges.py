@@ -46,7 +46,8 @@ def head(*lines: str, path: str = "/v1/completions", length: int | None = None) 
 
 
 def code_of(raw: bytes) -> tuple[int, str]:
-    """Status and code of the error."""
+    """Status and code of the error, in an answer that has an id."""
+    assert b"\r\nx-request-id: req_" in raw
     return int(raw.split()[1]), json.loads(raw.split(b"\r\n\r\n", 1)[1])["error"]["code"]
 
 
@@ -110,6 +111,9 @@ def test_bodies_that_are_refused(server: Server, body: bytes, status: int, code:
         ("/v1/completions", {"prompt": [1], "stop_token_ids": [99999]}, "stop_token_ids", "99999"),
         ("/v1/completions", {"messages": []}, "messages", "belongs to /v1/chat/completions"),
         ("/v1/chat/completions", {"prompt": "x"}, "prompt", "belongs to /v1/completions"),
+        ("/v1/completions", {"prompt": "x", "max_completion_tokens": 3}, "max_completion_tokens",
+         "belongs to /v1/chat/completions"),
+        ("/detokenize", {"tokens": [99999]}, "tokens", "99999"),
         ("/v1/completions", {"prompt": [1], "frobnicate": 1}, "frobnicate",
          "stream, stream_options, user, metadata"),
         ("/v1/completions", {"prompt": [1], "streem": True}, "streem", "'stream'"),
@@ -124,6 +128,27 @@ def test_refusals_name_the_field_and_the_mend(
     status, said = server.post(path, body)
     assert (status, said["error"]["param"]) == (400, param)
     assert words in said["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_tokens_of_another_model_are_not_told(server: Server, path: str) -> None:
+    status, said = server.post(
+        path,
+        {"model": "other", "prompt": "x"}
+        if path == "/tokenize"
+        else {"model": "other", "tokens": [1]},
+    )
+    assert (status, said["error"]["code"], said["error"]["param"]) == (
+        404,
+        "model_not_found",
+        "model",
+    )
+
+
+def test_a_number_of_too_many_digits_is_refused_in_words_of_our_own(server: Server) -> None:
+    body = b'{"prompt": [1], "seed": ' + b"9" * 5000 + b"}"
+    status, _, raw = server.ask("POST", "/v1/completions", body)
+    assert status == 400 and b"not valid JSON: a number has too many digits" in raw
 
 
 def test_a_stream_that_is_not_obfuscated_may_be_asked_for(server: Server) -> None:

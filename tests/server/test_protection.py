@@ -83,7 +83,7 @@ def test_openai_s_client_knows_what_is_wrong_with_its_key() -> None:
                     assert client.models.list().data[0].id == "checkpoint"
 
 
-def test_tls(tmp_path: Path) -> None:
+def test_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("needs openssl, to make a certificate")
@@ -107,6 +107,7 @@ def test_tls(tmp_path: Path) -> None:
             with pytest.raises((OSError, http.client.HTTPException)):
                 plain.getresponse()
     assert main(["serve", str(CHECKPOINT), "--port", "0", "--tls-cert", key, "--tls-key", key]) == 2
+    assert f"--tls-cert {key}, --tls-key {key} are no certificate" in capsys.readouterr().err
 
 
 def test_who_is_not_let_in_is_counted_and_logged(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_lines_that_there_is_no_room_for_are_left_out(
 ) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    with pytest.raises(ConfigError, match="request_log"):
+    with pytest.raises(ConfigError, match="--request-log"):
         RequestLog(str(path))
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     log = RequestLog(str(path), max_waiting_lines=4)

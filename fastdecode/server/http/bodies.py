@@ -78,14 +78,20 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         said = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise Refused(400, f"the body is not valid JSON: {why}", "invalid_json") from None
+        raise Refused(400, f"the body is not valid JSON: {_why(error)}", "invalid_json") from None
     if not isinstance(said, dict):
         raise Refused(400, "the body must be a JSON object", "invalid_body")
     if _depth_exceeds(said, MAX_DEPTH):
         text = f"the body is nested more than {MAX_DEPTH} deep"
         raise Refused(400, text, "invalid_json")
     return said
+
+
+def _why(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    # Python's words go on about a setting of its own.
+    return "a number has too many digits" if "int_max_str_digits" in str(error) else str(error)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -100,6 +100,9 @@ class WatchfulProtocol(HttpToolsProtocol):
         self.cycle = self._answering
         self.flow.resume_reading()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: it would tell to install what this server has no use for."""
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.is_answering:

@@ -106,6 +106,11 @@ def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
     given = [value for name, value in headers if name == b"x-request-id"]
     if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
         return given[0].decode()
+    return new_request_id()
+
+
+def new_request_id() -> str:
+    """For a request that brings none."""
     return "req_" + secrets.token_hex(12)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from fastdecode.server.http.connection import WatchfulProtocol
 from fastdecode.server.http.errors import Refused
 from fastdecode.server.http.exchange import CONNECTION
+from fastdecode.server.http.guard import new_request_id
 
 MAX_HEADER_BYTES = 64 << 10
 
@@ -129,7 +130,7 @@ class GuardedProtocol(WatchfulProtocol):
         head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
         head += [f"{name}: {value}" for name, value in error.headers.items()]
         head += ["content-type: application/json", f"content-length: {len(body)}"]
-        head += ["connection: close", "", ""]
+        head += [f"x-request-id: {new_request_id()}", "connection: close", "", ""]
         self.transport.write("\r\n".join(head).encode() + body)
         self.transport.close()
         self.watch_unsent()

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from fastdecode.openai.requests import CHAT_URL, refuse, refuse_unknown
+from fastdecode.core.errors import RequestError
+from fastdecode.openai.requests import CHAT_URL, BodyError, refuse, refuse_unknown
 from fastdecode.server.front import Front
 from fastdecode.server.http.bodies import BodyLimits, read_body
 from fastdecode.server.http.exchange import Exchange
@@ -26,6 +27,7 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
     with _prepared(front) as preparation:
         body = await preparation.read(await _read(front, exchange), _checked)
         with typed():
+            front.reader.model_of(body)
             tokens = await _tokens_of(preparation, front, body)
         write = partial(_tokenized, front, body, tokens)
         raw = await preparation.beside(front.threads.bodies, write)
@@ -37,6 +39,7 @@ async def detokenize(front: Front, exchange: Exchange) -> None:
     with _prepared(front) as preparation:
         body = await preparation.read(await _read(front, exchange), _checked_tokens)
         with typed():
+            front.reader.model_of(body)
             text = await preparation.queued(front.threads.bodies, partial(_text, front, body))
     await exchange.answer_json({"prompt": text})
 
@@ -101,7 +104,11 @@ def _checked_tokens(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(front: Front, body: dict[str, Any]) -> str:
-    return front.codec.decode(front.checker.tokenise(_token_list(body.get("tokens"))))
+    tokens = _token_list(body.get("tokens"))
+    try:
+        return front.codec.decode(front.checker.tokenise(tokens))
+    except RequestError as error:
+        raise BodyError(str(error), code=error.code, param="tokens") from None
 
 
 def _token_list(tokens: object) -> list[int]:
