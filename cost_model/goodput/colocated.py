@@ -3,15 +3,14 @@ steps of those that decode, as the engine runs them."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from cost_model.goodput.instances import MAX_STEPS_AHEAD, Clock
+from cost_model.goodput.clock import Clock
+from cost_model.goodput.decoding import DecodingBatch
 from cost_model.goodput.times import InstanceTimes
 from fastdecode.schedule.dispatch import DecodeRoom, Job
 
@@ -35,7 +34,6 @@ class ColocatedInstance:
         first: Callable[[Job], int],
         done: Callable[[Job], None],
     ) -> None:
-        self._clock = clock
         self._times = times
         self._step_tokens = step_tokens
         self.room = room
@@ -44,15 +42,12 @@ class ColocatedInstance:
         self._done = done
         self._waiting: deque[Job] = deque()
         self._prompts: deque[_Prompt] = deque()
-        self._running: list[tuple[int, int, Job]] = []
-        self._order = itertools.count()
-        self._num_steps = 0
-        self._context = 0
-        self._ends_s: np.ndarray | None = None
-        self._began_s = 0.0
-        self._version = 0
+        self._batch = DecodingBatch(clock, self._stepped)
         self._chunks: list[tuple[_Prompt, int]] = []
-        self.busy_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        return self._batch.busy_s
 
     @property
     def num_queued_tokens(self) -> int:
@@ -63,20 +58,10 @@ class ColocatedInstance:
     def put(self, job: Job) -> None:
         """Not to be called from ``first`` or ``done``."""
         self._waiting.append(job)
-        if self._ends_s is None:
+        if self._batch.is_stepping:
+            self._batch.cut()
+        else:
             self._go_on()
-            return
-        last = int(np.searchsorted(self._ends_s, self._clock.now_s - self._began_s))
-        if last + 1 < len(self._ends_s):
-            self._ends_s = self._ends_s[: last + 1]
-            self._await()
-
-    def _await(self) -> None:
-        assert self._ends_s is not None
-        self._version += 1
-        version = self._version
-        end_s = max(self._clock.now_s, self._began_s + float(self._ends_s[-1]))
-        self._clock.at(end_s, lambda: self._stepped(version))
 
     def _go_on(self) -> None:
         while self._waiting and self.room.fits(self._waiting[0]):
@@ -85,17 +70,12 @@ class ColocatedInstance:
             self.room.num_sequences += 1
             self._prompts.append(_Prompt(job))
         self._chunks = self._take()
+        batch, times = self._batch, self._times
         if self._chunks:
             chunks = [(prompt.num_done, tokens) for prompt, tokens in self._chunks]
-            steps_s = np.array([self._times.mixed_s(len(self._running), self._context, chunks)])
-        elif self._running:
-            count = min(MAX_STEPS_AHEAD, self._running[0][0] - self._num_steps)
-            steps_s = self._times.decode_s(len(self._running), self._context, count)
-        else:
-            return
-        self._began_s = self._clock.now_s
-        self._ends_s = np.cumsum(steps_s)
-        self._await()
+            batch.begin(np.array([times.mixed_s(len(batch), batch.context, chunks)]))
+        elif len(batch):
+            batch.begin(times.decode_s(len(batch), batch.context, batch.num_steps_ahead))
 
     def _take(self) -> list[tuple[_Prompt, int]]:
         left, chunks = self._step_tokens, []
@@ -107,18 +87,8 @@ class ColocatedInstance:
             left -= tokens
         return chunks
 
-    def _stepped(self, version: int) -> None:
-        if version != self._version:
-            return
-        assert self._ends_s is not None
-        count = len(self._ends_s)
-        self.busy_s += float(self._ends_s[-1])
-        self._num_steps += count
-        self._context += count * len(self._running)
-        self._ends_s = None
-        while self._running and self._running[0][0] == self._num_steps:
-            job = heapq.heappop(self._running)[2]
-            self._context -= job.reserved_tokens
+    def _stepped(self, over: list[Job]) -> None:
+        for job in over:
             self._end(job)
         for prompt, tokens in self._chunks:
             prompt.num_done += tokens
@@ -128,11 +98,10 @@ class ColocatedInstance:
 
     def _drawn(self, job: Job) -> None:
         num_tokens = self._first(job)
-        if not num_tokens:
+        if num_tokens:
+            self._batch.add(job, num_tokens)
+        else:
             self._end(job)
-            return
-        heapq.heappush(self._running, (self._num_steps + num_tokens, next(self._order), job))
-        self._context += job.reserved_tokens - num_tokens
 
     def _end(self, job: Job) -> None:
         self.room.num_tokens -= job.reserved_tokens

@@ -3,37 +3,14 @@ steps, K and V over links."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
+from cost_model.goodput.clock import Clock
+from cost_model.goodput.decoding import DecodingBatch
 from cost_model.goodput.times import InstanceTimes
 from fastdecode.schedule.dispatch import Job
-
-MAX_STEPS_AHEAD = 512
-
-
-class Clock:
-    """Calls at times; those of the same time in the order in which they were set."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._order = itertools.count()
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-
-    def at(self, time_s: float, call: Callable[[], None]) -> None:
-        assert time_s >= self.now_s
-        heapq.heappush(self._heap, (time_s, next(self._order), call))
-
-    def run(self) -> None:
-        """Until nothing is left to happen."""
-        while self._heap:
-            self.now_s, _, call = heapq.heappop(self._heap)
-            call()
 
 
 class PrefillInstance:
@@ -76,7 +53,7 @@ class PrefillInstance:
         """Begin a batch when the first stage is free."""
         if not self._is_asked and self._queue:
             self._is_asked = True
-            self._clock.at(max(self._clock.now_s, self._free_s[0]), self._begin)
+            self._clock.at(max(self._clock.now, self._free_s[0]), self._begin)
 
     def _begin(self) -> None:
         self._is_asked = False
@@ -87,7 +64,7 @@ class PrefillInstance:
         stage_s = self._times.prefill_s([job.prompt_tokens for job in batch])
         stage_s /= self._times.num_stages
         self.busy_s += stage_s
-        left_s = self._clock.now_s
+        left_s = self._clock.now
         for stage, free_s in enumerate(self._free_s):
             left_s = self._free_s[stage] = max(left_s, free_s) + stage_s
         self._clock.at(left_s, lambda: self._end(batch))
@@ -135,72 +112,36 @@ def transfer(now_s: float, num_bytes: float, links: list[Link]) -> float:
 
 
 class DecodeInstance:
-    """Steps of all that decode. Between two changes of the batch, many steps at once."""
+    """Steps of all that decode."""
 
     def __init__(self, clock: Clock, times: InstanceTimes, done: Callable[[Job], None]) -> None:
-        self._clock = clock
         self._times = times
         self._done = done
-        self._running: list[tuple[int, int, Job]] = []
-        """By the step after which they are over."""
-        self._order = itertools.count()
+        self._batch = DecodingBatch(clock, self._stepped)
         self._joining: list[tuple[Job, int]] = []
-        self._num_steps = 0
-        self._context = 0
-        """Cached tokens of all that run, at the next step."""
-        self._began_s = 0.0
-        self._ends_s: np.ndarray | None = None
-        """Of the steps under way, since ``_began_s``."""
-        self._version = 0
-        self.busy_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        return self._batch.busy_s
 
     def join(self, job: Job, num_tokens: int) -> None:
         """Its K and V are there; it decodes so many tokens, from the next step
         on. Not to be called from ``done``."""
         self._joining.append((job, num_tokens))
-        if self._ends_s is None:
+        if self._batch.is_stepping:
+            self._batch.cut()  # the step under way is the last one without it
+        else:
             self._go_on()
-            return
-        # The step under way is the last one without it.
-        passed_s = self._clock.now_s - self._began_s
-        last = int(np.searchsorted(self._ends_s, passed_s))
-        if last + 1 < len(self._ends_s):
-            self._ends_s = self._ends_s[: last + 1]
-            self._await()
 
-    def _await(self) -> None:
-        assert self._ends_s is not None
-        self._version += 1
-        version = self._version
-        end_s = max(self._clock.now_s, self._began_s + float(self._ends_s[-1]))
-        self._clock.at(end_s, lambda: self._stepped(version))
-
-    def _stepped(self, version: int) -> None:
-        if version != self._version:
-            return
-        assert self._ends_s is not None
-        count = len(self._ends_s)
-        self.busy_s += float(self._ends_s[-1])
-        self._num_steps += count
-        self._context += count * len(self._running)
-        self._ends_s = None
-        while self._running and self._running[0][0] == self._num_steps:
-            job = heapq.heappop(self._running)[2]
-            self._context -= job.reserved_tokens
+    def _stepped(self, over: list[Job]) -> None:
+        for job in over:
             self._done(job)
         self._go_on()
 
     def _go_on(self) -> None:
+        batch = self._batch
         for job, num_tokens in self._joining:
-            over = self._num_steps + num_tokens
-            heapq.heappush(self._running, (over, next(self._order), job))
-            # At its end, its context is all that was reserved.
-            self._context += job.reserved_tokens - num_tokens
+            batch.add(job, num_tokens)
         self._joining.clear()
-        if not self._running:
-            return
-        count = min(MAX_STEPS_AHEAD, self._running[0][0] - self._num_steps)
-        steps_s = self._times.decode_s(len(self._running), self._context, count)
-        self._began_s = self._clock.now_s
-        self._ends_s = np.cumsum(steps_s)
-        self._await()
+        if len(batch):
+            batch.begin(self._times.decode_s(len(batch), batch.context, batch.num_steps_ahead))

@@ -14,9 +14,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from cost_model.goodput.clock import Clock
 from cost_model.goodput.colocated import ColocatedInstance
 from cost_model.goodput.instances import (
-    Clock,
     DecodeInstance,
     Link,
     PrefillInstance,
@@ -137,7 +137,7 @@ class _Cluster:
 
     def offer(self, job: Job) -> None:
         """Its prompt is done, wherever."""
-        self.requests[job.job_id].first_s = self.clock.now_s
+        self.requests[job.job_id].first_s = self.clock.now
         self._dispatcher.prefill.append(PrefillQueue(1, _tokens, job.prompt_tokens))
         self._do(self._dispatcher.prefilled(job, len(self._dispatcher.prefill) - 1))
         self._dispatcher.prefill.pop()
@@ -153,7 +153,7 @@ class _Cluster:
 
     def _prefilled(self, job: Job) -> None:
         request = self.requests[job.job_id]
-        request.first_s = request.ended_s = self.clock.now_s
+        request.first_s = request.ended_s = self.clock.now
         if request.output_tokens > 1 and self.decode:
             self._do(self._dispatcher.prefilled(job, request.instance))
             return
@@ -167,7 +167,7 @@ class _Cluster:
             links.append(self._out[self.requests[job.job_id].instance])
         num_bytes = job.prompt_tokens * self._token_bytes
         links = [link for link in links if math.isfinite(link.bytes_per_s)]
-        there_s = transfer(self.clock.now_s, num_bytes, links)
+        there_s = transfer(self.clock.now, num_bytes, links)
         self.clock.at(there_s, lambda: self._fetched(job, instance))
 
     def _fetched(self, job: Job, instance: int) -> None:
@@ -177,11 +177,11 @@ class _Cluster:
         self.decode[instance].join(job, request.output_tokens - 1)
 
     def _decoded(self, job: Job) -> None:
-        self.requests[job.job_id].ended_s = self.clock.now_s
+        self.requests[job.job_id].ended_s = self.clock.now
         self._do(self._dispatcher.decoded(job, self._decoding.pop(job.job_id)))
 
     def outcome(self) -> Run:
-        total_s = max(self.clock.now_s, 1e-12)
+        total_s = max(self.clock.now, 1e-12)
         return Run(
             _times(self.requests.values()),
             total_s,
@@ -242,11 +242,11 @@ def simulate_colocated(
 
     def first(job: Job) -> int:
         request = known[job.job_id]
-        request.first_s = request.ended_s = clock.now_s
+        request.first_s = request.ended_s = clock.now
         return request.output_tokens - 1
 
     def done(job: Job) -> None:
-        known[job.job_id].ended_s = clock.now_s
+        known[job.job_id].ended_s = clock.now
 
     engines = [
         ColocatedInstance(
@@ -264,7 +264,7 @@ def simulate_colocated(
         job = Job(number, prompt, prompt + output)
         clock.at(arrived_s, lambda job=job: arrive(job))  # type: ignore[misc]
     clock.run()
-    total_s = max(clock.now_s, 1e-12)
+    total_s = max(clock.now, 1e-12)
     return Run(_times(known.values()), total_s, [], [each.busy_s / total_s for each in engines])
 
 

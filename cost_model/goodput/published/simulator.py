@@ -15,12 +15,12 @@ Events of the same time happen in the order in which they were set.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from cost_model.goodput.clock import Clock
 from cost_model.goodput.placements import Degrees
 from cost_model.goodput.published.profile import (
     Backend,
@@ -51,23 +51,6 @@ class _Request:
     ended_ms: float = 0.0
 
 
-class _Clock:
-    """Callbacks at times."""
-
-    def __init__(self) -> None:
-        self.now_ms = 0.0
-        self._order = itertools.count()
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-
-    def at(self, ms: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (ms, next(self._order), call))
-
-    def run(self) -> None:
-        while self._heap:
-            self.now_ms, _, call = heapq.heappop(self._heap)
-            call()
-
-
 @dataclass(frozen=True)
 class _Phases:
     """What a stage does, and for how long."""
@@ -82,7 +65,7 @@ class _Phases:
 class _Stage:
     """One stage of an instance."""
 
-    def __init__(self, clock: _Clock, phases: _Phases, is_first: bool, is_last: bool) -> None:
+    def __init__(self, clock: Clock, phases: _Phases, is_first: bool, is_last: bool) -> None:
         self._clock = clock
         self._phases = phases
         self._is_first, self._is_last = is_first, is_last
@@ -104,7 +87,7 @@ class _Stage:
         queue.extend(requests)
         if self._is_waiting:
             self._is_waiting = False
-            self._clock.at(self._clock.now_ms, self._go_on)
+            self._clock.at(self._clock.now, self._go_on)
 
     def _go_on(self) -> None:
         """Start a batch, or wait."""
@@ -126,7 +109,7 @@ class _Stage:
         if self._is_first:
             took_ms += first_stage_ms(num_tokens)
         self.num_prefilling = len(batch)
-        self._clock.at(self._clock.now_ms + took_ms, lambda: self._prefilled(batch))
+        self._clock.at(self._clock.now + took_ms, lambda: self._prefilled(batch))
 
     def _take_prompts(self) -> list[_Request]:
         queue, batch = self.prefills, []
@@ -149,7 +132,7 @@ class _Stage:
             if not self._is_last:
                 self.next.put(self.next.prefills, (request,))
                 continue
-            request.first_ms = self._clock.now_ms
+            request.first_ms = self._clock.now
             request.context, request.left = request.prompt, request.output
             if self.hand_over is not None:
                 self.hand_over(request)
@@ -170,7 +153,7 @@ class _Stage:
         )
         if self._is_first:
             took_ms += first_stage_ms(num_context)
-        self._clock.at(self._clock.now_ms + took_ms, lambda: self._decoded(batch))
+        self._clock.at(self._clock.now + took_ms, lambda: self._decoded(batch))
 
     def _decoded(self, batch: list[_Request]) -> None:
         if self._is_last:
@@ -178,7 +161,7 @@ class _Stage:
                 request.context += 1
                 request.left -= 1
                 if not request.left:
-                    request.ended_ms = self._clock.now_ms
+                    request.ended_ms = self._clock.now
             batch = [request for request in batch if request.left]
         if batch:
             self.next.put(self.next.decodes, batch)
@@ -211,7 +194,7 @@ def simulate_disaggregated(
         model.max_tokens[prefill.tp, prefill.pp],
         model.stage(decode.tp, decode.pp, "distserve"), decode.pp,
     )  # fmt: skip
-    clock = _Clock()
+    clock = Clock()
     prefill_heads = [_instance(clock, phases, prefill.pp) for _ in range(num_prefill)]
     decode_heads = [_instance(clock, phases, decode.pp) for _ in range(num_decode)]
 
@@ -238,12 +221,12 @@ def simulate_colocated(
     stage = model.stage(degrees.tp, degrees.pp, backend)
     max_tokens = model.max_tokens[degrees.tp, degrees.pp]
     phases = _Phases(stage, degrees.pp, max_tokens, stage, degrees.pp)
-    clock = _Clock()
+    clock = Clock()
     heads = [_instance(clock, phases, degrees.pp) for _ in range(num_instances)]
     return _run(clock, requests, heads, phases)
 
 
-def _instance(clock: _Clock, phases: _Phases, num_stages: int) -> _Stage:
+def _instance(clock: Clock, phases: _Phases, num_stages: int) -> _Stage:
     """Its first stage; the last one's next is the first."""
     stages = [
         _Stage(clock, phases, is_first=i == 0, is_last=i == num_stages - 1)
@@ -256,7 +239,7 @@ def _instance(clock: _Clock, phases: _Phases, num_stages: int) -> _Stage:
 
 
 def _run(
-    clock: _Clock,
+    clock: Clock,
     requests: Sequence[tuple[float, int, int]],
     heads: list[_Stage],
     phases: _Phases,
