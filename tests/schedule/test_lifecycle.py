@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from remembering_store import BLOCK_SIZE
 from schedule_choices import options
-from traffic import BLOCK_SIZE
 
 from fastdecode.core.errors import CapacityError, WorkerError
 from fastdecode.core.holders import HolderId

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_traffic import Requests, play, traffic
+from remembering_store import BLOCK_SIZE, Store
 from schedule_choices import options
-from traffic import BLOCK_SIZE, Harness, Store
+from traffic import Harness
 
 from examples import examples
 from fastdecode.core.errors import RequestError

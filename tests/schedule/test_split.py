@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from random_traffic import Requests, play, relaxed, traffic
+from remembering_store import BLOCK_SIZE, Store
 from schedule_choices import options
-from traffic import BLOCK_SIZE, Harness, Store
+from traffic import Harness
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
