@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_paths, write_json
+from fastdecode.core.host.interrupts import interrupt
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.stopping import Stopping, asked_by_signals, stop_signals
 
@@ -73,7 +73,7 @@ def add_generate(commands: Any) -> None:
     add_log_level_option(parser)
 
 
-@stop_signals(signal.default_int_handler)  # until the job looks for them between steps
+@stop_signals(interrupt)  # until the job looks for them between steps
 def _generate(args: argparse.Namespace) -> int:
     check_options(args)
     serve_if_r_rank(args, engine_options(args))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_paths, write_json
+from fastdecode.core.host.interrupts import interrupt
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.stopping import Stopping, asked_by_signals, stop_signals
 from fastdecode.wire.mpi import leaving
@@ -134,7 +134,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@stop_signals(signal.default_int_handler)  # until the job looks for them between steps
+@stop_signals(interrupt)  # until the job looks for them between steps
 def run_run_batch(args: argparse.Namespace) -> int:
     """Run or resume one job. Returns the exit code."""
     check_options(args)

@@ -35,6 +35,7 @@ from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
+from fastdecode.core.host.interrupts import interrupt
 from fastdecode.jobs.stopping import stop_signals
 from fastdecode.server.options import ServeOptions, key_hashes
 from fastdecode.wire.mpi import joining, launcher
@@ -94,7 +95,7 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
     return ServeOptions(**{f.name: getattr(args, f.name) for f in fields(ServeOptions)})
 
 
-@stop_signals(signal.default_int_handler)  # while it starts
+@stop_signals(interrupt)  # while it starts
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until asked to stop. Returns the exit code."""
     from fastdecode.core.host.logs import keep_traces_out

@@ -33,6 +33,7 @@ from typing import Generic, Literal
 
 from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.host.interrupts import Interrupted
 from fastdecode.core.sequence import Request
 from fastdecode.engine.loop import EngineLoop
 from fastdecode.engine.owner import Numbers, Owner, T
@@ -241,7 +242,7 @@ def _start(
         # engine, stops the one that makes it.
         ask_to_close()
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted)
         )
         raise
     _raise(failed)

@@ -8,6 +8,8 @@ import signal
 from collections.abc import Mapping
 from typing import Final
 
+from fastdecode.core.host.interrupts import interrupt
+
 # Where launchers say how many ranks they start: Open MPI, MPICH and Intel MPI
 # (Hydra), MVAPICH, Slurm's srun with PMI.
 _SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -79,7 +81,7 @@ def stop_on_request(environ: Mapping[str, str] = os.environ) -> None:
     stop, as Ctrl-C does elsewhere: with Ctrl-C or SIGTERM they kill the
     ranks."""
     if launched_size(environ) is not None:
-        signal.signal(signal.SIGUSR1, signal.default_int_handler)
+        signal.signal(signal.SIGUSR1, interrupt)
 
 
 def let_rank_0_stop() -> None:
