@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import cpu_kernels
 from cpu_kernels import allocate_pool
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.host.machine import free_memory_bytes
@@ -92,7 +93,7 @@ class AttentionExecutor:
         *,
         num_threads: int = 1,
         team: OpenMPTeam | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock = time.perf_counter,
         kernels: Kernels = cpu_kernels,
         free_bytes: Callable[[], int] = free_memory_bytes,
     ) -> None:

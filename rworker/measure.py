@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.host.machine import this_machine
@@ -87,7 +88,7 @@ def measure_r_part(
     memory_bytes: int,
     effort: Effort,
     *,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> RProfile:
     """Measure this host's R-workers, the read ceiling before and after the
     decode points.
@@ -149,7 +150,7 @@ def measure_decode(
     *,
     repeats: int,
     rest_s: float = 0.0,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> tuple[DecodePoint, ...]:
     """Time one layer's append-then-attend of decode steps.
 
@@ -187,7 +188,7 @@ def measure_decode(
 
 
 def measure_read_bandwidth(
-    host: Host, *, num_bytes: int, repeats: int, clock: Callable[[], float] = time.perf_counter
+    host: Host, *, num_bytes: int, repeats: int, clock: Clock = time.perf_counter
 ) -> tuple[float, ...]:
     """What one R-worker can read while the others read too, in bytes/s, once a
     repeat.
@@ -241,7 +242,7 @@ class _Worker:
         attention: Sequence[AttentionSpec],
         activation_dtype: DType,
         num_blocks: int,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         # The layout may pad a block, so leave room.
         kv_bytes = int(1.1 * (num_blocks + 1) * kv.block_bytes) + (1 << 20)

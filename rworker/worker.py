@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.host.facts import this_host
@@ -270,7 +271,7 @@ def start_worker_thread(
     kv_bytes: int,
     num_threads: int = 1,
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
     executor: Executor | None = None,
     neighbours: ThreadNeighbours | None = None,
 ) -> WorkerThread:

@@ -9,13 +9,14 @@ from doesn't matter here: tokens are drawn, attention's output is zeros.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.measurement import Point, Timing
 from fastdecode.core.sequence import SamplingParams
 from sworker.model.skeleton import forward
@@ -43,7 +44,7 @@ def measure_s_part(
     prompts: Sequence[int],
     *,
     repeats: int,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> SPartTimes:
     """Time the S-part.
 
@@ -74,7 +75,7 @@ def measure_s_part(
 
 
 def _time_step(
-    worker: SWorker, batch: int, rng: np.random.Generator, clock: Callable[[], float]
+    worker: SWorker, batch: int, rng: np.random.Generator, clock: Clock
 ) -> tuple[float, float]:
     """(seconds of all layers, seconds of embedding, logits and greedy sampling)
     of one decode step."""
@@ -100,9 +101,7 @@ def _time_step(
     return max(pass_s - embed_s, 1e-9), embed_s + sample_s
 
 
-def _time_prompt(
-    worker: SWorker, num_tokens: int, rng: np.random.Generator, clock: Callable[[], float]
-) -> float:
+def _time_prompt(worker: SWorker, num_tokens: int, rng: np.random.Generator, clock: Clock) -> float:
     """Seconds of one prompt through all layers, attention included."""
     spec = worker.spec
     token_ids = torch.from_numpy(rng.integers(0, spec.vocab_size, num_tokens)).to(worker.device)
@@ -129,7 +128,7 @@ def _greedy(vocab_size: int) -> SamplingState:
     )
 
 
-def _now(worker: SWorker, clock: Callable[[], float]) -> float:
+def _now(worker: SWorker, clock: Clock) -> float:
     """The time when the device has done everything so far."""
     if worker.device.type == "cuda":
         torch.cuda.synchronize(worker.device)

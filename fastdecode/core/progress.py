@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import TextIO
+
+from fastdecode.core.clock import Clock
 
 # Between two lines where there is no terminal, and between two looks of the one
 # line where there is.
@@ -27,9 +28,7 @@ class Progress:
         clock: in seconds.
     """
 
-    def __init__(
-        self, stream: TextIO, unit: str = "lines", clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, stream: TextIO, unit: str = "lines", clock: Clock = time.monotonic) -> None:
         self._unit = unit
         self._stream = stream
         self._clock = clock

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
@@ -49,7 +49,7 @@ class Recovery:
         self,
         fleet: Fleet,
         replacements: Replacements | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         replicas: Replicas | None = None,
     ) -> None:
         self._fleet = fleet

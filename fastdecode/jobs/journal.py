@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.files import write_whole
 from fastdecode.jobs.line_set import LineSet
@@ -62,7 +63,7 @@ class Journal:
         *,
         sync_lines: int,
         sync_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         before_sync: Callable[[], None] = lambda: None,
     ) -> None:
         self._before_sync = before_sync

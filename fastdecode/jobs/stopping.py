@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Final
 
+from fastdecode.core.clock import Clock
+
 EXIT_INTERRUPTED = 130
 _STOPS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """SIGUSR1 is what mpirun passes on to its ranks; with the others it kills them."""
@@ -33,7 +35,7 @@ class Stopping:
     def __init__(
         self,
         grace_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         self._grace_s = grace_s

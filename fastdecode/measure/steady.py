@@ -9,11 +9,11 @@ nothing here knows how a step is scheduled or run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.sequence import Request, SamplingParams
@@ -48,7 +48,7 @@ def time_steady_steps(
     num_steps: int,
     *,
     seed: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> SteadySteps:
     """Run prompts of about ``context_tokens`` random tokens, then time
     ``num_steps`` steps of the whole batch.
@@ -88,7 +88,7 @@ def time_prompt(
     num_tokens: int,
     *,
     seed: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> float:
     """Seconds from a prompt of so many random tokens to the first token that
     follows. The engine is empty before and after.

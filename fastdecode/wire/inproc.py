@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeAlias
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.transport import (
     PeerLostError,
@@ -111,7 +111,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
         clock: seconds, for deadlines.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._connections: list[InprocConnection[SendT, ReceiveT]] = []
         self._arrivals: SimpleQueue[_Arrival[SendT, ReceiveT]] = SimpleQueue()

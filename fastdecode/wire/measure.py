@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.measurement import Point, Timing
@@ -64,7 +65,7 @@ def measure_link(
     batches: Sequence[int],
     *,
     repeats: int,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
     wait: Callable[[float], None] = time.sleep,
 ) -> LinkTimes:
     """Time round trips to a fresh R-worker.
@@ -106,7 +107,7 @@ class _Peer:
         batch: int,
         spec: AttentionSpec,
         activation_dtype: DType,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self._connection, self._clock = connection, clock
         self._ids = np.arange(batch, dtype=np.int64)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
+
+from fastdecode.core.clock import Clock
 
 GREETING_TIMEOUT_S: Final = 300.0
 """An R-worker may take so long, at least, to answer ``Hello``: it compiles kernels."""
@@ -31,7 +32,7 @@ class Deadlines:
 
     timeout_s: float
     silence_s: float = math.inf
-    clock: Callable[[], float] = time.monotonic
+    clock: Clock = time.monotonic
     _looked_s: float = -math.inf
     _looking_since_s: float = -math.inf
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import (
     CapacityError,
     ConfigError,
@@ -53,7 +54,7 @@ class Fleet:
         hub: RHub,
         timeout_s: float,
         silence_s: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         absent: Mapping[int, WorkerError] | None = None,
         device: RConnection | None = None,
     ) -> None:

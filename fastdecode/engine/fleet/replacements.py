@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker, Welcome
 from fastdecode.wire.zmq.hub import ZmqConnection, ZmqHub
@@ -42,7 +43,7 @@ class AddressReplacements:
         hello: Hello,
         *,
         timeout_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._hub = hub
         self._hello = hello

@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
@@ -67,7 +68,7 @@ def replicate(
     welcomes: Mapping[HolderId, Welcome],
     addresses: Sequence[str],
     link_bytes: int,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Clock = time.monotonic,
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
     """Have every R-worker that is there offer half of its KV blocks, and keep a
     replica of its neighbour's in the other half.
@@ -109,7 +110,7 @@ class Replicas:
         addresses: Sequence[str],
         link_bytes: int,
         session: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._ring = tuple(ring)

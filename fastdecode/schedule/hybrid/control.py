@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Residence, SequenceId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
@@ -61,7 +62,7 @@ class HybridOptions:
     """How far costs may be off, until R-workers have been measured."""
     measured_steps: int = _MEASURED_STEPS
     """Steps with R-workers that measure them."""
-    clock: Callable[[], float] = time.monotonic
+    clock: Clock = time.monotonic
     """Seconds."""
     rule: Rule = choose
 
