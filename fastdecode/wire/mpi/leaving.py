@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final, NoReturn
 
 from fastdecode.core.errors import WorkerError
+from fastdecode.wire.mpi import launcher_end
 from fastdecode.wire.mpi.job import DEFAULT_TAG, S_RANK, joined
 from fastdecode.wire.mpi.siblings import end_siblings, stopped_siblings
 
@@ -135,12 +136,13 @@ def _exit_later(exit_code: int, timeout_s: float, *, end_job: bool = False) -> t
 
     Args:
         end_job: and the other ranks on this host, which the launcher was asked
-            to.
+            to; and the launcher, should that hang.
     """
 
     def give_up() -> None:
         logger.warning("MPI doesn't let this rank go; it leaves all the same")
         if end_job:
+            launcher_end.see_off()
             end_siblings()
         _exit(exit_code)
 

@@ -135,8 +135,9 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
 
     def send(self, message: SendT) -> None:
         frame = codec.encode(message, epoch=self._line.epoch)
-        if frame.num_bytes <= MAX_FRAME_BYTES:
-            whole = self._pool.take(frame.num_bytes)
+        num_bytes = frame.num_bytes
+        if num_bytes <= MAX_FRAME_BYTES:
+            whole = self._pool.take(num_bytes)
             frame.write(whole.data)
             pieces = [whole]
         else:

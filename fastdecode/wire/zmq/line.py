@@ -38,6 +38,8 @@ MOST_UNREAD_FRAMES: Final = 1 << 16
 MOST_UNREAD_BYTES: Final = 2 << 30
 """Of one peer that we know: twice the longest message."""
 _RECONNECT_MS: Final = 100
+_MORE_FOLLOWS: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
+"""Worked out once: pyzmq's flags make an enum's member each time."""
 
 _REFUSED: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused our key: is --key the same file on every host?",
@@ -201,7 +203,7 @@ class RouterLine:
 
     def send(self, data: Any, *, copy: bool) -> None:
         try:
-            self._socket.send(self._identity, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(self._identity, _MORE_FOLLOWS)
             self._socket.send(data, zmq.NOBLOCK, copy=copy)
         except zmq.ZMQError:
             raise LostError(

@@ -181,9 +181,11 @@ class ZmqListener:
         """Take one frame from the socket, and give it to its line, or to a new
         one; lock held. False: none is there."""
         try:
-            parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            parts = [self._socket.recv(zmq.NOBLOCK, copy=False)]
         except zmq.Again:
             return False
+        while parts[-1].more:  # recv_multipart asks the socket, which takes longer
+            parts.append(self._socket.recv(copy=False))
         if len(parts) != 2:
             self._strangers.drop(f"{len(parts) - 1} frames where one belongs")
             return True

@@ -1,0 +1,70 @@
+"""Sees a launcher off that doesn't end though all its ranks have.
+
+Open MPI's has been seen to wait for ever after MPI_Abort, where ranks that had
+been stopped were killed meanwhile: the output is whole by then, and whoever
+waits for the job waits for nothing. A rank that leaves such a job has this file
+run beside it::
+
+    python launcher_end.py PID
+
+It imports nothing of ours: it isn't a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+NAMES: Final = ("mpirun", "mpiexec", "orterun", "prterun")
+"""Of processes that were started for one job. A daemon that serves others as
+well, as srun's, isn't ours to end."""
+PATIENCE_S: Final = 20.0
+TERMINATING_S: Final = 5.0
+
+
+def see_off(names: tuple[str, ...] = NAMES) -> int | None:
+    """Start to wait for this rank's launcher to end, in a process that outlives
+    this one. Returns the launcher's; None: it isn't on this host, or none that
+    we may end."""
+    with contextlib.suppress(psutil.Error):
+        launcher = psutil.Process(os.getppid())
+        if launcher.name() in names:
+            # The launcher must not find it among what its ranks' output comes from.
+            subprocess.Popen(
+                [sys.executable, str(Path(__file__)), str(launcher.pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            return launcher.pid
+    return None
+
+
+def end(
+    launcher: psutil.Process, patience_s: float = PATIENCE_S, terminating_s: float = TERMINATING_S
+) -> None:
+    """Wait for it to end, then see to it. One that was stopped hangs because
+    somebody wants it to, and is left alone."""
+    with contextlib.suppress(psutil.TimeoutExpired, psutil.NoSuchProcess):
+        launcher.wait(patience_s)
+        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if launcher.status() == psutil.STATUS_STOPPED:
+            return
+        launcher.terminate()
+        with contextlib.suppress(psutil.TimeoutExpired):
+            launcher.wait(terminating_s)
+            return
+        launcher.kill()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(psutil.Error):
+        end(psutil.Process(int(sys.argv[1])))
