@@ -35,7 +35,7 @@ _WITHOUT_REPLICAS: Mapping[str, tuple[Any, ...]] = {
     "kv_placement": ("r", "auto"),
     "r_partition": ("sequences",),
     "split_tokens": (None,),
-    "prefix_cache": ("off",),
+    "prefix_cache": ("auto", "off"),
 }
 """What there may be beside replicas."""
 

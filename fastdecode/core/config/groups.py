@@ -17,6 +17,7 @@ KV_PLACEMENTS = ("r", "gpu", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
 CUDA_GRAPHS = ("auto", "on", "off")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
+PREFIX_CACHES = ("auto", "on", "off")
 COLD_STARTS = ("headroom", "none")
 
 
@@ -146,8 +147,8 @@ class RPart:
     prefix_cache: str = option(
         "off",
         "keep KV blocks of requests that are over, as long as there is room, and reuse them where "
-        "prompts begin alike: on, off",
-        choices=("on", "off"),
+        "prompts begin alike: on, off; auto: on, but not with KV on both sides or replicas",
+        choices=PREFIX_CACHES,
         metavar="MODE",
     )
     replicas: int = option(
@@ -169,6 +170,12 @@ class RPart:
             )
         if self.split_tokens is not None:
             self._check_split(self.split_tokens)
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether KV blocks outlive requests, once it is settled where the KV cache is."""
+        on_one_side = self.kv_placement in ("r", "gpu") and not self.replicas
+        return self.prefix_cache == "on" or (self.prefix_cache == "auto" and on_one_side)
 
     def _check_split(self, split_tokens: int) -> None:
         if split_tokens % self.block_size:
@@ -351,7 +358,6 @@ class Cluster:
         unit="s",
         metavar="S",
     )
-
     link_bytes: int = option(
         64 << 20,
         "with replicas: most bytes of K and V under way to an R-worker's neighbour, unanswered",
