@@ -30,15 +30,16 @@ class OpenSteps:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self._of_lane: dict[int, OpenStep] = {}
+        self.of_lane: dict[int, OpenStep] = {}
+        """Those that are under way."""
         self.settled: dict[int, int] = {}
         """Sequence in an open step → tokens cached before that step."""
 
     def check_idle(self, lane: int, step: int) -> None:
         """Raises ProtocolError if the lane, which begins this step, has one."""
-        if lane in self._of_lane:
+        if lane in self.of_lane:
             raise ProtocolError(
-                f"lane {lane} begins step {step}, but its step {self._of_lane[lane].step} is open"
+                f"lane {lane} begins step {step}, but its step {self.of_lane[lane].step} is open"
             )
 
     def check_at_rest(self, sequence: int) -> None:
@@ -48,7 +49,7 @@ class OpenSteps:
 
     def begin(self, lane: int, step: OpenStep, num_past: Seq[int]) -> None:
         """A lane's step begins; so many tokens of its sequences come before it."""
-        self._of_lane[lane] = step
+        self.of_lane[lane] = step
         self.settled.update(zip(step.sequence_ids, num_past, strict=True))
 
     def due(self, lane: int, step_number: int, layer: int) -> OpenStep:
@@ -57,7 +58,7 @@ class OpenSteps:
         Raises:
             ProtocolError: it isn't.
         """
-        step = self._of_lane.get(lane)
+        step = self.of_lane.get(lane)
         if step is None:
             raise ProtocolError(f"lane {lane} has no open step")
         if (step_number, layer) != (step.step, step.next_layer):
@@ -74,7 +75,7 @@ class OpenSteps:
         step.next_layer += 1
         if step.next_layer < self._num_layers:
             return False
-        del self._of_lane[lane]
+        del self.of_lane[lane]
         for sequence in step.sequence_ids:
             del self.settled[sequence]
         return True
@@ -87,9 +88,9 @@ class OpenSteps:
     def give_up(self) -> None:
         """No step is under way any more."""
         self.settled.clear()
-        self._of_lane.clear()
+        self.of_lane.clear()
 
     def check_invariants(self) -> None:
         """For tests and debugging."""
-        busy = [sequence for step in self._of_lane.values() for sequence in step.sequence_ids]
+        busy = [sequence for step in self.of_lane.values() for sequence in step.sequence_ids]
         assert sorted(busy) == sorted(self.settled), "open steps and busy sequences differ"

@@ -184,7 +184,7 @@ class MirrorMachine(RuleBasedStateMachine):
     def end_step(self, data: st.DataObject) -> None:
         lane = data.draw(st.sampled_from(list(self.open_steps)))
         books = self.owner.books
-        step = books._steps[lane].step
+        step = books.steps.of_lane[lane].step
         for layer in range(KV.num_layers):
             books.steps.finish_layer(lane, step, layer)
         for sequence in self.open_steps.pop(lane):
