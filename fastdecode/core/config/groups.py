@@ -17,7 +17,6 @@ KV_PLACEMENTS = ("r", "gpu", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
 CUDA_GRAPHS = ("auto", "on", "off")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
-PREFIX_CACHES = ("auto", "on", "off")
 COLD_STARTS = ("headroom", "none")
 
 
@@ -144,13 +143,6 @@ class RPart:
         metavar="S",
     )
     block_size: int = option(64, "tokens in a KV block; a multiple of 16", low=16, high=256)
-    prefix_cache: str = option(
-        "off",
-        "keep KV blocks of requests that are over, as long as there is room, and reuse them where "
-        "prompts begin alike: on, off; auto: on, but not with KV on both sides or replicas",
-        choices=PREFIX_CACHES,
-        metavar="MODE",
-    )
     replicas: int = option(
         0,
         "copies of each R-worker's KV cache that another R-worker keeps: with 1, sequences of one "
@@ -170,12 +162,6 @@ class RPart:
             )
         if self.split_tokens is not None:
             self._check_split(self.split_tokens)
-
-    @property
-    def keeps_blocks(self) -> bool:
-        """Whether KV blocks outlive requests, once it is settled where the KV cache is."""
-        on_one_side = self.kv_placement in ("r", "gpu") and not self.replicas
-        return self.prefix_cache == "on" or (self.prefix_cache == "auto" and on_one_side)
 
     def _check_split(self, split_tokens: int) -> None:
         if split_tokens % self.block_size:

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.groups import RPart
 from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
@@ -157,7 +156,7 @@ class RunningEngine:
         where = describe_device(resolved.device, resolved.free)
         tell(
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
-            f"{resolved.dtype}) on {where}: {resolved.memory}; {_about_kept_blocks(config.r_part)}"
+            f"{resolved.dtype}) on {where}: {resolved.memory}; {_about_kept_blocks(config)}"
         )
         if config.s_part.tp > 1:
             self._ranks = meet_ranks(
@@ -239,7 +238,7 @@ class RunningEngine:
         """What K and V of a token depend on beside the tokens, while R-workers
         keep them; None: nothing is kept."""
         resolved, options = self.resolved, self.resolved.config
-        if not options.r_part.keeps_blocks:
+        if not options.keeps_blocks:
             return None
         parts = (self._checkpoint.model_hash, resolved.dtype, resolved.kv_dtype)
         return "/".join(map(str, (*parts, resolved.max_model_len, options.r_part.block_size)))
@@ -277,13 +276,13 @@ class RunningEngine:
         self._workers.close(self._fleet.gone, self.resolved.config.cluster.worker_timeout_s)
 
 
-def _about_kept_blocks(r_part: RPart) -> str:
+def _about_kept_blocks(config: EngineConfig) -> str:
     """Whether there is a prefix cache, and why not, if nobody has said so."""
-    if r_part.keeps_blocks:
+    if config.keeps_blocks:
         return "prefix cache on"
-    if r_part.prefix_cache == "off":
+    if config.cache.prefix_cache == "off":
         return "prefix cache off"
-    beside = "replicas" if r_part.replicas else "KV on both sides"
+    beside = "replicas" if config.r_part.replicas else "KV on both sides"
     return f"prefix cache off, which isn't there with {beside} yet"
 
 
