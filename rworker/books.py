@@ -9,8 +9,6 @@ for the one on its own device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,11 +17,8 @@ from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, AttentionSpec
 from fastdecode.wire.kv.kept import KEY_WORDS, EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     MAX_BLOCKS,
-    MAX_HOLDERS,
     MAX_ID,
     MAX_LANES,
-    MAX_STEP_TOKENS,
-    PROTOCOL_VERSION,
     Accepted,
     Attend,
     BeginStep,
@@ -35,21 +30,11 @@ from fastdecode.wire.messages import (
     Refused,
 )
 from fastdecode.wire.traits import Role
-from rworker.kv_store import DEFAULT_MAX_SEQUENCES, Appended, KVStore
+from rworker.blocks.appending import Appended
+from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
+from rworker.checks import check_array, check_counts, check_integer, checked_keys
+from rworker.open_steps import OpenStep, OpenSteps
 from rworker.stream.arrivals import Arrivals
-
-
-@dataclass
-class OpenStep:
-    """A step of which some layers are still to come."""
-
-    step: int
-    sequence_ids: list[int]
-    num_new: int
-    """Tokens that it appends, T_kv."""
-    num_queries: int
-    """And attends, T_q."""
-    next_layer: int = 0
 
 
 class Books:
@@ -69,10 +54,7 @@ class Books:
         self.arrivals = Arrivals(hello.kv)
         """Sequences of which tokens are still to come as chunks."""
         self._carrier = hello.activation_dtype.carrier
-        self._steps: dict[int, OpenStep] = {}  # by lane
-        self._settled: dict[
-            int, int
-        ] = {}  # sequence in an open step → tokens cached before that step
+        self.steps = OpenSteps(hello.kv.num_layers)
 
     def reserve(
         self, message: OpenSequence | ForkSequence | ExtendSequence | ResumeSequence
@@ -90,7 +72,7 @@ class Books:
                 store.extend(sequence, num_reserved)
             elif isinstance(message, ResumeSequence):
                 num_tokens = check_integer("num_tokens", message.num_tokens, 1, MAX_SEQUENCE_TOKENS)
-                blocks = store.cached.of_keys(_keys(message.keys))
+                blocks = store.cached.of_keys(checked_keys(message.keys))
                 store.resume(sequence, blocks, num_tokens, num_reserved)
             else:
                 self._check_settled(message)
@@ -104,7 +86,7 @@ class Books:
     def close(self, message: CloseSequence | EndSequence) -> None:
         """Free a sequence's blocks, or all but its last one, which is kept."""
         sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
-        if sequence in self._settled:
+        if sequence in self.steps.settled:
             raise ProtocolError(
                 f"sequence {sequence} is in an open step: close it after the step's last layer"
             )
@@ -122,37 +104,31 @@ class Books:
         if sequence in self.arrivals:
             return self.arrivals.num_settled(sequence)
         present = int(self.store.num_tokens(np.array([sequence], np.int64))[0])
-        return self._settled.get(sequence, present)
+        return self.steps.settled.get(sequence, present)
 
     def settled(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """The same of many, [N]."""
         lengths = self.store.num_tokens(sequences)
-        if self._settled or len(self.arrivals):
+        if self.steps.settled or len(self.arrivals):
             for index, sequence in enumerate(sequences.tolist()):
-                if sequence in self._settled or sequence in self.arrivals:
+                if sequence in self.steps.settled or sequence in self.arrivals:
                     lengths[index] = self.num_settled(sequence)
         return lengths
 
     def roll_back(self) -> None:
         """End the steps that are under way, and forget what they appended."""
-        for sequence, num_tokens in self._settled.items():
+        for sequence, num_tokens in self.steps.settled.items():
             self.store.truncate(sequence, num_tokens)
-        self._settled.clear()
-        self._steps.clear()
-
-    def check_at_rest(self, sequence: int) -> None:
-        """Raises ProtocolError if the sequence is in an open step."""
-        if sequence in self._settled:
-            raise ProtocolError(f"sequence {sequence} is in an open step")
+        self.steps.give_up()
 
     def keep(self, message: KeepBlocks) -> None:
         """Keep blocks of an open sequence, whose K and V are there in every
         layer, when it is closed."""
         sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
         first = check_integer("first_block", message.first_block, 0, MAX_BLOCKS)
-        keys = _keys(message.keys)
+        keys = checked_keys(message.keys)
         row = self.store.tables.row(sequence)
-        num_settled = self._settled.get(sequence, int(self.store.tables.lengths[row]))
+        num_settled = self.steps.settled.get(sequence, int(self.store.tables.lengths[row]))
         if first + len(keys) > num_settled // self.store.block_size:
             raise ProtocolError(
                 f"blocks {first} to {first + len(keys) - 1} of sequence {sequence} are to be kept, "
@@ -163,21 +139,17 @@ class Books:
 
     def forget(self, message: ForgetBlocks) -> None:
         """Keep blocks no more."""
-        self.store.cached.forget(_keys(message.keys))
+        self.store.cached.forget(checked_keys(message.keys))
 
     def begin_step(self, begin: BeginStep) -> Appended:
         """Open a lane's step and make room for its tokens. Copies that it asks
         for come before anything is written."""
         check_integer("step", begin.step, 0, MAX_ID)
         check_integer("lane", begin.lane, 0, MAX_LANES - 1)
-        if begin.lane in self._steps:
-            raise ProtocolError(
-                f"lane {begin.lane} begins step {begin.step}, but its step "
-                f"{self._steps[begin.lane].step} is open"
-            )
+        self.steps.check_idle(begin.lane, begin.step)
         sequence_ids = self._check_members(begin)
         num_past = self.store.num_tokens(begin.sequence_ids)
-        _check_counts(begin, num_past)
+        check_counts(begin, num_past)
         num_queries = int(begin.num_queries.sum())
         if num_queries and self.hello.role is Role.NEIGHBOUR:
             raise ProtocolError(
@@ -186,8 +158,7 @@ class Books:
         growing = begin.num_new > 0
         appended = self.store.append(begin.sequence_ids[growing], begin.num_new[growing])
         step = OpenStep(begin.step, sequence_ids, len(appended.slots), num_queries)
-        self._steps[begin.lane] = step
-        self._settled.update(zip(sequence_ids, num_past.tolist(), strict=True))
+        self.steps.begin(begin.lane, step, num_past.tolist())
         return appended
 
     def attend(self, attend: Attend) -> bool:
@@ -195,7 +166,7 @@ class Books:
         sizes that ``BeginStep`` announced. Returns whether it was the last,
         which ends the step."""
         check_integer("lane", attend.lane, 0, MAX_LANES - 1)
-        step = self._due(attend.lane, attend.step, attend.layer)
+        step = self.steps.due(attend.lane, attend.step, attend.layer)
         spec: AttentionSpec = self.hello.attention[step.next_layer]
         kv_shape = (step.num_new, spec.num_kv_heads, spec.head_dim)
         check_array(
@@ -203,48 +174,16 @@ class Books:
         )
         check_array("k", attend.k, self._carrier, kv_shape)
         check_array("v", attend.v, self._carrier, kv_shape)
-        return self._finish_layer(attend.lane, step)
-
-    def finish_layer(self, lane: int, step_number: int, layer: int) -> bool:
-        """The same where q, k and v don't travel."""
-        return self._finish_layer(lane, self._due(lane, step_number, layer))
-
-    def finish_step(self, lane: int, step_number: int) -> None:
-        """The same of all layers at once: none has been attended yet."""
-        step = self._due(lane, step_number, 0)
-        step.next_layer = self.hello.kv.num_layers - 1
-        self._finish_layer(lane, step)
+        return self.steps.finish_layer(attend.lane, attend.step, attend.layer)
 
     def check_invariants(self) -> None:
         """For tests and debugging."""
-        busy = [sequence for step in self._steps.values() for sequence in step.sequence_ids]
-        assert sorted(busy) == sorted(self._settled), "open steps and busy sequences differ"
-        assert not set(busy) & set(self.arrivals), "a step has a sequence that is arriving"
+        self.steps.check_invariants()
+        settled = self.steps.settled
+        assert not settled.keys() & set(self.arrivals), "a step has a sequence that is arriving"
         self.store.check_invariants()
-        lengths = self.store.num_tokens(np.array(list(self._settled), np.int64))
-        assert (lengths >= list(self._settled.values())).all() or not busy, (
-            "a step took tokens away"
-        )
-
-    def _finish_layer(self, lane: int, step: OpenStep) -> bool:
-        step.next_layer += 1
-        if step.next_layer < self.hello.kv.num_layers:
-            return False
-        del self._steps[lane]
-        for sequence in step.sequence_ids:
-            del self._settled[sequence]
-        return True
-
-    def _due(self, lane: int, step_number: int, layer: int) -> OpenStep:
-        step = self._steps.get(lane)
-        if step is None:
-            raise ProtocolError(f"lane {lane} has no open step")
-        if (step_number, layer) != (step.step, step.next_layer):
-            raise ProtocolError(
-                f"lane {lane} sent step {step_number}, layer {layer} when step {step.step}, "
-                f"layer {step.next_layer} was due"
-            )
-        return step
+        lengths = self.store.num_tokens(np.array(list(settled), np.int64))
+        assert (lengths >= list(settled.values())).all() or not settled, "a step took tokens away"
 
     def _check_settled(self, message: ForkSequence) -> None:
         """The shared tokens' K and V are there in every layer."""
@@ -253,7 +192,7 @@ class Books:
             "num_shared_tokens", message.num_shared_tokens, 1, MAX_SEQUENCE_TOKENS
         )
         may_arrive = self.hello.role is Role.NEIGHBOUR
-        if message.parent_id not in self._settled and (
+        if message.parent_id not in self.steps.settled and (
             may_arrive or message.parent_id not in self.arrivals
         ):
             return
@@ -281,39 +220,13 @@ class Books:
         if len(members) < len(sequence_ids):
             twice = next(x for i, x in enumerate(sequence_ids) if x in sequence_ids[:i])
             raise ProtocolError(f"sequence {twice} is in the step twice")
-        if not self._settled.keys().isdisjoint(members):
-            busy = next(x for x in sequence_ids if x in self._settled)
+        if not self.steps.settled.keys().isdisjoint(members):
+            busy = next(x for x in sequence_ids if x in self.steps.settled)
             raise ProtocolError(f"sequence {busy} is in another lane's open step")
         arriving = members.intersection(self.arrivals)
         if arriving:
             raise ProtocolError(f"sequence {min(arriving)} is arriving: tokens of it are to come")
         return sequence_ids
-
-
-def check_hello(hello: Hello) -> None:
-    """
-    Raises:
-        ProtocolError: it is of another version, or contradicts itself.
-    """
-    if hello.protocol_version != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"the S-worker speaks protocol version {hello.protocol_version}, this R-worker "
-            f"{PROTOCOL_VERSION}: "
-            "install the same version of fastdecode on both",
-            code="protocol_version",
-        )
-    check_integer("holder", hello.holder, 0, MAX_HOLDERS - 1)
-    check_integer("max_blocks", hello.max_blocks, 0, MAX_BLOCKS)
-    check_integer("session", hello.session, 0, MAX_ID)
-    kv = hello.kv
-    if len(hello.attention) != kv.num_layers:
-        raise ProtocolError(f"{len(hello.attention)} attention specs for {kv.num_layers} layers")
-    for layer, spec in enumerate(hello.attention):
-        if (spec.num_kv_heads, spec.head_dim) != (kv.num_kv_heads, kv.head_dim):
-            raise ProtocolError(
-                f"layer {layer} attends over {spec.num_kv_heads} KV heads of {spec.head_dim}, but "
-                f"the KV cache has {kv.num_kv_heads} of {kv.head_dim}"
-            )
 
 
 def blocks_within(num_bytes: int, block_bytes: int, hello: Hello) -> int:
@@ -335,82 +248,3 @@ def blocks_within(num_bytes: int, block_bytes: int, hello: Hello) -> int:
             "(--kv-memory-gb)"
         )
     return num_blocks
-
-
-def _check_counts(begin: BeginStep, cached: NDArray[np.int64]) -> None:
-    """``cached``: the worker's own token counts, [N]."""
-    past = begin.num_past
-    new = begin.num_new
-    queries = begin.num_queries
-    visible = begin.num_visible
-    beyond = (
-        np.zeros_like(cached) if begin.num_beyond is None else begin.num_beyond.astype(np.int64)
-    )
-    for wrong, rule in (
-        (past != cached, "num_past must equal the {cached} tokens cached here"),
-        (
-            (new < 0) | ((new == 0) & (queries == 0)),
-            "num_new must be at least 1, or 0 where something is attended",
-        ),
-        # Where nothing is beyond, the reservation is the limit.
-        ((beyond < 0) | ((beyond > 0) & (cached + new + beyond > MAX_SEQUENCE_TOKENS)), _BEYOND),
-        (
-            (queries < 0) | (queries > new + beyond),
-            "num_queries must be within 0 … num_new + num_beyond",
-        ),
-        (
-            (visible != past) & (visible != cached + new),
-            "num_visible must be num_past or num_past + num_new",
-        ),
-    ):
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise ProtocolError(
-                f"sequence {begin.sequence_ids[i]} (num_past={past[i]}, num_new={new[i]}, "
-                f"num_beyond={beyond[i]}, num_queries={queries[i]}, num_visible={visible[i]}): "
-                f"{rule.format(cached=cached[i])}"
-            )
-    for what, counts in (("appends", new), ("attends", queries)):
-        num_tokens = int(counts.sum(dtype=np.int64))
-        if num_tokens > MAX_STEP_TOKENS:
-            raise ProtocolError(
-                f"the step {what} {num_tokens} tokens; {MAX_STEP_TOKENS} is the most"
-            )
-
-
-_BEYOND = (
-    f"num_beyond must be at least 0, and no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens"
-)
-
-
-def check_array(
-    name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic], shape: tuple[int, ...]
-) -> None:
-    if not isinstance(array, np.ndarray) or array.dtype != dtype:
-        raise ProtocolError(
-            f"{name} must be an array of {dtype}, not "
-            f"{getattr(array, 'dtype', type(array).__name__)}"
-        )
-    if array.shape != shape:
-        raise ProtocolError(
-            f"{name} has shape {list(array.shape)}, but {list(shape)} was announced"
-        )
-    if not array.flags.c_contiguous:
-        raise ProtocolError(f"{name} must be C-contiguous")
-
-
-def _keys(keys: NDArray[np.int64]) -> list[bytes]:
-    """Of blocks, at least one."""
-    num_keys = len(keys) if np.ndim(keys) == 2 else 0
-    check_array("keys", keys, np.dtype(np.int64), (num_keys, KEY_WORDS))
-    if not num_keys:
-        raise ProtocolError("keys has none")
-    data = keys.tobytes()
-    size = len(data) // num_keys
-    return [data[at : at + size] for at in range(0, len(data), size)]
-
-
-def check_integer(name: str, value: int, low: int, high: int) -> int:
-    if type(value) is not int or not low <= value <= high:
-        raise ProtocolError(f"{name}={value!r} is not a whole number within {low}..{high}")
-    return value

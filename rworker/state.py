@@ -43,8 +43,10 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from fastdecode.wire.traits import ANYBODY, Role
-from rworker.books import check_hello, check_integer
+from rworker.blocks.appending import Appended
+from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
 from rworker.caches import NOBODY, Cache, Caches
+from rworker.checks import check_hello, check_integer
 from rworker.instructions import (
     Compute,
     CopyBlocks,
@@ -62,7 +64,6 @@ from rworker.instructions import (
     Stop,
     TellAboutHost,
 )
-from rworker.kv_store import DEFAULT_MAX_SEQUENCES, Appended, KVStore
 from rworker.stream.changes import Change
 from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
 from rworker.stream.taking_over import take_over, truncate, wanted_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdecode.core.errors import CapacityError
-from rworker.kv_store import KVStore
+from rworker.blocks.kv_store import KVStore
 
 
 def keep_one_sequence_each(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fastdecode.core.holders import Part
-from rworker.kv_store import KVStore
+from rworker.blocks.kv_store import KVStore
 
 BLOCK_SIZE = 4
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fastdecode.core.errors import CapacityError, ProtocolError
-from rworker.kv_store import KVStore
+from rworker.blocks.kv_store import KVStore
 
 NUM_BLOCKS = 12
 BLOCK_SIZE = 4

@@ -30,7 +30,7 @@ def add_engine_options(
         defaults: what help says of those that the command chooses itself.
     """
     for title, group in zip(
-        ("S-part", "R-part", "batching", "cluster"), GROUPS.values(), strict=True
+        ("S-part", "R-part", "batching", "prefix cache", "cluster"), GROUPS.values(), strict=True
     ):
         add_options(parser.add_argument_group(title), group, defaults=defaults)
 

@@ -26,7 +26,6 @@ longer than a step, what was booked and projected is put off.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -35,11 +34,12 @@ from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.outgrown import Outgrown
-from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.plan import Chunk, Plan, Start, Suspend
+from fastdecode.schedule.reserving.ledger import BlockLedger
+from fastdecode.schedule.reserving.outgrown import Outgrown
+from fastdecode.schedule.reserving.starts import Starts
 from fastdecode.schedule.running import Lane, Run
-from fastdecode.schedule.starts import Starts
+from fastdecode.schedule.waiting import Waiting
 
 
 class ContinuousScheduler:
@@ -81,21 +81,13 @@ class ContinuousScheduler:
         self._starts = Starts(ledger, lengths, hybrid)
         self._outgrown = Outgrown(ledger, lengths)
         self.lanes = make_lanes(num_lanes)
-        self._waiting: deque[Sequence] = deque()
-        # Those that have run before, in order of arrival. All of them came
-        # before all that wait for their first start.
-        self._interrupted: list[Sequence] = []
+        self.waiting = Waiting()
         if hybrid is not None:
-            hybrid.attach(lambda: (self.lanes, self.waiting))
-
-    @property
-    def waiting(self) -> list[Sequence]:
-        """In the order in which they start."""
-        return [*self._interrupted, *self._waiting]
+            hybrid.attach(lambda: (self.lanes, list(self.waiting)))
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._interrupted)
+        return len(self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -118,7 +110,7 @@ class ContinuousScheduler:
             self.lanes[0].admission.check_possible(
                 self.ledger.shape.sizes(sequence.max_cached_tokens)
             )
-        self._waiting.extend(arrived)
+        self.waiting.arrive(arrived)
 
     def plan(self, lane_index: int, *, may_start: bool = True) -> Plan:
         """What comes before the lane's next step. Its starts count as running
@@ -140,7 +132,7 @@ class ContinuousScheduler:
             lane.budget.clear()
         grows, suspended = self._outgrown.make_room(lane)
         for run in suspended:
-            insort(self._interrupted, run.sequence, key=lambda s: s.sequence_id)
+            self.waiting.come_back(run.sequence)
         for run in lane.running.values():
             if run.first_step is None and not _book(lane, run, ahead=0):
                 lane.postpone(run, 1)
@@ -187,10 +179,8 @@ class ContinuousScheduler:
         """The sequence, waiting or running, is over; what it had reserved is free."""
         if self._stop(sequence):
             self._lengths.observe(sequence)
-        elif sequence in self._interrupted:
-            self._interrupted.remove(sequence)
         else:
-            self._waiting.remove(sequence)
+            self.waiting.remove(sequence)
         self.ledger.cache.is_over(sequence)
 
     def requeue(self, sequence: Sequence, *, was_over: bool = False) -> None:
@@ -198,7 +188,7 @@ class ContinuousScheduler:
         it waits again, at its old place in the queue."""
         stopped = self._stop(sequence)
         assert stopped is not was_over, "only a running sequence can be requeued"
-        insort(self._interrupted, sequence, key=lambda s: s.sequence_id)
+        self.waiting.come_back(sequence)
 
     def regroup(self, num_lanes: int) -> None:
         """From now on there are so many lanes, among which the running
@@ -226,20 +216,19 @@ class ContinuousScheduler:
         most = self._num_startable(lane, ahead)
         lane.admission.begin_step(lane.step, len(lane.running), most)
         if most and self.hybrid is not None:
-            self.hybrid.begin_plan(self.waiting[0])
+            self.hybrid.begin_plan(self.waiting.head)
         starts: list[Start] = []
         while len(starts) < most:
-            queue = self._interrupted or self._waiting
-            if queue[0].is_coming:
+            head = self.waiting.head
+            if head.is_coming:
                 break  # what is run of it must be known
-            sibling = _running_sibling(self.lanes, queue[0])
-            recompute = queue is self._interrupted
+            sibling = _running_sibling(self.lanes, head)
             candidate = self._starts.candidate(
-                lane, queue[0], sibling, ahead=ahead, recompute=recompute
+                lane, head, sibling, ahead=ahead, recompute=self.waiting.has_head_run
             )
             if candidate is None:
                 break
-            del queue[0]
+            self.waiting.pop()
             starts.append(self._starts.start(lane, candidate))
         return starts
 

@@ -13,8 +13,8 @@ from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
 from fastdecode.schedule.hybrid.told import Teller
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor, LongestLengths
 from fastdecode.schedule.options import ScheduleOptions
-from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.prefill import PrefillBudget
+from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane
 from fastdecode.schedule.times import StepTimes, balanced_loads
 

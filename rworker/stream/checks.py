@@ -19,8 +19,9 @@ from fastdecode.wire.kv.chunks import (
     FetchChunk,
     StoreChunk,
 )
-from rworker.books import Books, check_array, check_integer
-from rworker.kv_store import Appended
+from rworker.blocks.appending import Appended
+from rworker.books import Books
+from rworker.checks import check_array, check_integer
 from rworker.stream.chunks import ChunkShape, layout_of
 
 
@@ -39,7 +40,7 @@ def expect_tokens(books: Books, message: ExpectTokens) -> Appended:
     if (counts < 1).any() or (counts > MAX_SEQUENCE_TOKENS).any():
         raise ProtocolError(f"num_tokens must be within 1..{MAX_SEQUENCE_TOKENS}")
     for sequence in sequences:
-        books.check_at_rest(sequence)
+        books.steps.check_at_rest(sequence)
     present = books.store.num_tokens(ids)
     appended = books.store.append(ids, counts)
     for sequence, before, more in zip(sequences, present.tolist(), counts.tolist(), strict=True):

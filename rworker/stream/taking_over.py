@@ -12,14 +12,15 @@ from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.wire.kv.taking_over import MISSING, TakeOver, TruncateSequence
 from fastdecode.wire.messages import MAX_ID, Accepted, CloseSequence, Refused
 from fastdecode.wire.traits import Role
-from rworker.books import Books, check_array, check_integer
+from rworker.books import Books
+from rworker.checks import check_array, check_integer
 
 
 def truncate(books: Books, message: TruncateSequence) -> Accepted | Refused:
     """Forget the last tokens of a sequence that is at rest."""
     sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
     num_tokens = check_integer("num_tokens", message.num_tokens, 0, MAX_SEQUENCE_TOKENS)
-    books.check_at_rest(sequence)
+    books.steps.check_at_rest(sequence)
     arrives = sequence in books.arrivals
     if arrives and books.hello.role is not Role.NEIGHBOUR:
         raise ProtocolError(f"sequence {sequence} is arriving: tokens of it are to come")

@@ -67,7 +67,7 @@ def script(llm: LLM, cache: CacheUse = ANYBODY) -> Said:
 @pytest.fixture(scope="module")
 def plain(tiny_checkpoint: Callable[..., Path]) -> Said:
     """What the script comes to without a cache."""
-    with LLM(str(tiny_checkpoint("llama")), **SHARED) as llm:
+    with LLM(str(tiny_checkpoint("llama")), **SHARED, prefix_cache="off") as llm:
         said = script(llm)
         assert llm.stats.num_cached_prompt_tokens == 0
     return said
@@ -140,6 +140,22 @@ def test_kv_on_both_sides_is_refused_by_name() -> None:
     for placement in ("hybrid", "auto"):
         with pytest.raises(ConfigError, match="prefix_cache='on' isn't there with kv_placement"):
             EngineConfig.of("dir", prefix_cache="on", kv_placement=placement)
+
+
+@pytest.mark.parametrize(
+    ("others", "keeps"),
+    [
+        ({}, True),
+        ({"kv_placement": "gpu"}, True),
+        ({"split_tokens": 64}, True),
+        ({"r_partition": "heads"}, True),
+        ({"kv_placement": "hybrid"}, False),
+        ({"replicas": 1, "r_workers": 2}, False),
+    ],
+    ids=str,
+)
+def test_auto_keeps_blocks_wherever_that_is_there(others: dict[str, Any], keeps: bool) -> None:
+    assert EngineConfig.of("dir", prefix_cache="auto", **others).keeps_blocks is keeps
 
 
 def test_outputs_tell_what_was_reused_and_private_requests_leave_nothing(

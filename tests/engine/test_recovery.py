@@ -15,7 +15,7 @@ from trouble import Trouble, crash_after, give
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, WorkerError
-from rworker.kv_store import KVStore
+from rworker.blocks.kv_store import KVStore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=20, n=3, ignore_eos=True)

@@ -106,11 +106,18 @@ def test_the_device_is_named_when_a_model_is_loaded(tiny_checkpoint: Callable[..
     lines: list[str] = []
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=False),
-        LLM(str(tiny_checkpoint("llama")), device="auto", kv_memory_gb=0.01, progress=lines.append),
+        LLM(
+            str(tiny_checkpoint("llama")),
+            device="auto",
+            kv_memory_gb=0.01,
+            prefix_cache="auto",
+            progress=lines.append,
+        ),
     ):
         assert re.search(
             r"^loading .* on the CPU \(\d+\.\d GB of memory free\): weights", lines[0]
         ), lines
+        assert lines[0].endswith("; prefix cache on"), lines
 
 
 def test_queries_for_closed_parts_fit_into_a_message(resolved: Resolve) -> None:

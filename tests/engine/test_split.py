@@ -26,8 +26,8 @@ from fastdecode.engine.step.parts import ClosedPartMerge
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor
+from rworker.blocks.kv_store import KVStore
 from rworker.instructions import Compute
-from rworker.kv_store import KVStore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
 FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=30, n=3, ignore_eos=True)

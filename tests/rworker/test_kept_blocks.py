@@ -19,7 +19,7 @@ from examples import examples
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import Accepted, CloseSequence, OpenSequence, Refused
-from rworker.kv_store import KVStore
+from rworker.blocks.kv_store import KVStore
 
 
 class KeepingMachine(KVStoreMachine):

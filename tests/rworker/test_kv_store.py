@@ -12,7 +12,7 @@ from examples import examples
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import KVSpec
-from rworker.kv_store import KVStore
+from rworker.blocks.kv_store import KVStore
 
 KVStoreMachine.TestCase.settings = settings(
     max_examples=examples(240), stateful_step_count=40, deadline=None, derandomize=True

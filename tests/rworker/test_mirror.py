@@ -184,9 +184,9 @@ class MirrorMachine(RuleBasedStateMachine):
     def end_step(self, data: st.DataObject) -> None:
         lane = data.draw(st.sampled_from(list(self.open_steps)))
         books = self.owner.books
-        step = books._steps[lane].step
+        step = books.steps.of_lane[lane].step
         for layer in range(KV.num_layers):
-            books.finish_layer(lane, step, layer)
+            books.steps.finish_layer(lane, step, layer)
         for sequence in self.open_steps.pop(lane):
             self.note(sequence)
 
@@ -340,7 +340,7 @@ def test_a_decode_step_is_one_announcement_and_one_chunk() -> None:
     owner.books.begin_step(begin)
     assert mirror.next() is None, "not before it is in every layer"
     for layer in range(KV.num_layers):
-        owner.books.finish_layer(0, 0, layer)
+        owner.books.steps.finish_layer(0, 0, layer)
     announced, chunk = mirror.next(), mirror.next()
     assert isinstance(announced, ExpectTokens) and isinstance(chunk, StoreChunk)
     assert chunk.num_tokens.tolist() == [1] * 12 and chunk.num_layers == KV.num_layers
@@ -358,7 +358,7 @@ def test_without_credit_nothing_is_read_and_later_it_all_leaves_together() -> No
     def step(past: int, count: int) -> None:
         owner.books.begin_step(step_of((7, past, count), step=past, queries=[0]))
         for layer in range(KV.num_layers):
-            owner.books.finish_layer(0, past, layer)
+            owner.books.steps.finish_layer(0, past, layer)
 
     step(0, 2)
     assert isinstance(mirror.next(), ExpectTokens)

@@ -96,7 +96,7 @@ def test_a_life_from_submission_to_its_end() -> None:
     )
     assert close == Close(asked.part)
     story = ["submitted, 3 tokens", "opening on 0", "running", "finished: length"]
-    assert life.lives.story(0) == story  # type: ignore[arg-type]
+    assert life.lives.stories[0] == story  # type: ignore[arg-type]
 
 
 def test_a_refusal_beside_others_waits_even_if_they_have_ended_by_now() -> None:
@@ -155,7 +155,7 @@ def test_what_befalls_a_sequence_in_flight_is_carried_out_at_the_end_of_its_step
     assert life.lives.is_on(HolderId(1)), "nobody may come in its place yet"
     assert tell(life, Cancelled("long")) == []
     assert end(life, run) == [Close(opened[0].part)]  # type: ignore[union-attr]
-    assert not life.lives.is_on(HolderId(1)) and life.lives.story(0)[-1] == "cancelled"  # type: ignore[arg-type]
+    assert not life.lives.is_on(HolderId(1)) and life.lives.stories[0][-1] == "cancelled"  # type: ignore[arg-type]
 
 
 def test_who_is_opened_while_its_holder_is_lost_starts_elsewhere() -> None:
@@ -302,7 +302,7 @@ def test_what_is_coming_may_never_come(max_tokens: int, is_doubted: bool) -> Non
     if is_doubted:
         closed += tell(life, Came((Drawn(sequence, is_doubted=True),)))
         assert life.lives.status(sequence.sequence_id) is Status.INTERRUPTED
-        assert sequence.token_ids == [5, 5, 5] and life.scheduler.waiting == [sequence]
+        assert sequence.token_ids == [5, 5, 5] and list(life.scheduler.waiting) == [sequence]
     else:
         closed += tell(life, Cancelled("a"))
         assert tell(life, Came((Drawn(sequence, 8),))) == []
@@ -315,7 +315,7 @@ def test_nobody_starts_again_while_a_token_is_coming() -> None:
     sequence, asked = running(life, max_tokens=9)
     go_ahead(life, sequence)
     assert tell(life, Lost(asked.part.holder)) == []
-    assert tell(life, LaneIdle(0)) == [] and life.scheduler.waiting == [sequence]
+    assert tell(life, LaneIdle(0)) == [] and list(life.scheduler.waiting) == [sequence]
     tell(life, Came((Drawn(sequence, 8),)))
     (again,) = tell(life, LaneIdle(0))
     assert isinstance(again, Open) and sequence.token_ids == [5, 5, 5, 8]

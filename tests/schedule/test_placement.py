@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId, Part, PartId, Residence, new_residence
-from fastdecode.schedule.placement import BlockLedger
+from fastdecode.schedule.reserving.ledger import BlockLedger
 
 Choose: TypeAlias = "Callable[[list[int], list[int]], int | None]"
 

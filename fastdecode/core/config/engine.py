@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from fastdecode.core.config.cache import Cache
 from fastdecode.core.config.groups import Batching, Cluster, RPart, SPart
 from fastdecode.core.config.options import declared, group_options
 from fastdecode.core.errors import ConfigError, Given
@@ -35,7 +36,7 @@ _WITHOUT_REPLICAS: Mapping[str, tuple[Any, ...]] = {
     "kv_placement": ("r", "auto"),
     "r_partition": ("sequences",),
     "split_tokens": (None,),
-    "prefix_cache": ("off",),
+    "prefix_cache": ("auto", "off"),
 }
 """What there may be beside replicas."""
 
@@ -54,6 +55,7 @@ class EngineConfig:
     s_part: SPart = field(default_factory=SPart)
     r_part: RPart = field(default_factory=RPart)
     batching: Batching = field(default_factory=Batching)
+    cache: Cache = field(default_factory=Cache)
     cluster: Cluster = field(default_factory=Cluster)
 
     @classmethod
@@ -75,6 +77,14 @@ class EngineConfig:
             for each in declared(group)
         }
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether KV blocks outlive requests, once it is settled where the KV
+        cache is."""
+        if self.cache.prefix_cache != "auto":
+            return self.cache.prefix_cache == "on"
+        return self.r_part.kv_placement in ("r", "gpu") and not self.r_part.replicas
+
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model is empty: give the path of a Hugging Face model directory")
@@ -87,7 +97,7 @@ class EngineConfig:
             self._check_both_sides()
         if self.r_part.kv_placement in ("r", "gpu"):
             self._check_one_side()
-        elif self.r_part.prefix_cache == "on":
+        elif self.cache.prefix_cache == "on":
             raise ConfigError(
                 Given("prefix_cache", "on"),
                 " isn't there with ",
@@ -165,6 +175,7 @@ GROUPS: Mapping[str, type] = {
     "s_part": SPart,
     "r_part": RPart,
     "batching": Batching,
+    "cache": Cache,
     "cluster": Cluster,
 }
 """The groups of ``EngineConfig``, by the names of its fields."""

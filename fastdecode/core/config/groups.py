@@ -143,13 +143,6 @@ class RPart:
         metavar="S",
     )
     block_size: int = option(64, "tokens in a KV block; a multiple of 16", low=16, high=256)
-    prefix_cache: str = option(
-        "off",
-        "keep KV blocks of requests that are over, as long as there is room, and reuse them where "
-        "prompts begin alike: on, off",
-        choices=("on", "off"),
-        metavar="MODE",
-    )
     replicas: int = option(
         0,
         "copies of each R-worker's KV cache that another R-worker keeps: with 1, sequences of one "
@@ -351,7 +344,6 @@ class Cluster:
         unit="s",
         metavar="S",
     )
-
     link_bytes: int = option(
         64 << 20,
         "with replicas: most bytes of K and V under way to an R-worker's neighbour, unanswered",

@@ -156,7 +156,7 @@ class RunningEngine:
         where = describe_device(resolved.device, resolved.free)
         tell(
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
-            f"{resolved.dtype}) on {where}: {resolved.memory}"
+            f"{resolved.dtype}) on {where}: {resolved.memory}; {_about_kept_blocks(config)}"
         )
         if config.s_part.tp > 1:
             self._ranks = meet_ranks(
@@ -238,7 +238,7 @@ class RunningEngine:
         """What K and V of a token depend on beside the tokens, while R-workers
         keep them; None: nothing is kept."""
         resolved, options = self.resolved, self.resolved.config
-        if options.r_part.prefix_cache == "off":
+        if not options.keeps_blocks:
             return None
         parts = (self._checkpoint.model_hash, resolved.dtype, resolved.kv_dtype)
         return "/".join(map(str, (*parts, resolved.max_model_len, options.r_part.block_size)))
@@ -274,6 +274,16 @@ class RunningEngine:
         if self._device is not None:
             self._device.close()
         self._workers.close(self._fleet.gone, self.resolved.config.cluster.worker_timeout_s)
+
+
+def _about_kept_blocks(config: EngineConfig) -> str:
+    """Whether there is a prefix cache, and why not, if nobody has said so."""
+    if config.keeps_blocks:
+        return "prefix cache on"
+    if config.cache.prefix_cache == "off":
+        return "prefix cache off"
+    beside = "replicas" if config.r_part.replicas else "KV on both sides"
+    return f"prefix cache off, which isn't there with {beside} yet"
 
 
 def _lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:

@@ -266,7 +266,7 @@ class LocalStep:
         """See ``LaneAttention``."""
         batch, begin = self.batch, self._begin
         rows = torch.from_numpy(np.stack((batch.token_ids, batch.positions)))
-        self._books.finish_step(begin.lane, begin.step)
+        self._books.steps.finish(begin.lane, begin.step)
         if self._whole is not None and self._whole.takes(self._paged):
             return s_worker.run_through(
                 partial(self._whole.run, begin.lane, rows, self._paged, batch.feed)
@@ -282,7 +282,7 @@ class LocalStep:
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
     ) -> None:
-        self._books.finish_layer(self._begin.lane, self._begin.step, layer)
+        self._books.steps.finish_layer(self._begin.lane, self._begin.step, layer)
         self._o = self._attend(layer, q, k, v)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
 from fastdecode.schedule.hybrid.rule import Margins, choose
 from fastdecode.schedule.hybrid.told import Guess, Teller
 from fastdecode.schedule.hybrid.watch import Watch
-from fastdecode.schedule.placement import BlockLedger
+from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane
 
 MAX_LANES = 3

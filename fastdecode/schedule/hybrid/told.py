@@ -12,7 +12,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.hybrid.forecast import Costs, Known, Work
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.placement import BlockLedger
+from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane, Run, cached_at_end
 from fastdecode.schedule.times import StepTimes
 

@@ -53,6 +53,20 @@ class Life:
     unanswered: set[PartId] = field(default_factory=set)
 
 
+class Stories:
+    """What has happened to sequences, as far as that is remembered."""
+
+    def __init__(self) -> None:
+        self._told: deque[tuple[SequenceId, str]] = deque(maxlen=_STORY_LENGTH)
+
+    def add(self, sequence_id: SequenceId, what: str) -> None:
+        self._told.append((sequence_id, what))
+
+    def __getitem__(self, sequence_id: SequenceId) -> list[str]:
+        """Of a sequence, in order; also of one that is over."""
+        return [what for i, what in self._told if i == sequence_id]
+
+
 class Lives:
     """All sequences that aren't over."""
 
@@ -67,7 +81,7 @@ class Lives:
         self.num_fates = 0
         """Sequences of which it isn't carried out yet what becomes of them."""
         self._sequence_ids = map(SequenceId, itertools.count())
-        self._story: deque[tuple[SequenceId, str]] = deque(maxlen=_STORY_LENGTH)
+        self.stories = Stories()
 
     def make(self, request: Request) -> list[Sequence]:
         """A request's sequences, which are no part of the books yet."""
@@ -110,11 +124,7 @@ class Lives:
 
     def tell(self, life: Life, what: str) -> None:
         """Remember what has happened."""
-        self._story.append((life.sequence.sequence_id, what))
-
-    def story(self, sequence_id: SequenceId) -> list[str]:
-        """What has happened to a sequence, as far as that is remembered."""
-        return [what for i, what in self._story if i == sequence_id]
+        self.stories.add(life.sequence.sequence_id, what)
 
     def status(self, sequence_id: SequenceId) -> Status:
         """Where a sequence is in its life; also one that is over."""

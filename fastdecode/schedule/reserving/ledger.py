@@ -16,7 +16,7 @@ from typing import Final
 from fastdecode.core.holders import HolderId, Part, Residence
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
-from fastdecode.schedule.capacity import Capacity, PartShape
+from fastdecode.schedule.reserving.capacity import Capacity, PartShape
 
 _NOTHING: Mapping[HolderId, int] = {}
 

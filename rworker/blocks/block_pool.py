@@ -12,7 +12,7 @@ Blocks: TypeAlias = NDArray[np.int32]
 
 
 class BlockPool:
-    """Blocks 0 … num_blocks - 1. ``rworker.kv_store`` says what a tail is, and
+    """Blocks 0 … num_blocks - 1. ``rworker.blocks.kv_store`` says what a tail is, and
     keeps its promises here."""
 
     def __init__(self, num_blocks: int) -> None:

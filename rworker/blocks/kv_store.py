@@ -3,7 +3,7 @@ sequence, and reservations. Bookkeeping only.
 
 A sequence's cached tokens fill its blocks in order; its block table lists them.
 A block is freed when the last sequence that refers to it is closed, if it isn't
-kept beyond that (``rworker.cached_blocks``).
+kept beyond that (``rworker.blocks.cached_blocks``).
 
 **Forks share blocks.** A block that several sequences refer to is never
 written: a sequence that appends into its partly filled last block (its
@@ -25,7 +25,6 @@ counts as a sequence that refers to it, and has it as no tail.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -33,21 +32,12 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.wire.messages import MAX_BLOCKS
-from rworker.block_pool import BlockPool, Blocks
-from rworker.block_tables import BlockTables
-from rworker.cached_blocks import CachedBlocks
+from rworker.blocks.appending import Appended, append
+from rworker.blocks.block_pool import BlockPool, Blocks
+from rworker.blocks.block_tables import BlockTables
+from rworker.blocks.cached_blocks import CachedBlocks
 
 DEFAULT_MAX_SEQUENCES = 1 << 16
-
-
-@dataclass(frozen=True, eq=False)
-class Appended:
-    """Where the new tokens of a step go, and which blocks must be copied before
-    anything is written."""
-
-    slots: NDArray[np.int64]  # [T] in the order of the sequences, each sequence's tokens in order
-    copy_sources: NDArray[np.int64]  # [C] block ids
-    copy_targets: NDArray[np.int64]  # [C]
 
 
 class KVStore:
@@ -117,7 +107,7 @@ class KVStore:
         assert num_reserved_tokens >= 1
         self._check_new(sequence_id)
         num_blocks = self.tables.blocks_for(num_reserved_tokens)
-        self._check_room(num_reserved_tokens, num_blocks, num_blocks)
+        _check_room(self, num_reserved_tokens, num_blocks, num_blocks)
         self.tables.add(sequence_id, num_reserved_tokens, num_blocks)
         self.pool.num_promised += num_blocks
 
@@ -138,7 +128,7 @@ class KVStore:
             )
         num_blocks = self.tables.blocks_for(num_reserved_tokens)
         num_needed = num_blocks - self.tables.blocks_for(int(self.tables.reserved[row]))
-        self._check_room(num_reserved_tokens, num_blocks, num_needed)
+        _check_room(self, num_reserved_tokens, num_blocks, num_needed)
         self.tables.widen(num_blocks)
         self.pool.num_promised += num_needed
         self.tables.reserved[row] = num_reserved_tokens
@@ -210,7 +200,7 @@ class KVStore:
         num_blocks = tables.blocks_for(num_reserved_tokens)
         has_tail = num_tokens % self.block_size != 0
         num_needed = num_blocks - len(shared) + has_tail
-        self._check_room(num_reserved_tokens, num_blocks, num_needed)
+        _check_room(self, num_reserved_tokens, num_blocks, num_needed)
         row = tables.add(sequence_id, num_reserved_tokens, num_blocks)
         self.pool.num_promised += num_needed
         tables.blocks[row, : len(shared)] = shared
@@ -285,49 +275,7 @@ class KVStore:
             ProtocolError: one of them is not open.
             CapacityError: one of them would grow past its reservation.
         """
-        rows = self.tables.rows(sequence_ids)
-        past = self.tables.lengths[rows]
-        total = past + num_new
-        over = np.flatnonzero(total > self.tables.reserved[rows])
-        if over.size:
-            i = int(over[0])
-            raise CapacityError(
-                f"sequence {sequence_ids[i]} would grow to {total[i]} tokens, but room was "
-                f"reserved for {self.tables.reserved[rows[i]]}: reserve room for all of its "
-                "tokens when it is opened"
-            )
-        sources, targets = self._copy_shared_tails(rows, past)
-        self._take_blocks(rows, total)
-        self.tables.lengths[rows] = total
-        return Appended(self.tables.slots(rows, past, num_new), sources, targets)
-
-    def _copy_shared_tails(
-        self, rows: NDArray[np.int64], past: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Give every sequence that is about to write into a shared tail a block
-        of its own: (sources, targets)."""
-        last = np.maximum(self.tables.widths[rows] - 1, 0)
-        tails = self.tables.blocks[rows, last]
-        suspects = np.flatnonzero((past % self.block_size != 0) & self.pool.are_shared(tails))
-        sources: list[int] = []
-        targets: list[int] = []
-        for i in suspects.tolist():
-            if not self.pool.are_shared(tails[i]):
-                continue  # all others have left it within this loop: the last one writes in place
-            self.pool.leave_tail(tails[i])
-            target = int(self.pool.take(1)[0])
-            self.tables.blocks[rows[i], last[i]] = target
-            sources.append(int(tails[i]))
-            targets.append(target)
-        return np.array(sources, np.int64), np.array(targets, np.int64)
-
-    def _take_blocks(self, rows: NDArray[np.int64], total: NDArray[np.int64]) -> None:
-        """Lengthen the block tables so that they hold ``total`` tokens."""
-        num_fresh = self.tables.blocks_for(total) - self.tables.widths[rows]
-        growing = np.flatnonzero(num_fresh)
-        if growing.size:
-            fresh = self.pool.take(int(num_fresh.sum()))
-            self.tables.lengthen(rows[growing], num_fresh[growing], fresh)
+        return append(self.tables, self.pool, sequence_ids, num_new)
 
     def _check_new(self, sequence_id: int) -> None:
         if sequence_id in self.tables.row_of:
@@ -335,22 +283,6 @@ class KVStore:
         if len(self.tables.row_of) == self.max_sequences:
             raise CapacityError(
                 f"{self.max_sequences} sequences are open, the most that this R-worker takes"
-            )
-
-    def _check_room(self, num_tokens: int, num_blocks: int, num_needed: int) -> None:
-        asked = f"room for {num_tokens} tokens ({num_blocks} KV blocks) was asked"
-        if num_blocks > self.num_blocks:
-            raise CapacityError(
-                f"{asked}, but all of the KV cache is {self.num_blocks} blocks of "
-                f"{self.block_size} tokens: lower max_tokens, shorten the prompt, or give the "
-                "R-worker more memory",
-                code="exceeds_capacity",
-            )
-        if num_needed > self.pool.num_available:
-            raise CapacityError(
-                f"{asked}, {num_needed} of them new, but {self.pool.num_available} of "
-                f"{self.num_blocks} are neither in use nor reserved: try again when running "
-                "sequences have ended"
             )
 
     def check_invariants(self) -> None:
@@ -376,3 +308,20 @@ class KVStore:
             growth += tables.growth(row)
         self.pool.check_invariants(refcount, num_tails, growth)
         self.tables.check_invariants()
+
+
+def _check_room(store: KVStore, num_tokens: int, num_blocks: int, num_needed: int) -> None:
+    asked = f"room for {num_tokens} tokens ({num_blocks} KV blocks) was asked"
+    if num_blocks > store.num_blocks:
+        raise CapacityError(
+            f"{asked}, but all of the KV cache is {store.num_blocks} blocks of "
+            f"{store.block_size} tokens: lower max_tokens, shorten the prompt, or give the "
+            "R-worker more memory",
+            code="exceeds_capacity",
+        )
+    if num_needed > store.pool.num_available:
+        raise CapacityError(
+            f"{asked}, {num_needed} of them new, but {store.pool.num_available} of "
+            f"{store.num_blocks} are neither in use nor reserved: try again when running "
+            "sequences have ended"
+        )

@@ -21,8 +21,8 @@ from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.cache.reuse import Reuse
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.plan import Start
+from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane, Run, cached_at_end
 
 _TOKENS_A_TOKEN = 4

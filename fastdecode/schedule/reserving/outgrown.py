@@ -13,8 +13,8 @@ from __future__ import annotations
 from fastdecode.core.holders import Part
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.placement import BlockLedger
 from fastdecode.schedule.plan import Grow
+from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane, Run, arrival, cached_at_end
 
 

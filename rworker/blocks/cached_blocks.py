@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
-from rworker.block_pool import BlockPool, Blocks
+from rworker.blocks.block_pool import BlockPool, Blocks
 
 
 class CachedBlocks:

@@ -25,7 +25,7 @@ class BlockTables:
     """
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self.row_of: dict[int, int] = {}
         self._free_rows: list[int] = []
         self.blocks = np.zeros((0, _FIRST_WIDTH), np.int32)
@@ -63,7 +63,7 @@ class BlockTables:
         return table
 
     def blocks_for(self, num_tokens: IntsT) -> IntsT:
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self.block_size)
 
     def growth(self, row: int) -> int:
         """Blocks that the sequence may still take for tokens of its own."""
@@ -77,9 +77,9 @@ class BlockTables:
         ends = np.cumsum(num_new, dtype=np.int64)
         num_tokens = ends[-1] if ends.size else 0
         positions = np.arange(num_tokens) + np.repeat(past + num_new - ends, num_new)
-        blocks = self.blocks[np.repeat(rows, num_new), positions // self._block_size]
+        blocks = self.blocks[np.repeat(rows, num_new), positions // self.block_size]
         slots: NDArray[np.int64] = (
-            blocks.astype(np.int64) * self._block_size + positions % self._block_size
+            blocks.astype(np.int64) * self.block_size + positions % self.block_size
         )
         return slots
 

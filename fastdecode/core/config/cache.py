@@ -1,0 +1,25 @@
+"""What is kept of requests that are over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.core.config.options import check_options, option
+
+PREFIX_CACHES = ("auto", "on", "off")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """KV that outlives its requests."""
+
+    prefix_cache: str = option(
+        "off",
+        "keep KV blocks of requests that are over, as long as there is room, and reuse them where "
+        "prompts begin alike: on, off; auto: on, but not with KV on both sides or replicas",
+        choices=PREFIX_CACHES,
+        metavar="MODE",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
