@@ -21,7 +21,11 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 from server_process import Server, scripted_server, serving
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.server.http.connection import MAX_REQUESTS_AHEAD, check_version
+from fastdecode.server.http.connection import (
+    MAX_REQUESTS_AHEAD,
+    MOST_UNHEARD_BYTES,
+    check_version,
+)
 from fastdecode.server.http.exchange import CONNECTION, Exchange, WriteTimeout
 from fastdecode.server.http.open_files import SPARE_FILES
 from fastdecode.server.http.protocol import MAX_HEADER_BYTES
@@ -107,6 +111,49 @@ def test_who_pipelines_and_leaves_frees_what_he_had(server: Server) -> None:
         server.wait_until(lambda: server.status()["num_running"] == 1)
     server.wait_until_idle()
     assert "socket.send() raised" not in server.job.output()
+
+
+def test_who_sends_too_much_still_gets_the_answer(server: Server) -> None:
+    """Clients that have no eye for an answer before they have sent all."""
+    body = b" " * (9 << 20)
+    status, _, said = server.ask("POST", "/v1/completions", body)
+    assert (status, json.loads(said)["error"]["code"]) == (413, "body_too_large")
+    status, _, said = server.ask("POST", "/v1/completions", body, content_type="text/plain")
+    assert (status, json.loads(said)["error"]["code"]) == (415, "unsupported_media_type")
+    status, _, said = server.ask("POST", "/v1/completions", body, host="a.example")
+    assert (status, json.loads(said)["error"]["code"]) == (403, "forbidden")
+    openai = pytest.importorskip("openai", reason="needs a client: pip install openai")
+    with (
+        openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
+        pytest.raises(openai.APIStatusError, match="larger than 8388608 bytes") as raised,
+    ):
+        client.completions.create(model="checkpoint", prompt="x" * (9 << 20))
+    assert raised.value.status_code == 413
+
+
+def test_who_sends_for_ever_is_not_heard_out(server: Server) -> None:
+    head = completion().split(b"content-length")[0] + b"transfer-encoding: chunked\r\n\r\n"
+    chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+    with connect(server) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(head)
+        for _ in range(10 * MOST_UNHEARD_BYTES // len(chunk)):
+            connection.sendall(chunk)
+        raise AssertionError("all of it was read")
+
+
+def test_a_body_that_is_no_http_is_told_so(server: Server) -> None:
+    head = completion().split(b"content-length")[0] + b"transfer-encoding: chunked\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(head + b"zz\r\n")
+        said = until_closed(connection)
+    assert said.startswith(b"HTTP/1.1 400") and b"invalid_http" in said
+
+
+def test_a_header_that_comes_all_at_once_is_bounded_too(server: Server) -> None:
+    for size, status in ((MAX_HEADER_BYTES - 1000, b" 200 "), (MAX_HEADER_BYTES + 1000, b" 431 ")):
+        with connect(server) as connection:
+            connection.sendall(LIVE + b"x: " + b"y" * size + b"\r\nconnection: close\r\n\r\n")
+            assert status in until_closed(connection)[:20]
 
 
 def test_requests_that_wait_for_their_turn_are_answered(server: Server) -> None:

@@ -17,6 +17,8 @@ from fastdecode.server.http.exchange import CONNECTION
 from fastdecode.server.http.guard import new_request_id
 
 MAX_HEADER_BYTES = 64 << 10
+_AROUND_BYTES = 4
+"""Around a header's name and value: ": " and the line's end."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class GuardedProtocol(WatchfulProtocol):
         self._num_header_bytes = 0
         """That came since a header or a piece of a body was complete."""
         self._is_in_header = True
+        self._refusal = Refused(400, "this is no HTTP request", "invalid_http")
+        """Of what the parser takes no more of."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -57,8 +61,7 @@ class GuardedProtocol(WatchfulProtocol):
         self._num_header_bytes += len(data)
         super().data_received(data)
         if self._num_header_bytes > MAX_HEADER_BYTES:
-            text = f"the header has more than {MAX_HEADER_BYTES} bytes"
-            self._end_with(Refused(431, text, "header_too_large"))
+            self._end_with(_too_large())
         elif self._is_in_header and not self.is_answering:
             # Whatever came has ended uvicorn's time-out between two requests.
             self._arm()
@@ -77,6 +80,10 @@ class GuardedProtocol(WatchfulProtocol):
         self._disarm()
         self._is_in_header = False
         self._num_header_bytes = 0
+        lines = sum(len(name) + len(value) + _AROUND_BYTES for name, value in self.headers)
+        if len(self.url) + lines > MAX_HEADER_BYTES:  # it came all at once
+            self._refusal = _too_large()
+            raise self._refusal
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -95,7 +102,7 @@ class GuardedProtocol(WatchfulProtocol):
             self._arm()  # the rest of the body is for nobody
 
     def send_400_response(self, msg: str) -> None:
-        self._end_with(Refused(400, "this is no HTTP request", "invalid_http"))
+        self._end_with(self._refusal)
 
     def _arm(self) -> None:
         if self._deadline is None:
@@ -120,22 +127,36 @@ class GuardedProtocol(WatchfulProtocol):
         An answer under way to a whole request is ended first, in place of it."""
         if self.transport.is_closing():
             return
-        if self._answering is not None and self.is_answering:
-            if self._answering.more_body:
-                self.transport.close()
-            else:
+        answering = self._answering
+        if answering is not None and self.is_answering:
+            if not answering.more_body:
                 self.read_no_more()
-            return
+                return
+            # Its body is what can't be read: this is its answer.
+            answering.disconnected = True
+            answering.message_event.set()
+            if answering.response_started:
+                self.transport.close()
+                return
         body = json.dumps(error.body).encode()
         head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
         head += [f"{name}: {value}" for name, value in error.headers.items()]
         head += ["content-type: application/json", f"content-length: {len(body)}"]
         head += [f"x-request-id: {new_request_id()}", "connection: close", "", ""]
         self.transport.write("\r\n".join(head).encode() + body)
-        self.transport.close()
+        if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self.transport.close()  # there are too many already
+        else:
+            self.is_deaf = True
+            self.end()
         self.watch_unsent()
 
 
 def protocol_of(limits: ConnectionLimits) -> Callable[..., asyncio.Protocol]:
     """What makes connections with these limits."""
     return partial(GuardedProtocol, limits=limits)
+
+
+def _too_large() -> Refused:
+    text = f"the header has more than {MAX_HEADER_BYTES} bytes"
+    return Refused(431, text, "header_too_large")
