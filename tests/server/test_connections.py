@@ -91,7 +91,6 @@ def test_of_uvicorn_there_is_what_is_built_upon() -> None:
         assert f"self.{name} =" in made, name
     for name in (
         "_start_asgi_task",
-        "_unsupported_upgrade_warning",
         "on_header",
         "on_response_complete",
         "send_400_response",
@@ -156,6 +155,30 @@ def test_a_header_that_comes_all_at_once_is_bounded_too(server: Server) -> None:
             assert status in until_closed(connection)[:20]
 
 
+def test_who_asks_for_another_protocol_is_answered_by_this_one(server: Server) -> None:
+    """As Java's and curl's clients do, which could do with HTTP/2."""
+    asks = b"\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: x\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(completion(max_tokens=2).replace(b"\r\n\r\n", asks, 1) + LAST)
+        assert until_closed(connection).count(b"HTTP/1.1 200") == 2
+
+
+def test_who_dawdles_after_a_refusal_is_cut_off_without_a_word(server: Server) -> None:
+    """The header's deadline comes while the connection is heard out."""
+    with connect(server) as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        assert b" 400 " in until_closed(connection)
+        port = connection.getsockname()[1]
+        server.wait_until(lambda: not has_connection(server, port))
+    assert server.job.output().count("\n") == 1, "that it listens"
+
+
+def has_connection(server: Server, port: int) -> bool:
+    """To a client at this port."""
+    every = server.process("http").net_connections()
+    return any(each.raddr and each.raddr.port == port for each in every)
+
+
 def test_requests_that_wait_for_their_turn_are_answered(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(completion(max_tokens=20) + LIVE + b"\r\n")
@@ -213,17 +236,12 @@ def test_after_an_answer_a_connection_ends_too(
 
 
 def test_the_last_bytes_are_not_offered_for_ever(server: Server) -> None:
-    http = server.process("http")
     num_succeeded = server.status()["num_succeeded"]
     with connect(server, receive_buffer=4096) as connection:
         port = connection.getsockname()[1]
         connection.sendall(completion(prompt=[IS_WORDY], max_tokens=20, n=100))
-
-        def is_there() -> bool:
-            return any(each.raddr and each.raddr.port == port for each in http.net_connections())
-
         server.wait_until(lambda: server.status()["num_succeeded"] > num_succeeded)
-        server.wait_until(lambda: not is_there())
+        server.wait_until(lambda: not has_connection(server, port))
     server.wait_until_idle()
 
 

@@ -17,7 +17,7 @@ FIRST_VERSION, AFTER_VERSIONS = (0, 46), (0, 55)
 """Of uvicorn: those that this was tried with, as setup.cfg has them."""
 MAX_REQUESTS_AHEAD = 64
 MAX_BYTES_AHEAD = 64 << 10
-LINGERS_S = 5.0
+LINGERS_S, MOST_SILENCE_S = 30.0, 2.0
 MOST_UNHEARD_BYTES = 64 << 20
 """Who still sends though he has his answer is heard out within these."""
 
@@ -114,9 +114,6 @@ class WatchfulProtocol(HttpToolsProtocol):
         self.cycle = self._answering
         self.flow.resume_reading()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: it would tell to install what this server has no use for."""
-
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.is_answering:
@@ -186,7 +183,9 @@ class _Lingering(asyncio.Protocol):
         self._transport = transport
         self._before = before
         self._num_bytes = 0
-        self._end = asyncio.get_running_loop().call_later(LINGERS_S, transport.close)
+        self._loop = asyncio.get_running_loop()
+        self._end_s = self._loop.time() + LINGERS_S
+        self._check = self._loop.call_later(MOST_SILENCE_S, self._end_if_silent, 0)
 
     def data_received(self, data: bytes) -> None:
         self._num_bytes += len(data)
@@ -200,5 +199,13 @@ class _Lingering(asyncio.Protocol):
         self._before.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end.cancel()
+        self._check.cancel()
         self._before.connection_lost(exc)
+
+    def _end_if_silent(self, num_before: int) -> None:
+        if self._num_bytes == num_before or self._loop.time() >= self._end_s:
+            self._transport.close()
+        else:
+            self._check = self._loop.call_later(
+                MOST_SILENCE_S, self._end_if_silent, self._num_bytes
+            )

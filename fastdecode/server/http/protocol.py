@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastdecode.server.http.connection import WatchfulProtocol
 from fastdecode.server.http.errors import Refused
 from fastdecode.server.http.exchange import CONNECTION
 from fastdecode.server.http.guard import new_request_id
 
+Headers: TypeAlias = "list[tuple[bytes, bytes]]"
+
 MAX_HEADER_BYTES = 64 << 10
 _AROUND_BYTES = 4
 """Around a header's name and value: ": " and the line's end."""
+_UPGRADE = re.compile(rb"(?<=\n)upgrade(?=:)", re.IGNORECASE)
+_ABSOLUTE = re.compile(rb"https?://([^/?#]*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class GuardedProtocol(WatchfulProtocol):
         if self.is_deaf:
             return
         self._num_header_bytes += len(data)
-        super().data_received(data)
+        super().data_received(_without_upgrade(data) if self._is_in_header else data)
         if self._num_header_bytes > MAX_HEADER_BYTES:
             self._end_with(_too_large())
         elif self._is_in_header and not self.is_answering:
@@ -81,8 +86,11 @@ class GuardedProtocol(WatchfulProtocol):
         self._is_in_header = False
         self._num_header_bytes = 0
         lines = sum(len(name) + len(value) + _AROUND_BYTES for name, value in self.headers)
+        self.headers[:] = _as_targeted(self.url, self.headers)
         if len(self.url) + lines > MAX_HEADER_BYTES:  # it came all at once
             self._refusal = _too_large()
+            raise self._refusal
+        if self.parser.should_upgrade() or not _is_plain(self.headers):
             raise self._refusal
         super().on_headers_complete()
 
@@ -125,7 +133,7 @@ class GuardedProtocol(WatchfulProtocol):
     def _end_with(self, error: Refused) -> None:
         """Answer what hasn't got as far as a route, and close the connection.
         An answer under way to a whole request is ended first, in place of it."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self.is_deaf:
             return
         answering = self._answering
         if answering is not None and self.is_answering:
@@ -155,6 +163,29 @@ class GuardedProtocol(WatchfulProtocol):
 def protocol_of(limits: ConnectionLimits) -> Callable[..., asyncio.Protocol]:
     """What makes connections with these limits."""
     return partial(GuardedProtocol, limits=limits)
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """With the header renamed that asks for another protocol: whoever can do
+    without may be answered by this one, but the parser would read no body."""
+    end = data.find(b"\r\n\r\n")
+    head = data if end < 0 else data[:end]
+    renamed = _UPGRADE.sub(b"ignored", head)
+    return data if renamed == head else renamed + data[len(head) :]
+
+
+def _as_targeted(url: bytes, headers: Headers) -> Headers:
+    """With the host that a target names in place of Host, as RFC 9112 has it."""
+    target = _ABSOLUTE.match(url)
+    if target is None:
+        return headers
+    return [*[each for each in headers if each[0] != b"host"], (b"host", target[1])]
+
+
+def _is_plain(headers: Headers) -> bool:
+    """Whether the body is coded in no way but by chunks."""
+    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    return all(coding.strip().lower() == b"chunked" for coding in codings)
 
 
 def _too_large() -> Refused:
