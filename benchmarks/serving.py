@@ -133,8 +133,15 @@ def decode(options: argparse.Namespace) -> dict[str, Any]:
         name: {who: statistics.median(cpu_us[who] for _, cpu_us in row) for who in row[0][1]}
         for name, row in rows.items()
     }
-    ratio = rates["over_http"] / rates["in_process"]
-    return {"tokens_per_s": rates, "ratio": ratio, "cpu_us_a_token": cpu_us, "rounds": rows}
+    pairs = [over[0] / inside[0] for inside, over in zip(*rows.values(), strict=True)]
+    return {
+        "tokens_per_s": rates,
+        "ratio": rates["over_http"] / rates["in_process"],
+        "ratio_of_pairs": statistics.median(pairs),
+        "pairs": pairs,
+        "cpu_us_a_token": cpu_us,
+        "rounds": rows,
+    }
 
 
 def chunks(options: argparse.Namespace) -> dict[str, Any]:

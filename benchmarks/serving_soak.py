@@ -1,7 +1,8 @@
 """A server under a mixed load for a long time: streams and whole answers of all
 lengths, clients that leave, bodies that are wrong, a reader who takes a byte a
 second. Each minute: times, memory, descriptors and threads of both processes;
-at the end nothing may be left, and memory of the last half be flat.
+at the end no request, KV block, task or descriptor may be left, and memory of
+the last half be flat.
 
     python benchmarks/serving_soak.py --soak-minutes 30 --out benchmarks/results/serving.json
 
@@ -131,7 +132,7 @@ def _status(server: Server, body: bytes) -> int:
 
 
 def look(server: Server) -> dict[str, dict[str, int]]:
-    """Memory, descriptors and threads."""
+    """Memory, descriptors and threads; tasks of the HTTP process's event loop."""
     seen = {}
     for name in PROCESSES:
         process = server.process(name)
@@ -140,6 +141,7 @@ def look(server: Server) -> dict[str, dict[str, int]]:
             "fds": process.num_fds(),
             "threads": process.num_threads(),
         }
+    seen["http"]["tasks"] = int(server.status()["num_tasks"])
     return seen
 
 
@@ -155,15 +157,34 @@ def soak(server: Server, options: argparse.Namespace) -> dict[str, Any]:
             asyncio.run(load.run(min(end_s, time.monotonic() + 60)))
             load.minute.seen = look(server)
             minutes.append(load.minute.told())
-            print(json.dumps(minutes[-1]), flush=True)
-    server.wait_until_idle()
-    server.wait_until(lambda: look(server)["http"]["fds"] <= first["http"]["fds"])
-    return {"first": first, "last": look(server), "minutes": minutes}
+            left_min = max(0.0, end_s - time.monotonic()) / 60
+            print(f"{left_min:.0f} minutes left: {json.dumps(minutes[-1])}", flush=True)
+    return {"first": first, "left": left(server, first), "last": look(server), "minutes": minutes}
+
+
+def left(server: Server, first: dict[str, dict[str, int]]) -> list[str]:
+    """What is left a minute after the last client has gone: empty, unless
+    something is broken."""
+
+    def is_as_before() -> bool:
+        now = look(server)["http"]
+        return all(now[what] <= first["http"][what] for what in ("fds", "tasks"))
+
+    found = []
+    for wait, what in (
+        (server.wait_until_idle, "requests or KV blocks"),
+        (lambda: server.wait_until(is_as_before), "descriptors or tasks of the HTTP process"),
+    ):
+        try:
+            wait()
+        except AssertionError:
+            found.append(f"{what} are left: {json.dumps(server.status())}")
+    return found
 
 
 def broken(found: dict[str, Any]) -> list[str]:
     """Promises that weren't kept."""
-    minutes, wrong = found["minutes"], []
+    minutes, wrong = found["minutes"], list(found["left"])
     middle = minutes[len(minutes) // 2]
     for name in PROCESSES:
         growth = minutes[-1][name]["rss"] / middle[name]["rss"] - 1

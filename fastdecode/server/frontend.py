@@ -131,6 +131,7 @@ def _config(options: ServeOptions, app: Refusals) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="error",  # or it would tell of every request that is none
         access_log=False,
         server_header=False,
         proxy_headers=False,

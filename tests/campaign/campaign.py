@@ -3,8 +3,9 @@
     make campaign        # or: python tests/campaign/campaign.py --losses 20 --minutes 5
 
 R-workers are killed, stopped and terminated (``losses``), jobs are told to stop
-(``stops``), calls are interrupted (``interrupts``), and messages are damaged
-(``damaged_frames``). Every job's answers, greedy and sampled, are held against
+(``stops``), servers under load lose R-workers and processes of their own, or are
+told to stop (``servers``), calls are interrupted (``interrupts``), and messages
+are damaged (``damaged_frames``). Every job's answers, greedy and sampled, are held against
 those of an undisturbed one. Counted are jobs that **hung**, that were **lost**
 (an answer is missing though an R-worker is left) and whose answers were
 **changed**. The moments are random within a phase, whose beginning is an event
@@ -30,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import damaged_frames  # noqa: E402
 import losses  # noqa: E402
+import servers  # noqa: E402
 import stops  # noqa: E402
 from inherited_signals import hear_interrupts  # noqa: E402
 from mpi_launch import mpirun, open_mpi_options, running  # noqa: E402
@@ -60,7 +62,7 @@ class Campaign:
         self._options = options
         self._end = time.monotonic() + 60 * options.minutes
         self.rows: dict[str, list[dict[str, Any]]] = {
-            "losses": [], "stops": [], "interrupts": [], "frames": [],
+            "losses": [], "stops": [], "servers": [], "interrupts": [], "frames": [],
         }  # fmt: skip
 
     def run(self) -> None:
@@ -68,7 +70,7 @@ class Campaign:
         options = self._options
         self._frames(options.frames)
         self._interrupts(options.interrupts)
-        if not options.losses and not options.signals:
+        if not (options.losses or options.signals or options.servers):
             return
         with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
             jobs = SmallJobs(Path(directory))
@@ -81,6 +83,9 @@ class Campaign:
             told = stops.Stops(jobs, chance)
             for stop in self._in_time(stops.stops(options.signals, chance)):
                 self._keep("stops", stops.row(told.stop(stop)))
+            serving = servers.Servers(jobs, chance)
+            for blow in self._in_time(servers.blows(options.servers, chance)):
+                self._keep("servers", servers.row(serving.strike(blow)))
 
     def write(self) -> None:
         """What is known so far."""
@@ -95,7 +100,7 @@ class Campaign:
     def table(self) -> str:
         """How many of what became of what."""
         told = []
-        for kind in ("losses", "stops"):
+        for kind in ("losses", "stops", "servers"):
             rows = self.rows[kind]
             told.append(f"{len(rows)} {kind}: {_counted(Counter(row['verdict'] for row in rows))}")
             for column in ("transport", "partition", "command", "trouble", "phase"):
@@ -183,6 +188,7 @@ def main() -> None:
     for name, number, what in (
         ("losses", 90, "jobs that lose R-workers, six or eight each"),
         ("signals", 60, "jobs that are told to stop"),
+        ("servers", 60, "servers under load that are hit"),
         ("interrupts", 50, "calls that are interrupted"),
         ("frames", 700_000, "messages that are damaged"),
     ):

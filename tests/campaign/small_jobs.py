@@ -93,6 +93,8 @@ class SmallJobs:
     def words(self, command: str) -> list[str]:
         """What makes a job of these requests."""
         shared = ["--dtype", "float32", "--prefill-chunk", "16", "--log-level", "warning"]
+        if command == "serve":
+            return [command, str(self.model), "--port", "0", *shared]
         return [command, "--model", str(self.model), "--input", str(self.input), "--output",
                 str(self.output), *shared]  # fmt: skip
 
@@ -110,9 +112,14 @@ class SmallJobs:
         command: str = "generate",
         **environ: str,
     ) -> Iterator[Job]:
-        """A job over ``zmq``, ``launch`` or plain ``mpi``."""
+        """A job over ``zmq``, ``launch`` or plain ``mpi``, or in one process."""
         words = [*self.words(command), *options, "--worker-silence-s", str(SILENCE_S)]
         environ = {**PATHS, **environ}
+        if transport == "inproc":
+            here = ["--r-workers", str(num_r_workers), "--r-threads", "1", *KV_MEMORY]
+            with running([*FASTDECODE, *words, *here], **environ) as job:
+                yield Job(job, ())
+            return
         if transport == "zmq":
             with (
                 addresses(num_r_workers, environ) as (workers, at),
@@ -170,12 +177,20 @@ def addresses(
     with contextlib.ExitStack() as stack:
         command = [*FASTDECODE, *R_WORKER, *bind]
         workers = [stack.enter_context(running(command, **environ)) for _ in range(number)]
-        for worker in workers:
-            worker.wait_until(
-                lambda w=worker: " listens at " in w.output() and w.output().endswith("\n")
-            )
-        at = [w.output().split(" listens at ")[1].split()[0] for w in workers]
+        at = [address_of(worker) for worker in workers]
         yield tuple(workers), [word for one in at for word in ("--r-worker", one)]
+
+
+def address_of(worker: Running) -> str:
+    """At which an R-worker listens."""
+    worker.wait_until(lambda: " listens at " in worker.output() and worker.output().endswith("\n"))
+    return worker.output().split(" listens at ")[1].split()[0]
+
+
+def addresses_again(job: Job) -> contextlib.AbstractContextManager[Running]:
+    """An R-worker in the place of the job's first one, which has died."""
+    bind = ["--bind", address_of(job.r_workers[0]), "--return-s", "10"]
+    return running([*FASTDECODE, *R_WORKER, *bind, "--silence-s", str(SILENCE_S)], **PATHS)
 
 
 def is_r_rank(process: Any) -> bool:

@@ -250,6 +250,31 @@ def ran_against(raw: bytes, *, hangs: bool = False, key: str | None = None) -> t
     return asyncio.run(run())
 
 
+@pytest.mark.parametrize("num_answers", [100, 1])
+def test_connections_are_used_again_and_may_be_closed_between(num_answers: int) -> None:
+    """By a server that answers so many requests over each."""
+    opened = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        opened.append(writer)
+        for _ in range(num_answers):
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.lower().split(b"content-length:")[1].split()[0]))
+            writer.write(chunked(b'data: {"choices": [{"text": "x"}]}\n\n', b"data: [DONE]\n\n"))
+        await reader.read(1)  # it is asked once more
+        writer.close()
+
+    async def run() -> list[Record]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            endpoint = Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            return await run_closed(endpoint, "m", closed(LoadShape(20, 5, 3)), 2)
+
+    records = asyncio.run(run())
+    assert [record.error for record in records] == [None] * 20
+    assert len(opened) == 2 if num_answers > 20 else len(opened) >= 20
+
+
 def test_chunks_of_http_end_where_they_like_and_are_tokens_where_none_are_counted() -> None:
     event = b'data: {"choices": [{"text": "10"}]}\n\n'
     parts = event[:9], event[9:] + event[:-1], b"\n", b"data: [DONE]\n\n"

@@ -21,7 +21,11 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 from server_process import Server, scripted_server, serving
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.server.http.connection import MAX_REQUESTS_AHEAD, check_version
+from fastdecode.server.http.connection import (
+    MAX_REQUESTS_AHEAD,
+    MOST_UNHEARD_BYTES,
+    check_version,
+)
 from fastdecode.server.http.exchange import CONNECTION, Exchange, WriteTimeout
 from fastdecode.server.http.open_files import SPARE_FILES
 from fastdecode.server.http.protocol import MAX_HEADER_BYTES
@@ -87,7 +91,6 @@ def test_of_uvicorn_there_is_what_is_built_upon() -> None:
         assert f"self.{name} =" in made, name
     for name in (
         "_start_asgi_task",
-        "_unsupported_upgrade_warning",
         "on_header",
         "on_response_complete",
         "send_400_response",
@@ -107,6 +110,73 @@ def test_who_pipelines_and_leaves_frees_what_he_had(server: Server) -> None:
         server.wait_until(lambda: server.status()["num_running"] == 1)
     server.wait_until_idle()
     assert "socket.send() raised" not in server.job.output()
+
+
+def test_who_sends_too_much_still_gets_the_answer(server: Server) -> None:
+    """Clients that have no eye for an answer before they have sent all."""
+    body = b" " * (9 << 20)
+    status, _, said = server.ask("POST", "/v1/completions", body)
+    assert (status, json.loads(said)["error"]["code"]) == (413, "body_too_large")
+    status, _, said = server.ask("POST", "/v1/completions", body, content_type="text/plain")
+    assert (status, json.loads(said)["error"]["code"]) == (415, "unsupported_media_type")
+    status, _, said = server.ask("POST", "/v1/completions", body, host="a.example")
+    assert (status, json.loads(said)["error"]["code"]) == (403, "forbidden")
+    openai = pytest.importorskip("openai", reason="needs a client: pip install openai")
+    with (
+        openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
+        pytest.raises(openai.APIStatusError, match="larger than 8388608 bytes") as raised,
+    ):
+        client.completions.create(model="checkpoint", prompt="x" * (9 << 20))
+    assert raised.value.status_code == 413
+
+
+def test_who_sends_for_ever_is_not_heard_out(server: Server) -> None:
+    head = completion().split(b"content-length")[0] + b"transfer-encoding: chunked\r\n\r\n"
+    chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+    with connect(server) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(head)
+        for _ in range(10 * MOST_UNHEARD_BYTES // len(chunk)):
+            connection.sendall(chunk)
+        raise AssertionError("all of it was read")
+
+
+def test_a_body_that_is_no_http_is_told_so(server: Server) -> None:
+    head = completion().split(b"content-length")[0] + b"transfer-encoding: chunked\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(head + b"zz\r\n")
+        said = until_closed(connection)
+    assert said.startswith(b"HTTP/1.1 400") and b"invalid_http" in said
+
+
+def test_a_header_that_comes_all_at_once_is_bounded_too(server: Server) -> None:
+    for size, status in ((MAX_HEADER_BYTES - 1000, b" 200 "), (MAX_HEADER_BYTES + 1000, b" 431 ")):
+        with connect(server) as connection:
+            connection.sendall(LIVE + b"x: " + b"y" * size + b"\r\nconnection: close\r\n\r\n")
+            assert status in until_closed(connection)[:20]
+
+
+def test_who_asks_for_another_protocol_is_answered_by_this_one(server: Server) -> None:
+    """As Java's and curl's clients do, which could do with HTTP/2."""
+    asks = b"\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: x\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(completion(max_tokens=2).replace(b"\r\n\r\n", asks, 1) + LAST)
+        assert until_closed(connection).count(b"HTTP/1.1 200") == 2
+
+
+def test_who_dawdles_after_a_refusal_is_cut_off_without_a_word(server: Server) -> None:
+    """The header's deadline comes while the connection is heard out."""
+    with connect(server) as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        assert b" 400 " in until_closed(connection)
+        port = connection.getsockname()[1]
+        server.wait_until(lambda: not has_connection(server, port))
+    assert server.job.output().count("\n") == 1, "that it listens"
+
+
+def has_connection(server: Server, port: int) -> bool:
+    """To a client at this port."""
+    every = server.process("http").net_connections()
+    return any(each.raddr and each.raddr.port == port for each in every)
 
 
 def test_requests_that_wait_for_their_turn_are_answered(server: Server) -> None:
@@ -166,17 +236,12 @@ def test_after_an_answer_a_connection_ends_too(
 
 
 def test_the_last_bytes_are_not_offered_for_ever(server: Server) -> None:
-    http = server.process("http")
     num_succeeded = server.status()["num_succeeded"]
     with connect(server, receive_buffer=4096) as connection:
         port = connection.getsockname()[1]
         connection.sendall(completion(prompt=[IS_WORDY], max_tokens=20, n=100))
-
-        def is_there() -> bool:
-            return any(each.raddr and each.raddr.port == port for each in http.net_connections())
-
         server.wait_until(lambda: server.status()["num_succeeded"] > num_succeeded)
-        server.wait_until(lambda: not is_there())
+        server.wait_until(lambda: not has_connection(server, port))
     server.wait_until_idle()
 
 

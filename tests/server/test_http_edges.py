@@ -204,6 +204,13 @@ def test_other_sites_are_kept_out(server: Server, headers: dict[str, str], statu
     assert not [name for name in answered if name.startswith("access-control")]
 
 
+def test_bodies_are_coded_by_chunks_alone(server: Server) -> None:
+    raw = b'{"prompt": [1], "max_tokens": 1}'
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(raw), raw)
+    for coding, start in (("chunked", b"HTTP/1.1 200"), ("gzip, chunked", b"HTTP/1.1 400")):
+        assert exchange(server, head(f"transfer-encoding: {coding}"), body).startswith(start)
+
+
 def test_two_hosts_are_none(server: Server) -> None:
     raw = exchange(server, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nhost: localhost\r\n\r\n")
     assert raw.startswith((b"HTTP/1.1 403", b"HTTP/1.1 400"))
@@ -224,6 +231,7 @@ def test_request_ids(server: Server) -> None:
     ("request_line", "status"),
     [
         ("GET http://localhost/live HTTP/1.1", 200),
+        ("GET http://evil.example/live HTTP/1.1", 403),
         ("HEAD /live HTTP/1.1", 200),
         ("OPTIONS /v1/completions HTTP/1.1", 405),
         ("GET /v1/completions HTTP/1.1", 405),

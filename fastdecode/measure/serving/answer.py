@@ -22,6 +22,8 @@ class Head:
     is_chunked: bool
     length: int | None
     """Bytes of the body; None: it doesn't say."""
+    is_kept: bool
+    """Whether the connection can be used again after the body."""
 
 
 async def read_head(reader: asyncio.StreamReader) -> Head:
@@ -38,7 +40,11 @@ async def read_head(reader: asyncio.StreamReader) -> Head:
         headers[name.strip().lower()] = value.strip().lower()
     length = headers.get(b"content-length")
     is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"")
-    return Head(int(words[1]), is_chunked, int(length) if length and not is_chunked else None)
+    is_closed = words[0] == b"HTTP/1.0" or b"close" in headers.get(b"connection", b"")
+    is_kept = not is_closed and (is_chunked or length is not None)
+    return Head(
+        int(words[1]), is_chunked, int(length) if length and not is_chunked else None, is_kept
+    )
 
 
 async def pieces(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[bytes]:
@@ -53,6 +59,9 @@ async def pieces(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[byte
         if not 0 < size <= _MAX_CHUNK:
             raise ValueError("a chunk of HTTP is too large")
         yield (await reader.readexactly(size + 2))[:-2]
+    for _ in range(_MAX_HEADERS):
+        if not (await reader.readline()).strip():
+            return
 
 
 async def lines(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[bytes]:

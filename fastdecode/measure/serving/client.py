@@ -4,10 +4,11 @@ asyncio's streams."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,11 +24,13 @@ from fastdecode.measure.serving.answer import (
     read_message,
     shown,
 )
+from fastdecode.measure.serving.connections import Connection, Connections
 from fastdecode.measure.serving.load import Planned
 
-_MAX_LINE = 1 << 24
 _MAX_MODELS_BYTES = 8 << 20
 _MODELS_WITHIN_S = 30.0
+_ENDS_WITHIN_S = 1.0
+"""The body of a stream, after its last event; else the connection isn't used again."""
 
 
 @dataclass
@@ -81,8 +84,9 @@ class Endpoint:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--base-url {url} is not like http://HOST:PORT")
         self._host = parts.hostname
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._port = parts.port or (443 if self._tls else 80)
+        tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if tls else 80)
+        self._connections = Connections(self._host, self._port, tls)
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._key = key
         self._timeout_s = timeout_s
@@ -104,20 +108,21 @@ class Endpoint:
 
     async def _models(self) -> Any:
         """The list of models, or the words why there is none."""
-        reader, writer = await self._send("GET", "/v1/models", b"")
+        connection, head = await self._ask("GET", "/v1/models", b"")
         try:
-            head = await read_head(reader)
             if head.status != 200:
-                return _told_status(head, await read_message(reader, head))
-            said = json.loads(await read_body(reader, head, _MAX_MODELS_BYTES))
+                return _told_status(head, await read_message(connection.reader, head))
+            said = json.loads(await read_body(connection.reader, head, _MAX_MODELS_BYTES))
             return said if isinstance(said, dict) else {}
         finally:
-            writer.close()
+            connection.writer.close()
+
+    def keeping_connections(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, which is in one event loop, requests use connections again."""
+        return self._connections.kept()
 
     async def run(self, planned: Planned, model: str, start_s: float) -> Record:
         """Send a request, and read its stream to the end."""
-        record = Record(planned.due_s, sent_s=time.monotonic() - start_s)
-        record.num_prompt = len(planned.prompt)
         body = {
             "model": model,
             "prompt": planned.prompt,
@@ -127,8 +132,11 @@ class Endpoint:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        raw = json.dumps(body).encode()
+        record = Record(planned.due_s, sent_s=time.monotonic() - start_s)
+        record.num_prompt = len(planned.prompt)
         try:
-            await asyncio.wait_for(self._stream(body, record, start_s), self._timeout_s)
+            await asyncio.wait_for(self._stream(raw, record, start_s), self._timeout_s)
         except asyncio.TimeoutError:
             record.error = "timeout"
             record.message = f"the answer took more than {self._timeout_s:g} s: see --timeout-s"
@@ -144,42 +152,72 @@ class Endpoint:
             record.num_tokens = len(record.chunk_s)
         return record
 
-    async def _stream(self, body: Mapping[str, Any], record: Record, start_s: float) -> None:
-        reader, writer = await self._send("POST", "/v1/completions", json.dumps(body).encode())
+    async def _stream(self, raw: bytes, record: Record, start_s: float) -> None:
+        connection, head = await self._ask("POST", "/v1/completions", raw)
         try:
-            await _read_stream(reader, record, start_s)
-        finally:
-            writer.close()
+            if head.status == 200:
+                every = lines(connection.reader, head)
+                await _read_events(every, record, start_s)
+                if record.error is None and head.is_kept and await _is_over(every):
+                    self._connections.give_back(connection)
+                    return
+            else:
+                record.error = f"status {head.status}"
+                record.message = _told_status(head, await read_message(connection.reader, head))
+        except BaseException:
+            connection.writer.close()
+            raise
+        connection.writer.close()
 
-    async def _send(
-        self, method: str, path: str, body: bytes
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(
-            self._host, self._port, ssl=self._tls, limit=_MAX_LINE
-        )
+    async def _ask(self, method: str, path: str, body: bytes) -> tuple[Connection, Head]:
+        """Send a request. Returns the head of its answer, and where the rest is read.
+        Raises OSError, ValueError."""
+        sent = self._head(method, path, body) + body
+        while True:
+            connection = await self._connections.take()
+            try:
+                connection.writer.write(sent)
+                await connection.writer.drain()
+                return connection, await read_head(connection.reader)
+            except BaseException as error:
+                connection.writer.close()
+                # A server may close one that is idle just when it is used again.
+                if not (connection.was_used and isinstance(error, (OSError, ValueError))):
+                    raise
+
+    def _head(self, method: str, path: str, body: bytes) -> bytes:
         host = f"[{self._host}]" if ":" in self._host else self._host
         head = [f"{method} {self._path}{path} HTTP/1.1", f"host: {host}:{self._port}"]
-        head += ["connection: close", "accept: */*", f"content-length: {len(body)}"]
+        head += ["accept: */*", f"content-length: {len(body)}"]
+        head += [] if self._connections.are_kept else ["connection: close"]
         head += ["content-type: application/json"] if body else []
         head += [] if self._key is None else [f"authorization: Bearer {self._key}"]
-        writer.write("\r\n".join([*head, "", ""]).encode() + body)
-        await writer.drain()
-        return reader, writer
+        return "\r\n".join([*head, "", ""]).encode()
 
 
-async def _read_stream(reader: asyncio.StreamReader, record: Record, start_s: float) -> None:
-    head = await read_head(reader)
-    if head.status != 200:
-        record.error = f"status {head.status}"
-        record.message = _told_status(head, await read_message(reader, head))
-        return
-    async for line in lines(reader, head):
+async def _read_events(every: AsyncIterator[bytes], record: Record, start_s: float) -> None:
+    """The lines of a stream, to the last event."""
+    async for line in every:
         if line.startswith(b"data: [DONE]"):
             return
         if line.startswith(b"data:"):
             now_s = time.monotonic() - start_s
             _take(json.loads(line[5:]), record, now_s)
     record.error = record.error or "cut off"
+
+
+async def _is_over(every: AsyncIterator[bytes]) -> bool:
+    """Whether a body ends by itself."""
+
+    async def rest() -> None:
+        async for _ in every:
+            pass
+
+    try:
+        await asyncio.wait_for(rest(), _ENDS_WITHIN_S)
+    except (asyncio.TimeoutError, OSError, ValueError, asyncio.IncompleteReadError):
+        return False
+    return True
 
 
 def _take(said: Any, record: Record, now_s: float) -> None:

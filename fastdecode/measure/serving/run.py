@@ -16,14 +16,15 @@ _HALVINGS = 5
 
 async def run_open(endpoint: Endpoint, model: str, load: Sequence[Planned]) -> list[Record]:
     """Every request when it is due, whatever has become of the others."""
-    start_s = time.monotonic()
-    tasks = []
-    for planned in load:
-        wait_s = planned.due_s - (time.monotonic() - start_s)
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
-        tasks.append(asyncio.create_task(endpoint.run(planned, model, start_s)))
-    return list(await asyncio.gather(*tasks))
+    with endpoint.keeping_connections():
+        start_s = time.monotonic()
+        tasks = []
+        for planned in load:
+            wait_s = planned.due_s - (time.monotonic() - start_s)
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            tasks.append(asyncio.create_task(endpoint.run(planned, model, start_s)))
+        return list(await asyncio.gather(*tasks))
 
 
 async def run_closed(
@@ -40,7 +41,8 @@ async def run_closed(
             record.due_s = record.sent_s
             records.append(record)
 
-    await asyncio.gather(*[client() for _ in range(concurrency)])
+    with endpoint.keeping_connections():
+        await asyncio.gather(*[client() for _ in range(concurrency)])
     return records
 
 

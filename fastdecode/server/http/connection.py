@@ -17,6 +17,9 @@ FIRST_VERSION, AFTER_VERSIONS = (0, 46), (0, 55)
 """Of uvicorn: those that this was tried with, as setup.cfg has them."""
 MAX_REQUESTS_AHEAD = 64
 MAX_BYTES_AHEAD = 64 << 10
+LINGERS_S, MOST_SILENCE_S = 30.0, 2.0
+MOST_UNHEARD_BYTES = 64 << 20
+"""Who still sends though he has his answer is heard out within these."""
 
 
 def check_version(version: str = uvicorn.__version__) -> None:
@@ -70,6 +73,17 @@ class WatchfulProtocol(HttpToolsProtocol):
         """Cut it, with what hasn't been taken."""
         self.transport.abort()
 
+    def end(self) -> None:
+        """Close it once what was written is taken. Whoever still sends is heard
+        out first, for a while, or what was written would be lost."""
+        is_sending = self.is_deaf or (self._answering is not None and self._answering.more_body)
+        self.is_deaf = True
+        self.pipeline.clear()
+        if is_sending:
+            _linger(self.transport, self)
+        else:
+            self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_unsent()
         # uvicorn tells only the last request; this one may be before it.
@@ -100,9 +114,6 @@ class WatchfulProtocol(HttpToolsProtocol):
         self.cycle = self._answering
         self.flow.resume_reading()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: it would tell to install what this server has no use for."""
-
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.is_answering:
@@ -131,4 +142,70 @@ class WatchfulProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._forget_unsent()  # its own answer has a time-out
         self._answering = cycle
+        cycle.transport = _AnswersTransport(self)
         super()._start_asgi_task(cycle, app)
+
+
+class _AnswersTransport(asyncio.Transport):
+    """What an answer knows of its connection."""
+
+    def __init__(self, connection: WatchfulProtocol) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def write(self, data: Any) -> None:
+        self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        self._connection.end()
+
+
+def _linger(transport: asyncio.Transport, connection: asyncio.Protocol) -> None:
+    """Say that no more comes, throw away what does, and close once the client
+    does, or has sent for too long or too much. Were it closed with bytes
+    unread, the system would tell the client that it was reset, and most would
+    never see their answer. ``connection`` is told when it is lost."""
+    if transport.is_closing() or isinstance(transport.get_protocol(), _Lingering):
+        return
+    transport.set_protocol(_Lingering(transport, connection))
+    if transport.can_write_eof():
+        transport.write_eof()
+    transport.resume_reading()
+
+
+class _Lingering(asyncio.Protocol):
+    """A connection's second and last protocol."""
+
+    def __init__(self, transport: asyncio.Transport, before: asyncio.Protocol) -> None:
+        self._transport = transport
+        self._before = before
+        self._num_bytes = 0
+        self._loop = asyncio.get_running_loop()
+        self._end_s = self._loop.time() + LINGERS_S
+        self._check = self._loop.call_later(MOST_SILENCE_S, self._end_if_silent, 0)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes > MOST_UNHEARD_BYTES:
+            self._transport.close()
+
+    def pause_writing(self) -> None:
+        self._before.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._before.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._check.cancel()
+        self._before.connection_lost(exc)
+
+    def _end_if_silent(self, num_before: int) -> None:
+        if self._num_bytes == num_before or self._loop.time() >= self._end_s:
+            self._transport.close()
+        else:
+            self._check = self._loop.call_later(
+                MOST_SILENCE_S, self._end_if_silent, self._num_bytes
+            )

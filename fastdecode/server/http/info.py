@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from importlib import resources
@@ -87,6 +88,7 @@ def _status(front: Front) -> dict[str, Any]:
         "version": __version__,
         "state": front.trouble() or "ready",
         "time_s": time.monotonic(),
+        "num_tasks": len(asyncio.all_tasks()),
         "num_open": front.client.num_open,
         "num_queued": front.admission.num_requests,
         "num_running": 0 if seen is None else seen.num_running,
