@@ -20,14 +20,13 @@ from typing import Any
 
 from fastdecode.cli.errors import as_typed
 from fastdecode.cli.options import (
-    EXIT_INTERRUPTED,
     add_log_level_option,
     check_options,
     tell,
 )
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
-from fastdecode.jobs.stopping import stop_signals
+from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals
 from fastdecode.wire.mpirun_line import JobLine, parse_hosts, vendor_of
 
 COMMANDS = ("generate", "run-batch", "serve", "doctor", "calibrate")

@@ -25,7 +25,7 @@ from fastdecode.cli.doctor import add_doctor
 from fastdecode.cli.errors import as_typed
 from fastdecode.cli.generate import add_generate
 from fastdecode.cli.launch import add_launch
-from fastdecode.cli.options import EXIT_INTERRUPTED, EXIT_WORKERS_LOST, tell
+from fastdecode.cli.options import EXIT_WORKERS_LOST, tell
 from fastdecode.cli.plan import add_plan
 from fastdecode.cli.r_worker import add_r_worker
 from fastdecode.cli.run_batch import add_run_batch
@@ -34,6 +34,7 @@ from fastdecode.cli.simulate import add_simulate
 from fastdecode.cli.size import add_size
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.files import open_output, write_whole
+from fastdecode.jobs.stopping import EXIT_INTERRUPTED
 from fastdecode.wire.mpi import joining, launcher, leaving
 
 

@@ -16,9 +16,10 @@ from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.sequence import SamplingParams
 
+EXIT_INFEASIBLE = 1
+"""Of questions that have an answer: what was asked for can't be."""
 EXIT_SOME_FAILED = 3
 EXIT_WORKERS_LOST = 4
-EXIT_INTERRUPTED = 130
 
 
 def add_engine_options(

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
-    EXIT_INTERRUPTED,
     EXIT_SOME_FAILED,
     EXIT_WORKERS_LOST,
     add_engine_options,
@@ -34,7 +33,7 @@ from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_paths, write_json
 from fastdecode.core.host.interrupts import interrupt
 from fastdecode.core.progress import Progress
-from fastdecode.jobs.stopping import Stopping, asked_by_signals, stop_signals
+from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
 from fastdecode.wire.mpi import leaving
 
 if TYPE_CHECKING:

@@ -136,7 +136,6 @@ def imports_for(purpose: str) -> Iterator[None]:
 
 _EXTRAS = {
     "torch": ("torch", "sworker"),
-    "safetensors": ("safetensors", "sworker"),
     "tokenizers": ("tokenizers", "sworker"),
     "jinja2": ("jinja2", "sworker"),
     "zmq": ("pyzmq", "zmq"),

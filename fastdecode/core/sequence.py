@@ -182,9 +182,9 @@ def validate_for_vocab(params: SamplingParams, vocab_size: int) -> None:
         for token in token_ids:
             if token >= vocab_size:
                 raise RequestError(
-                    f"{name} names token {token}, but the model's token ids end at "
-                    f"{vocab_size - 1}: "
-                    f"leave it out, or check that the ids are this model's",
+                    Given(name),
+                    f" names token {token}, but the model's token ids end at {vocab_size - 1}: "
+                    "leave it out, or check that the ids are this model's",
                     code="invalid_sampling_params",
                 )
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from fastdecode.conversations.turns import check_turn
-from fastdecode.core.errors import RequestError
+from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SHARED, CacheUse, SamplingParams
 from fastdecode.openai.chat import Chat, Turn
 from fastdecode.text.chat_template import RESERVED
@@ -201,9 +201,10 @@ def refuse(param: str, problem: str, code: str = "invalid_value") -> NoReturn:
 
 
 def blamed(error: RequestError, names: Iterable[str]) -> str | None:
-    """The sampling parameter that an error begins with."""
-    begun = [name for name in names if str(error).startswith(name)]
-    return max(begun, key=len, default=None)  # not stop, where it is stop_token_ids
+    """The first of these parameters that an error speaks of."""
+    wanted = frozenset(names)
+    given = (word.name for word in error.words if isinstance(word, Given))
+    return next((name for name in given if name in wanted), None)
 
 
 def _cache_use(body: dict[str, Any]) -> CacheUse:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
+import psutil
 import pytest
 from generate_jobs import answers_alone, write_requests
 from mpi_launch import needs_mpi, run, running
@@ -21,6 +22,8 @@ from fastdecode.wire.mpirun_line import Host, JobLine, parse_hosts, vendor_of
 
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
+SMALL = ("--r-threads", "1", "--kv-memory-gb", "0.01")
+LAUNCH = [*FASTDECODE, "launch", "--hosts", "localhost:2", *SMALL]
 
 
 def test_hosts() -> None:
@@ -122,17 +125,7 @@ def test_a_job_whose_r_worker_is_killed_still_ends_with_the_s_workers_exit_code(
     generate: Generate,
 ) -> None:
     command, output, expected = generate
-    launch = [
-        *FASTDECODE,
-        "launch",
-        "--hosts",
-        "localhost:2",
-        "--r-threads",
-        "1",
-        "--kv-memory-gb",
-        "0.01",
-    ]
-    with running([*launch, "--", *command], **PATHS) as job:
+    with running([*LAUNCH, "--", *command], **PATHS) as job:
         job.wait_for_text(output)
         workers = [
             p for p in job.processes() if "r-worker" in p.cmdline() and "python" in p.cmdline()[0]
@@ -142,6 +135,24 @@ def test_a_job_whose_r_worker_is_killed_still_ends_with_the_s_workers_exit_code(
         outcome = job.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert output.read_text() == expected() and "is lost" in outcome.output
+
+
+@needs_mpi
+def test_a_job_whose_s_worker_is_killed_has_failed(generate: Generate) -> None:
+    command, output, _ = generate
+    with running([*LAUNCH, "--", *command], **PATHS) as job:
+        job.wait_for_text(output)
+        (s_worker,) = [p for p in job.processes() if "--exit-code-file" in _ranks_words(p)]
+        s_worker.send_signal(signal.SIGKILL)
+        outcome = job.wait()
+    assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
+    assert "the S-worker has died" in outcome.output
+
+
+def _ranks_words(process: psutil.Process) -> list[str]:
+    """The command line of a rank; nothing, of who launches it."""
+    words = process.cmdline()
+    return words if "python" in words[0] and "launch" not in words else []
 
 
 @needs_mpi

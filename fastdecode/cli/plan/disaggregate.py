@@ -10,14 +10,13 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import add_log_level_option
+from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.disaggregate.memory import StageMemory
     from cost_model.disaggregate.split import Overhead
 
-EXIT_INFEASIBLE = 1
 _MEMORY = ("layers", "weights_gb", "prompt_kv_gb", "token_kv_gb", "memory_gb")
 
 

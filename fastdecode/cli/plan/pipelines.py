@@ -14,14 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import add_log_level_option, tell
+from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option, tell
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.disaggregate.compare import Comparison, Simulated
     from cost_model.simulate.trace import Trace
 
-EXIT_INFEASIBLE = 1
 MAX_MACHINES = 256
 PROGRESS_S = 5.0
 

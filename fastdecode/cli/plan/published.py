@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from fastdecode.cli.options import tell
+from fastdecode.cli.options import EXIT_INFEASIBLE, tell
+from fastdecode.cli.plan.load import read_load
 from fastdecode.core.errors import ConfigError
 
 MAX_GPU_RATE = 16.0
@@ -17,7 +18,6 @@ def run_published(args: argparse.Namespace) -> int:
     """Print every placement's goodput a GPU, and the best. Returns the exit code."""
     from cost_model.goodput.published.profile import published_model
     from cost_model.goodput.published.search import Asked, best_placement, placements
-    from fastdecode.cli.plan.goodput import EXIT_INFEASIBLE, read_load
 
     if args.emit is not None:
         raise ConfigError(

@@ -15,14 +15,13 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import LENT_LAYERS
+from sworker.sampler import MAX_BLOCK_ELEMENTS
 
 CUDA_RESERVE_BYTES = 1 << 30
 """Workspaces, fragmentation."""
 GRAPH_BYTES = 256 << 10
 """What a captured graph of a dozen kernels takes of the device's memory,
 estimated on the large side."""
-_SAMPLED_ELEMENTS = 1 << 24
-"""Logits that the sampler works on at a time, with four 8-byte temporaries."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ def _activation_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     q, k, v = _qkv_sizes(spec, sizes)
     kept = (spec.hidden_size + 3 * q + 2 * (k + v)) * sizes.itemsize  # x, q, k, v, packed too, o
     num_logits = sizes.logit_rows * spec.vocab_size
-    logits = num_logits * (sizes.itemsize + 4) + min(num_logits, _SAMPLED_ELEMENTS) * 32
+    logits = num_logits * (sizes.itemsize + 4) + min(num_logits, MAX_BLOCK_ELEMENTS) * 4 * 8
     return sizes.step_tokens * (kept * sizes.num_lanes + _unit_row_bytes(spec, sizes)) + logits
 
 
