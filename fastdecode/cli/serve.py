@@ -104,11 +104,15 @@ def run_serve(args: argparse.Namespace) -> int:
         stack.enter_context(stop_signals(stops.hear))
         if args.log_level != "debug":
             stack.callback(keep_traces_out())
-        return _serve_or_stop(args, stops)
+        code = _serve_or_stop(args, stops)
+        if stops.num or stops.is_over:
+            # It goes on hearing them: they change nothing any more, also while MPI is left.
+            stack.pop_all()
+    return code
 
 
 class StopsWhileStarting:
-    """Hears signals that ask to stop before anything is served.
+    """Hears signals that ask to stop before anything is served, and when all is over.
 
     The first interrupts whatever it is that takes so long. Where that is lost,
     as in a destructor or a callback, whose exceptions Python only tells of, it
@@ -121,10 +125,14 @@ class StopsWhileStarting:
 
     def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
         self.num = 0
+        self.is_over = False
+        """Whether what ran has been answered; then there is nothing to stop."""
         self._leave = leave
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """A signal's handler. Raises Interrupted."""
+        if self.is_over:
+            return
         self.num += 1
         if self.num == 1:
             interrupt(number, frame)
@@ -179,6 +187,7 @@ def _start(
             stack.enter_context(stops_noted(wishes))
             wishes.num_stops += min(1, stops.num)
             wishes.ending = _serve(llm, http, options, wishes)
+            stops.is_over = True
             code = exit_code(wishes.ending)
             _end_later(code)  # should a step never end
             args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers

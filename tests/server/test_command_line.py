@@ -45,6 +45,9 @@ def test_one_stop_while_it_starts_is_as_good_as_two() -> None:
     assert (stops.num, left) == (2, [])
     stops.hear(signal.SIGTERM, None)
     assert left == [3]
+    stops.is_over = True
+    stops.hear(signal.SIGTERM, None)
+    assert left == [3], "all was answered: there is nothing to stop"
 
 
 def test_a_hang_up_has_keys_read_again_also_while_it_loads(tmp_path: Path) -> None:
