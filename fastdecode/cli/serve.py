@@ -95,18 +95,52 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
     return ServeOptions(**{f.name: getattr(args, f.name) for f in fields(ServeOptions)})
 
 
-@stop_signals(interrupt)  # while it starts
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until asked to stop. Returns the exit code."""
     from fastdecode.core.host.logs import keep_traces_out
 
+    stops = StopsWhileStarting()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(stop_signals(stops.hear))
         if args.log_level != "debug":
             stack.callback(keep_traces_out())
-        return _serve_or_stop(args)
+        code = _serve_or_stop(args, stops)
+        if stops.num or stops.is_over:
+            # It goes on hearing them: they change nothing any more, also while MPI is left.
+            stack.pop_all()
+    return code
 
 
-def _serve_or_stop(args: argparse.Namespace) -> int:
+class StopsWhileStarting:
+    """Hears signals that ask to stop before anything is served, and when all is over.
+
+    The first interrupts whatever it is that takes so long. Where that is lost,
+    as in a destructor or a callback, whose exceptions Python only tells of, it
+    is known at least once all has started. Others change nothing, since what
+    was begun is being ended; the third leaves it so.
+
+    Args:
+        leave: ends the process without ceremony.
+    """
+
+    def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
+        self.num = 0
+        self.is_over = False
+        """Whether what ran has been answered; then there is nothing to stop."""
+        self._leave = leave
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """A signal's handler. Raises Interrupted."""
+        if self.is_over:
+            return
+        self.num += 1
+        if self.num == 1:
+            interrupt(number, frame)
+        elif self.num > 2:
+            self._leave(EXIT_SOME_FAILED)
+
+
+def _serve_or_stop(args: argparse.Namespace, stops: StopsWhileStarting) -> int:
     from fastdecode.server.serving import Wishes
 
     _expect_lengths(args)
@@ -116,7 +150,7 @@ def _serve_or_stop(args: argparse.Namespace) -> int:
     wishes = Wishes()
     try:
         with _reloads_noted(wishes):
-            return _start(args, options, keys, wishes)
+            return _start(args, options, keys, wishes, stops)
     except KeyboardInterrupt:
         if wishes.ending is not None:
             raise
@@ -127,7 +161,11 @@ def _serve_or_stop(args: argparse.Namespace) -> int:
 
 
 def _start(
-    args: argparse.Namespace, options: ServeOptions, keys: tuple[str, ...], wishes: Wishes
+    args: argparse.Namespace,
+    options: ServeOptions,
+    keys: tuple[str, ...],
+    wishes: Wishes,
+    stops: StopsWhileStarting,
 ) -> int:
     """Start, and serve until asked to stop. Returns the exit code. Raises
     KeyboardInterrupt: asked while it starts."""
@@ -147,7 +185,9 @@ def _start(
             from fastdecode.engine.llm import LLM
         with LLM(args.model, progress=tell, **engine_options(args)) as llm:
             stack.enter_context(stops_noted(wishes))
+            wishes.num_stops += min(1, stops.num)
             wishes.ending = _serve(llm, http, options, wishes)
+            stops.is_over = True
             code = exit_code(wishes.ending)
             _end_later(code)  # should a step never end
             args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers

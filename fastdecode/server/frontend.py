@@ -15,7 +15,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -80,7 +82,7 @@ async def _serve(connected: socket.socket) -> None:
         listener, address = _listen(options)
         front = _open_front(opening, options, channel)
         guard = Guard(make_app(front), opening.keys, open_metrics=options.open_metrics)
-        server = _Server(_config(options, Refusals(guard, front)))
+        server = _Server(_config(options, Refusals(guard, front)), options.header_timeout_s)
         _load(server.config, options)
     except (FastDecodeError, OSError) as error:
         channel.send(Unfit(str(error)))
@@ -97,6 +99,38 @@ async def _serve(connected: socket.socket) -> None:
 
 
 class _Server(uvicorn.Server):
+    """Uvicorn's, with a deadline for TLS's greetings, too: before those are
+    over a connection counts as none.
+
+    Args:
+        greeting_s: how long one may take.
+    """
+
+    def __init__(self, config: uvicorn.Config, greeting_s: float) -> None:
+        super().__init__(config)
+        self._greeting_s = greeting_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        config = self.config
+        kind: Any = config.http_protocol_class
+        connection = partial(
+            kind,
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        for listener in sockets or ():
+            self.servers.append(
+                await asyncio.get_running_loop().create_server(
+                    connection,
+                    sock=listener,
+                    ssl=config.ssl,
+                    ssl_handshake_timeout=None if config.ssl is None else self._greeting_s,
+                    backlog=config.backlog,
+                )
+            )
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """None: see ``main``."""

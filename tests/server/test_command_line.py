@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 from server_process import CHECKPOINT, FASTDECODE, Server, serving
 
 from fastdecode.cli.main import main
-from fastdecode.cli.serve import exit_code, stops_noted
+from fastdecode.cli.serve import StopsWhileStarting, exit_code, stops_noted
 from fastdecode.server.serving import Ending, Wishes
 
 SERVE = ["serve", "--model", str(CHECKPOINT), "--port", "0", "--dtype", "float32"]
@@ -33,6 +33,21 @@ def test_stopped_while_it_loads_it_has_answered_all_that_ran(number: signal.Sign
             outcome = server.job.wait(60, grace_s=30)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert "asked to stop while it started" in outcome.output
+
+
+def test_one_stop_while_it_starts_is_as_good_as_two() -> None:
+    """The second would come in the middle of what the first has ended."""
+    left: list[int] = []
+    stops = StopsWhileStarting(left.append)
+    with pytest.raises(KeyboardInterrupt):
+        stops.hear(signal.SIGTERM, None)
+    stops.hear(signal.SIGTERM, None)
+    assert (stops.num, left) == (2, [])
+    stops.hear(signal.SIGTERM, None)
+    assert left == [3]
+    stops.is_over = True
+    stops.hear(signal.SIGTERM, None)
+    assert left == [3], "all was answered: there is nothing to stop"
 
 
 def test_a_hang_up_has_keys_read_again_also_while_it_loads(tmp_path: Path) -> None:

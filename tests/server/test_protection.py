@@ -83,6 +83,9 @@ def test_openai_s_client_knows_what_is_wrong_with_its_key() -> None:
                     assert client.models.list().data[0].id == "checkpoint"
 
 
+JSON = {"content-type": "application/json"}
+
+
 def test_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     openssl = shutil.which("openssl")
     if openssl is None:
@@ -93,7 +96,7 @@ def test_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = subprocess.run([*command, "-keyout", key, "-out", cert], capture_output=True, timeout=60)
     assert made.returncode == 0, made.stderr
     script = str(Path(__file__).parents[1] / "scripted_serving.py")
-    options = ["--port", "0", "--tls-cert", cert, "--tls-key", key]
+    options = ["--port", "0", "--tls-cert", cert, "--tls-key", key, "--header-timeout-s", "5"]
     with running([sys.executable, script, *options], **PATHS) as job:
         job.wait_until(lambda: "listening at https://" in job.output())
         port = int(job.output().split("127.0.0.1:")[1].split()[0])
@@ -101,7 +104,12 @@ def test_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         connection = http.client.HTTPSConnection("localhost", port, timeout=30, context=trusting)
         with contextlib.closing(connection):
             connection.request("GET", "/live")
-            assert connection.getresponse().status == 200
+            answer = connection.getresponse()
+            assert (answer.status, answer.read()) == (200, b'{"status": "ok"}')
+            connection.request("POST", "/v1/completions", b" " * (9 << 20), JSON)
+            assert connection.getresponse().status == 413, "as over plain HTTP"
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as silent:
+            assert silent.recv(1) == b"", "a greeting that never comes isn't waited for"
         with contextlib.closing(http.client.HTTPConnection("localhost", port, timeout=30)) as plain:
             plain.request("GET", "/live")
             with pytest.raises((OSError, http.client.HTTPException)):

@@ -106,7 +106,7 @@ class GuardedProtocol(WatchfulProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.is_answering and self.cycle.more_body:
+        if not self.is_answering and self.cycle.more_body and not self.is_deaf:
             self._arm()  # the rest of the body is for nobody
 
     def send_400_response(self, msg: str) -> None:
@@ -152,8 +152,8 @@ class GuardedProtocol(WatchfulProtocol):
         head += ["content-type: application/json", f"content-length: {len(body)}"]
         head += [f"x-request-id: {new_request_id()}", "connection: close", "", ""]
         self.transport.write("\r\n".join(head).encode() + body)
-        if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            self.transport.close()  # there are too many already
+        if error.status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.REQUEST_TIMEOUT):
+            self.transport.close()  # there are too many already, or it has waited enough
         else:
             self.is_deaf = True
             self.end()
