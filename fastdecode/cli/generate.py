@@ -19,13 +19,14 @@ from fastdecode.cli.options import (
     check_options,
     engine_options,
     given,
+    leave_summary,
     sampling_given,
     tell,
 )
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.errors import imports_for
-from fastdecode.core.files import check_paths, write_json
+from fastdecode.core.files import check_paths
 from fastdecode.core.host.interrupts import interrupt
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
@@ -112,10 +113,9 @@ def _generate(args: argparse.Namespace) -> int:
             num_requests=result.num_run,
             num_failed=result.num_run_failed,
         )
-    if args.summary is not None:
-        write_json(args.summary, summary, "summary")
+    code = leave_summary(COMMAND, args.summary, summary)
     tell(render(summary))
-    return _ended(result, args.output)
+    return _ended(result, args.output) or code
 
 
 def _ended(result: JobResult, output: Path) -> int:

@@ -69,7 +69,7 @@ def _keep_standard_files() -> None:
     """Where stdin, stdout or stderr are closed (``2>&-``), the next file to be
     opened would take their place, and get what libraries write there."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        os.set_inheritable(fd, True)  # or our children's would be closed
     os.close(fd)
     for name, mode in (("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -14,8 +14,10 @@ from typing import Any
 from fastdecode.core.config.engine import GROUPS, EngineConfig
 from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.core.files import write_json
 from fastdecode.core.sequence import SamplingParams
 
+EXIT_UNEXPECTED = 1
 EXIT_INFEASIBLE = 1
 """Of questions that have an answer: what was asked for can't be."""
 EXIT_SOME_FAILED = 3
@@ -190,6 +192,18 @@ def check_options(args: argparse.Namespace) -> SamplingParams:
     """
     EngineConfig.of(args.model, **engine_options(args))
     return sampling_defaults(args)
+
+
+def leave_summary(command: str, path: Path | None, summary: dict[str, Any]) -> int:
+    """Write a job's summary, if it is wanted. Returns the exit code, should the
+    job itself have none: 1, what was wanted isn't there though the answers are."""
+    try:
+        if path is not None:
+            write_json(path, summary, "summary")
+    except ConfigError as error:
+        tell(f"{command}: {error}; the answers are whole")
+        return EXIT_UNEXPECTED
+    return 0
 
 
 def tell(text: str) -> None:

@@ -24,13 +24,14 @@ from fastdecode.cli.options import (
     add_sampling_options,
     check_options,
     engine_options,
+    leave_summary,
     sampling_given,
     tell,
 )
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import imports_for
-from fastdecode.core.files import check_paths, write_json
+from fastdecode.core.files import check_paths
 from fastdecode.core.host.interrupts import interrupt
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
@@ -148,10 +149,9 @@ def run_run_batch(args: argparse.Namespace) -> int:
             tell(f"{COMMAND}: nothing is left to do")
             return _report(job, job.result(), args)
         result, summary = _run(job, config, args)
-    if args.summary is not None:
-        write_json(args.summary, summary, "summary")
+    code = leave_summary(COMMAND, args.summary, summary)
     tell(render(summary))
-    return _report(job, result, args)
+    return _report(job, result, args) or code
 
 
 def _run(

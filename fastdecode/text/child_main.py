@@ -4,6 +4,7 @@ so that it starts fast."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import sys
@@ -64,7 +65,7 @@ def _answered(answer: Answer, question: dict[str, Any]) -> bytes:
 def _take_stdout() -> int:
     """Keep the way to the parent for answers alone, and be silent from now on.
     Returns its descriptor."""
-    answers = os.dup(1)
+    answers = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)  # not in the place of one that is closed
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for standard in (1, 2):
         os.dup2(nowhere, standard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -134,6 +135,12 @@ def test_options_are_defaults_that_lines_override(run: Run) -> None:
     assert code == 0
     assert [len(answer["token_ids"]) for answer in out] == [6, 2]
     assert [answer["id"] for answer in out] == [1, 2]  # as they were given, not as text
+
+
+def test_a_summary_that_cannot_be_written_costs_no_answer(run: Run, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "s.json")  # which nobody reads
+    code, out = run([line(1, prompt_token_ids=[5])], "--summary", str(tmp_path / "s.json"))
+    assert code == 1 and "error" not in out[0]
 
 
 def test_summary_holds_what_was_measured(run: Run, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from fastdecode.jobs.manifest import seed_of
 from fastdecode.jobs.opening import JobOptions, open_ordered_job
 from fastdecode.jobs.stopping import Stopping
 
+CHECKPOINT = Path(__file__).parents[2] / "examples" / "model" / "checkpoint"
+
 
 def ordered(tmp_path: Path, num_lines: int, output: Path | None = None) -> tuple[BatchJob, Path]:
     source, output = tmp_path / "in.jsonl", output or tmp_path / "out.jsonl"
@@ -169,16 +171,15 @@ def test_progress_that_nobody_sees_ends_nothing() -> None:
 
 
 @pytest.mark.parametrize("closing", ["2>&-", "2>&- >&-", "2>/dev/full"])
-def test_a_job_whose_stderr_is_closed_runs_to_its_end(
-    closing: str, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_a_job_whose_stderr_is_closed_runs_to_its_end(closing: str, tmp_path: Path) -> None:
+    """One with a tokenizer, which runs in a process of its own."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"id": 1, "prompt_token_ids": [5], "max_tokens": 2}\n')
+    source.write_text('{"id": 1, "prompt": "Who was it?", "max_tokens": 2}\n')
     code = "import sys; from fastdecode.cli.main import main; sys.exit(main(sys.argv[1:]))"
     words = [
         "generate",
         "--model",
-        str(tiny_checkpoint("llama")),
+        str(CHECKPOINT),
         "--kv-memory-gb",
         "0.01",
         "--r-threads",
