@@ -6,7 +6,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 LOWEST := $(VENV)-lowest
 
-PROCESSES ?= 2
+# One more than CI has cores: most jobs that tests start wait for others half of the time.
+PROCESSES ?= 3
 
 .PHONY: help demo test campaign check check-lowest format venv clean
 .DEFAULT_GOAL := help

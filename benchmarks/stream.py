@@ -290,9 +290,6 @@ def serve_zmq(directory: Path) -> None:
     os._exit(0)  # the thread of raw sends never ends
 
 
-# MPI: rank 1 is the R-worker.
-
-
 def mpi_rank(way: str, out: Path, rounds: int) -> None:
     from fastdecode.wire.mpi import job as mpi_job
     from fastdecode.wire.mpi import joining, leaving

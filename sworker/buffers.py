@@ -57,16 +57,14 @@ class Share:
     """Of the queries, those whose o is what comes back, and nothing else."""
 
 
-class Staged:
-    """A layer's q, k and v on their way to the host.
+class _Copied:
+    """On its way to the host.
 
     Args:
-        shipments: one a share; to be read after ``wait``.
-        event: when they are there; None: they are.
+        event: when it is there; None: it is.
     """
 
-    def __init__(self, shipments: Sequence[Shipment], event: Event | None) -> None:
-        self.shipments = shipments
+    def __init__(self, event: Event | None) -> None:
         self._event = event
 
     @property
@@ -77,6 +75,19 @@ class Staged:
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+
+class Staged(_Copied):
+    """A layer's q, k and v on their way to the host.
+
+    Args:
+        shipments: one a share; to be read after ``wait``.
+        event: when they are there; None: they are.
+    """
+
+    def __init__(self, shipments: Sequence[Shipment], event: Event | None) -> None:
+        super().__init__(event)
+        self.shipments = shipments
 
 
 class Staging:
@@ -200,7 +211,7 @@ class GpuStaging(Staging):
         self._gpu.current_stream().wait_stream(self._in_stream)
 
 
-class Fetched:
+class Fetched(_Copied):
     """A small result on its way to the host.
 
     Args:
@@ -209,17 +220,8 @@ class Fetched:
     """
 
     def __init__(self, host: Tensor, event: Event | None = None) -> None:
+        super().__init__(event)
         self.host = host
-        self._event = event
-
-    @property
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._event is None or self._event.query()
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
 
 
 class Fetch:

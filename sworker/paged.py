@@ -315,17 +315,16 @@ def gathered_decode(
     for members, first, last in _groups(context_lens, spec.sliding_window, most):
         rows = torch.from_numpy(members).to(q.device)  # [n]
         places = torch.arange(first, last, device=q.device)  # [c]
-        blocks = tables[rows][:, places // block_size].long()  # [n, c]
         ends = lens[rows][:, None]  # [n, 1]
         hidden = places >= ends  # [n, c]
         if spec.sliding_window is not None:
             hidden |= places < ends - spec.sliding_window
-        slots = blocks * block_size + places % block_size
         # Past a table's end stands some block's id, whose slots may hold
         # anything, NaN included: what isn't seen is read from the query's own
         # slot.
-        own_block = tables[rows].gather(1, ((ends - 1) // block_size).long()).long()
-        slots = torch.where(hidden, own_block * block_size + (ends - 1) % block_size, slots)
+        seen = torch.where(hidden, ends - 1, places)  # [n, c]
+        blocks = tables[rows].gather(1, (seen // block_size).long()).long()
+        slots = blocks * block_size + seen % block_size
         k, v = (x[slots].transpose(1, 2) for x in (keys, values))  # [n, Hkv, c, D]
         if scales is not None:
             k_scales, v_scales = (x[slots].transpose(1, 2)[..., None] for x in scales)

@@ -110,6 +110,22 @@ class Running:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def process(self) -> psutil.Process:
+        """The command itself."""
+        return psutil.Process(self.pid)
+
+    def r_workers(self, number: int) -> list[psutil.Process]:
+        """So many, as soon as they are there."""
+        found: list[psutil.Process] = []
+
+        def are_there() -> bool:
+            found[:] = [p for p in self.processes() if _is_r_worker(p)]
+            return len(found) == number
+
+        self.wait_until(are_there)
+        return found
+
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
@@ -124,7 +140,7 @@ class Running:
 
         self.wait_until(has_text)
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
         """Until something has come true while the command runs."""
         end = time.monotonic() + timeout_s
         while not condition():
@@ -133,7 +149,7 @@ class Running:
                 self._process.wait(0.02)
                 assert condition(), self.output()
 
-    def wait(self, timeout_s: float = 120.0, grace_s: float = 5.0) -> Outcome:
+    def wait(self, timeout_s: float = 120.0, grace_s: float = 20.0) -> Outcome:
         """Until the command ends. What it started has ``grace_s`` more, and is
         an orphan if it needs longer."""
         try:
@@ -166,6 +182,13 @@ class Running:
                 process.send_signal(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
+
+
+def _is_r_worker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        words = process.cmdline()
+        return "python" in Path(words[0]).name and "r-worker" in words[1:4]
+    return False
 
 
 def run(command: Sequence[str], *, timeout_s: float = 120.0, **environ: str) -> Outcome:

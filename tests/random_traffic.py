@@ -54,5 +54,5 @@ def play(data: st.DataObject, harness: Harness, requests: Requests, *, lose: boo
 
 
 relaxed = settings(
-    max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(400, share=8), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

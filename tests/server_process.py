@@ -41,7 +41,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def ask(
-        self, method: str, path: str, body: Any = None, timeout_s: float = 60.0, **headers: str
+        self, method: str, path: str, body: Any = None, timeout_s: float = 120.0, **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers (in lower case) and body of an answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
@@ -72,7 +72,7 @@ class Server:
         said: dict[str, Any] = self.get("/status.json")
         return said
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         """Until something has come true while the server runs."""
         self.job.wait_until(condition, timeout_s)
 

@@ -36,12 +36,14 @@ class _End(Enum):
 
 
 class _Executor(AttentionExecutor):
-    """Whose next computation may be made to fail."""
+    """Whose next computations may be made to fail."""
 
-    fails = False
+    num_failures = 0
+    """So many are left."""
 
     def compute(self, compute: Compute) -> AttendResult:
-        if self.fails:
+        if self.num_failures:
+            self.num_failures -= 1
             raise MemoryError("no more memory")
         return super().compute(compute)
 

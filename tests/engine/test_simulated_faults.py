@@ -31,6 +31,8 @@ SILENCE_S = 1.0
 TIMEOUT_S = 8.0
 KINDS = ("crash", "crash", "failure", "hang", "pause", "cut", "flicker")
 MOST_STEPS = 20_000
+NUM_FAILURES = 6
+"""Of an R-worker in a row, that is taken in again after each."""
 
 
 class Trial:
@@ -72,7 +74,7 @@ class Trial:
             process, link = network.processes[number], network.connections[number]
             self.story.append(f"{network.time.now_s:.4f} {kind} of r{number}")
             if kind == "failure":
-                process.executor.fails = True
+                process.executor.num_failures = NUM_FAILURES
             if kind == "hang":
                 process.hang(long_s)
             if kind == "pause":

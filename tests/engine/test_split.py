@@ -17,6 +17,7 @@ from checkpoints import oracle, prompts
 from full_stores import keep_one_sequence_each
 from trouble import crash_after, give
 
+from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
 from fastdecode.core.holders import Holder, HolderKind, Part, Residence
@@ -44,17 +45,27 @@ def asked() -> list[list[int]]:
     return prompts(PROMPT_LENGTHS, seed=7)
 
 
+WAYS = [
+    (3, 32, 512, 1, "s"),
+    (3, 32, 6, 2, "s"),
+    (2, 16, 23, 2, "s"),
+    (3, 32, 512, 2, "r"),
+    (1, 48, 10, 1, "r"),
+]
+FAMILIES = ("llama", "gemma2", "bloom")
+# Each family has prompts on both sides, whole ones and chunks, and both numbers of lanes.
+TRIED = [
+    *(("llama", *WAYS[way]) for way in (0, 2, 4)),
+    *(("gemma2", *WAYS[way]) for way in (1, 3, 4)),
+    *(("bloom", *WAYS[way]) for way in (0, 1, 3)),
+]
+MORE_TRIED = [(x, *way) for x in FAMILIES for way in WAYS if (x, *way) not in TRIED]
+
+
 @pytest.mark.parametrize(
-    ("r_workers", "split_tokens", "prefill_chunk", "lanes", "prompt_attention"),
-    [
-        (3, 32, 512, 1, "s"),
-        (3, 32, 6, 2, "s"),
-        (2, 16, 23, 2, "s"),
-        (3, 32, 512, 2, "r"),
-        (1, 48, 10, 1, "r"),
-    ],
+    ("family", "r_workers", "split_tokens", "prefill_chunk", "lanes", "prompt_attention"),
+    TRIED + MORE_TRIED * TRIES_ALL,
 )
-@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
 def test_greedy_tokens_and_logprobs_equal_transformers(
     family: str,
     r_workers: int,

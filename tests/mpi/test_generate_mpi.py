@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from generate_jobs import answers_alone, write_requests
-from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, run, running
+from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
 from turn_lines import check_turns, write_turns
 
 from examples import TRIES_ALL
@@ -127,7 +127,7 @@ def test_a_lost_s_worker_ends_the_job(rank: int, job: Job) -> None:
             p for p in started.processes() if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank)
         )
         victim.kill()
-        outcome = started.wait(timeout_s=60)
+        outcome = started.wait(timeout_s=120)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
 
 
@@ -135,7 +135,7 @@ def test_an_r_worker_in_an_s_workers_place(job: Job) -> None:
     options, _, _ = job(1)
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, "--tp", "2", ":"]
     outcome = run(
-        [*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=60
+        [*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120
     )
     assert "or was started as an R-worker" in outcome.output and "Traceback" not in outcome.output
     assert outcome.exit_code not in (0, None) and outcome.orphans == []
@@ -178,7 +178,7 @@ MORE_LOSSES = [(signal.SIGSTOP, WHOLE), (signal.SIGKILL, HEADS)]
 def test_a_lost_r_worker_changes_no_token(
     trouble: signal.Signals, partition: list[str], job: Job
 ) -> None:
-    options, output, expected = job(300, num_key_value_heads=3)
+    options, output, expected = job(150, num_key_value_heads=3)
     options += partition
     command = [
         mpirun(),
@@ -193,8 +193,9 @@ def test_a_lost_r_worker_changes_no_token(
     ]
     command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     with running(command) as started:
+        workers = started.r_workers(3)
         started.wait_for_text(output)
-        lose_an_r_worker(started, trouble)
+        workers[1].send_signal(trouble)
         outcome = started.wait(timeout_s=120)
     assert output.read_text() == expected(), outcome.output
     assert "is lost" in outcome.output
@@ -221,25 +222,17 @@ def test_two_that_are_stopped_one_after_the_other_are_both_given_up(
     job: Job,
 ) -> None:
     """The second, while heads are shared among those that are left of the first's loss."""
-    options, output, expected = job(300, num_key_value_heads=3)
+    options, output, expected = job(150, num_key_value_heads=3)
     options += [*HEADS, "--worker-silence-s", "1"]
     command = [mpirun(), *open_mpi_options("self,tcp"), "-n", "1", *FASTDECODE, *options, ":"]
     with running(
         [*command, "-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     ) as started:
+        workers = started.r_workers(3)
         started.wait_for_text(output)
-        workers = [
-            p for p in started.processes() if "r-worker" in p.cmdline() and "python" in p.name()
-        ]
         workers[0].suspend()
         started.wait_until(lambda: "is lost" in started.output())
         workers[1].suspend()
-        outcome = started.wait(timeout_s=90)
+        outcome = started.wait(timeout_s=120)
     assert output.read_text() == expected(), outcome.output
     assert outcome.exit_code == 4 and not outcome.orphans, outcome
-
-
-def lose_an_r_worker(started: Running, trouble: signal.Signals) -> None:
-    workers = [p for p in started.processes() if "r-worker" in p.cmdline() and "python" in p.name()]
-    assert len(workers) == 3, workers
-    workers[1].send_signal(trouble)

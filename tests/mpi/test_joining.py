@@ -38,7 +38,7 @@ def test_a_rank_with_a_bad_command_keeps_nobody_waiting(
     s_worker: list[str], r_worker: list[str], code: int, told: str
 ) -> None:
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *REQUIRED, *s_worker, ":"]
-    outcome = run([*command, "-n", "2", *FASTDECODE, "r-worker", *r_worker], timeout_s=60, **PATHS)
+    outcome = run([*command, "-n", "2", *FASTDECODE, "r-worker", *r_worker], timeout_s=120, **PATHS)
     assert (outcome.exit_code, outcome.orphans) == (code, []), outcome
     assert told in outcome.output and "Traceback" not in outcome.output
 
@@ -66,14 +66,14 @@ def meet(trouble: str) -> list[str]:
 
 
 def test_a_rank_that_has_ended_is_noticed() -> None:
-    outcome = run(meet("ends"), timeout_s=60, **PATHS)
+    outcome = run(meet("ends"), timeout_s=120, **PATHS)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
     assert "the MPI job can't begin: rank 1 has ended before it joined" in outcome.output
 
 
 def test_ranks_that_cannot_reach_each_other_end_as_any_that_never_meet() -> None:
     """So does one that is killed in the middle of MPI_Init, for the others."""
-    outcome = run(meet("unreachable"), timeout_s=60, **PATHS)
+    outcome = run(meet("unreachable"), timeout_s=120, **PATHS)
     assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
     assert "the MPI job can't begin: " in outcome.output
 
@@ -91,7 +91,7 @@ def test_a_rank_that_is_lost_before_it_joins_is_named(trouble: signal.Signals, t
         victim = next(p for p in job.processes() if p.pid == pid_of(job, 1))
         job.wait_until(lambda: all(is_in_mpi(job, rank) for rank in (0, 2)))
         victim.send_signal(trouble)
-        outcome = job.wait(60)
+        outcome = job.wait(120)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
     named = f"the MPI job can't begin: rank 1( \\(process {victim.pid}\\))? {told}"
     assert re.search(named, outcome.output), outcome.output
@@ -103,7 +103,7 @@ def test_a_job_ends_though_ranks_hang(what: str) -> None:
     the very end nobody tells it."""
     script = str(Path(__file__).with_name("ranks") / "hanging.py")
     command = [mpirun(), *open_mpi_options(), "-n", "4", sys.executable, script, what]
-    outcome = run(command, timeout_s=60, **PATHS)
+    outcome = run(command, timeout_s=120, **PATHS)
     assert outcome.exit_code is not None and outcome.orphans == [], outcome
 
 

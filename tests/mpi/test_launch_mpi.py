@@ -89,7 +89,7 @@ def test_an_error_of_the_s_worker_ends_the_job(fault_tolerant: bool) -> None:
         *FASTDECODE,
         "r-worker",
     ]
-    outcome = run(command, timeout_s=60.0, **PATHS)
+    outcome = run(command, timeout_s=120, **PATHS)
     assert outcome.exit_code == 2 and not outcome.orphans, outcome
     assert "Traceback" not in outcome.output
 
@@ -97,7 +97,7 @@ def test_an_error_of_the_s_worker_ends_the_job(fault_tolerant: bool) -> None:
 @needs_mpi
 def test_an_r_worker_may_not_be_the_first_rank() -> None:
     outcome = run(
-        [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, "r-worker"], timeout_s=60.0, **PATHS
+        [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, "r-worker"], timeout_s=120, **PATHS
     )
     assert outcome.exit_code == 2 and not outcome.orphans, outcome
     assert "started as rank 0" in outcome.output
@@ -131,6 +131,6 @@ hub.close()
 @pytest.mark.parametrize(("rank", "told"), [(0, "the S-worker (rank 0)"), (1, "R-worker rank 1")])
 def test_a_rank_that_crashes_before_it_connects_keeps_nobody_waiting(rank: int, told: str) -> None:
     command = [mpirun(), *open_mpi_options(), "-n", "3", sys.executable, "-c", CRASH, str(rank)]
-    outcome = run(command, timeout_s=60.0, **PATHS)
+    outcome = run(command, timeout_s=120, **PATHS)
     assert outcome.exit_code is not None and not outcome.orphans, outcome
     assert "a mistake" in outcome.output and f"told: {told}" in outcome.output, outcome.output

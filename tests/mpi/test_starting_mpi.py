@@ -70,7 +70,7 @@ def test_who_is_lost_before_the_greeting_is_done_without(
         assert not events(job, "greeting")
         found[2].send_signal(trouble)
         found[0].resume()
-        outcome = job.wait(100)
+        outcome = job.wait(120)
     assert output.read_text() == expected(), outcome.output
     assert "the job starts with 1 of 2 R-workers: R-worker rank 2" in outcome.output
     assert outcome.exit_code is not None and outcome.orphans == [], outcome
@@ -85,7 +85,7 @@ def test_when_the_s_worker_is_killed_the_job_has_failed(
     ) as job:
         job.wait_for_text(output)
         ranks(job)[0].kill()
-        outcome = job.wait(60)
+        outcome = job.wait(120)
     assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
     assert "the S-worker has died" in outcome.output
 
@@ -105,7 +105,7 @@ def test_a_job_that_is_launched_may_finish_what_runs(
     told: tuple[str, str],
     asked: Asked,
 ) -> None:
-    options, output, _ = asked(command, 300)
+    options, output, _ = asked(command, 150)
     launch = [
         *FASTDECODE,
         "launch",
@@ -120,7 +120,7 @@ def test_a_job_that_is_launched_may_finish_what_runs(
     with running([*launch, *options, "--max-num-sequences", "3"], **PATHS) as job:
         job.wait_for_text(output)
         next(p for p in job.processes() if "launch" in p.cmdline()).send_signal(stop)
-        outcome = job.wait(100)
+        outcome = job.wait(120)
     assert (outcome.exit_code, outcome.orphans) == (130, []), outcome
     assert all(words in outcome.output for words in told)
     if command == "run-batch":  # what ran was finished

@@ -103,7 +103,7 @@ def test_ranks_whose_launcher_hangs_end_all_the_same() -> None:
         job.wait_until(lambda: launcher.status() == psutil.STATUS_STOPPED)
         job.wait_until(lambda: job.processes() == [launcher])
         launcher.send_signal(signal.SIGCONT)
-        outcome = job.wait(timeout_s=60.0)
+        outcome = job.wait(timeout_s=120)
     # Its own code is any: it may crash, or have heard nothing of theirs.
     assert outcome.exit_code is not None and not outcome.orphans, outcome
 
@@ -111,7 +111,7 @@ def test_ranks_whose_launcher_hangs_end_all_the_same() -> None:
 def test_s_workers_that_wait_for_one_that_never_comes() -> None:
     """They are told why, and don't wait for ever."""
     command = [mpirun(), *open_mpi_options(), "-n", "2", sys.executable, str(RANKS / "meeting.py")]
-    outcome = run(command, timeout_s=60.0)
+    outcome = run(command, timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     for line in (
         "late: tp_connect_failed: rank 1 hasn't come",

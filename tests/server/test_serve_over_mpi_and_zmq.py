@@ -34,14 +34,6 @@ def long_request(server: Server, max_tokens: int) -> Any:
     return connection
 
 
-def r_worker_processes(server: Server) -> list[Any]:
-    return [
-        process
-        for process in server.job.processes()
-        if "r-worker" in process.cmdline() and "python" in process.cmdline()[0]
-    ]
-
-
 @needs_mpi
 def test_launch_serves_loses_an_r_worker_and_drains() -> None:
     launch = [*FASTDECODE, "launch", "--hosts", "localhost:2", "--r-threads", "1"]
@@ -49,7 +41,7 @@ def test_launch_serves_loses_an_r_worker_and_drains() -> None:
     with serving(launch) as server:
         said = server.complete(**BODY)[1]["choices"][0]["text"]
         connection = long_request(server, 500)
-        r_worker_processes(server)[0].kill()
+        server.job.r_workers(2)[0].kill()
         server.wait_until(lambda: server.status()["num_live_r_workers"] == 1)
         assert "degraded" in server.get("/health")
         server.wait_until(lambda: any(w["lost"] for w in server.status()["figures"]["r_workers"]))

@@ -27,7 +27,7 @@ class Stream:
     """A stream that is being read."""
 
     def __init__(self, server: Server, **body: Any) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
         said = {"prompt": [1, 2], "max_tokens": LONG, "stream": True, **body}
         headers = {"content-type": "application/json"}
         self._connection.request("POST", "/v1/completions", json.dumps(said).encode(), headers)
@@ -95,7 +95,7 @@ def test_an_engine_that_breaks_down_ends_all_streams_and_the_server() -> None:
         for stream in streams:
             *_, last = stream.rest()
             assert last["error"]["message"] == "the engine has failed", "and no [DONE]"
-        outcome = server.job.wait(60, grace_s=30)
+        outcome = server.job.wait(120, grace_s=30)
         assert (outcome.exit_code, outcome.orphans) == (4, [])
         assert "4711" not in outcome.output
 
@@ -111,7 +111,7 @@ def test_either_process_is_killed(killed: str, code: int) -> None:
         else:
             with pytest.raises((http.client.HTTPException, OSError)):
                 stream.rest()
-        outcome = server.job.wait(60, grace_s=30)
+        outcome = server.job.wait(120, grace_s=30)
         assert (outcome.exit_code, outcome.orphans) == (code, [])
 
 
@@ -125,7 +125,7 @@ def test_a_drain_finishes_what_runs() -> None:
         assert status == 503 and int(headers["retry-after"]) >= 1
         said = stream.rest()
         assert said[-1] == "[DONE]" and said[-2]["choices"][0]["finish_reason"] == "length"
-        outcome = server.job.wait(60, grace_s=30)
+        outcome = server.job.wait(120, grace_s=30)
         assert (outcome.exit_code, outcome.orphans) == (0, [])
         assert "ended; all that ran was answered" in outcome.output
 
@@ -142,13 +142,13 @@ def test_a_drain_that_takes_too_long_cuts(second: bool) -> None:
             server.wait_until(lambda: health(server) == (503, "draining"))
             engine.terminate()
         assert stream.rest()[-1]["error"]["code"] == "draining"
-        outcome = server.job.wait(60, grace_s=30)
+        outcome = server.job.wait(120, grace_s=30)
         assert outcome.exit_code == 3 and "ended; 1 request was cut off" in outcome.output
 
 
 def half(server: Server) -> socket.socket:
     """A connection over which half a body has come."""
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=120)
     connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
     return connection
 
@@ -159,10 +159,10 @@ def test_a_body_that_never_ends_neither_delays_a_drain_nor_hides_what_is_cut() -
         stream.first()
         server.process("engine").terminate()
         assert stream.rest()[-1]["error"]["code"] == "draining"
-        assert server.job.wait(60, grace_s=30).exit_code == 3
+        assert server.job.wait(120, grace_s=30).exit_code == 3
     with scripted_server("--drain-timeout-s", "600") as server, half(server):
         server.process("engine").terminate()
-        outcome = server.job.wait(60, grace_s=30)
+        outcome = server.job.wait(120, grace_s=30)
     assert (outcome.exit_code, outcome.orphans) == (0, [])
     assert "Traceback" not in outcome.output
 
@@ -174,7 +174,7 @@ def test_an_http_process_that_is_stopped_holds_up_no_end() -> None:
         stream.first()
         server.process("http").suspend()
         server.process("engine").terminate()
-        outcome = server.job.wait(60, grace_s=30)
+        outcome = server.job.wait(120, grace_s=30)
     assert (outcome.exit_code, outcome.orphans) == (3, [])
 
 
@@ -201,7 +201,7 @@ def test_whoever_leaves_frees_what_he_held(
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     whole = head + b"content-length: %d\r\n\r\n%b" % (len(body), body)
     kept = {"header": len(head) - 5, "body": len(whole) - 5}.get(stage, len(whole))
-    with socket.create_connection(("127.0.0.1", slow_server.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", slow_server.port), timeout=120) as connection:
         connection.sendall(whole[:kept])
         if kept == len(whole):
             tokens = slow_server.status()["generation_tokens"]
@@ -254,7 +254,7 @@ def test_openai_s_client_hears_that_the_engine_broke() -> None:
             client.completions.create(**asked, prompt=[BREAKS])
         with pytest.raises(openai.APIError, match="the engine has failed"):
             list(stream)
-        assert server.job.wait(60, grace_s=30).exit_code == 4
+        assert server.job.wait(120, grace_s=30).exit_code == 4
         with pytest.raises(openai.APIConnectionError):
             client.models.list()
 
@@ -266,7 +266,7 @@ def test_a_full_queue_says_when_to_come_again(slow_server: Server) -> None:
         stream.first()
     connections = []
     for num_queued in (1, 2):
-        connection = http.client.HTTPConnection("127.0.0.1", slow_server.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", slow_server.port, timeout=120)
         body = json.dumps({"prompt": [1], "max_tokens": 1}).encode()
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         connections.append(connection)

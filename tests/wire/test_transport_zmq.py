@@ -27,7 +27,7 @@ from fastdecode.core.errors import ConfigError  # noqa: E402
 from fastdecode.wire import codec  # noqa: E402
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, OpenSequence  # noqa: E402
 from fastdecode.wire.transport import CLOSED, TIMEOUT  # noqa: E402
-from fastdecode.wire.zmq.access import ClusterKey, check_address  # noqa: E402
+from fastdecode.wire.zmq.access import ClusterKey  # noqa: E402
 from fastdecode.wire.zmq.hub import ZmqHub  # noqa: E402
 from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
 
@@ -103,70 +103,6 @@ class TestZmq(TransportSuite):
             return SimpleNamespace(hub=hub, peers=peers, names=names)
 
         return make
-
-
-# Who may listen where, and talk to whom.
-
-
-@pytest.mark.parametrize(
-    ("address", "match"),
-    [
-        ("127.0.0.1:5555", "not of the form"),
-        ("tcp://127.0.0.1", "not of the form"),
-        ("tcp://127.0.0.1:99999", "not of the form"),
-        ("ipc:///tmp/x", "not of the form"),
-        ("tcp://*:5555", "every interface"),
-        ("tcp://0.0.0.0:5555", "every interface"),
-        ("tcp://[::]:5555", "every interface"),
-        ("tcp://[0:0::0]:5555", "every interface"),
-        ("tcp://0:5555", "every interface"),
-        ("tcp://10.1.2.3:5555", "needs a key"),
-        ("tcp://no-such-host.invalid:5555", "needs a key"),
-    ],
-)
-def test_addresses_that_are_refused(address: str, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        check_address(address, None, option="--bind")
-
-
-def test_addresses_that_are_allowed(tmp_path: Path) -> None:
-    for address in (
-        "tcp://127.0.0.1:0",
-        "tcp://127.0.0.9:*",
-        "tcp://[::1]:80",
-        "tcp://localhost:5555",
-    ):
-        check_address(address, None, option="--bind")
-    ClusterKey.create(tmp_path / "key")
-    check_address("tcp://10.1.2.3:5555", ClusterKey.read(tmp_path / "key"), option="--bind")
-
-
-def test_wildcards_are_refused_even_with_a_key(tmp_path: Path) -> None:
-    ClusterKey.create(tmp_path / "key")
-    with pytest.raises(ConfigError, match="every interface"):
-        check_address("tcp://*:5555", ClusterKey.read(tmp_path / "key"), option="--bind")
-
-
-def test_key_files_that_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    with pytest.raises(ConfigError, match="No such file"):
-        ClusterKey.read(path)
-    ClusterKey.create(path)
-    with pytest.raises(ConfigError, match="File exists"):
-        ClusterKey.create(path)
-    path.chmod(0o640)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        ClusterKey.read(path)
-    path.chmod(0o600)
-    path.write_text("short")
-    with pytest.raises(ConfigError, match="holds no key"):
-        ClusterKey.read(path)
-
-
-def test_a_key_says_nothing_of_its_secret(tmp_path: Path) -> None:
-    ClusterKey.create(tmp_path / "key")
-    key = ClusterKey.read(tmp_path / "key")
-    assert key.secret.decode() not in repr(key)
 
 
 def test_a_port_in_use_is_named(stage: Stage) -> None:
@@ -393,13 +329,15 @@ def test_an_r_worker_notices_that_its_s_worker_is_gone(stage: Stage, how: int) -
 
 
 def test_an_r_worker_may_come_later_and_others_may_join(stage: Stage, hub: ZmqHub) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    connection = hub.add(address)
-    connection.send(HELLO)
-    assert code_of(lambda: hub.receive_any(0.2), address) == TIMEOUT
-    stage.puppets[0].call("open", address, None, 5.0)
+    with socket.socket() as kept:
+        # Nobody else is given the port meanwhile, and who sets this option, too, may listen there.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{kept.getsockname()[1]}"
+        connection = hub.add(address)
+        connection.send(HELLO)
+        assert code_of(lambda: hub.receive_any(0.2), address) == TIMEOUT
+        stage.puppets[0].call("open", address, None, 5.0)
     stage.puppets[0].start("accept")
     assert same(stage.puppets[0].result(), HELLO)
     connect(hub, stage.puppets[1])

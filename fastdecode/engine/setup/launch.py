@@ -25,6 +25,7 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.heads import share_out_heads
 from fastdecode.engine.fleet.replicas import new_session, replicate
 from fastdecode.engine.fleet.workers import (
+    REACH_TIMEOUT_S,
     Reached,
     Replacements,
     reach_addresses,
@@ -359,6 +360,7 @@ def _reach_r_workers(resolved: ResolvedConfig) -> Reached:
             key_file=cluster.key,
             silence_s=cluster.worker_silence_s,
             min_workers=cluster.min_r_workers,
+            reach_timeout_s=min(REACH_TIMEOUT_S, cluster.worker_timeout_s),
         )
     kv_bytes, num_threads = resolved.kv_bytes, resolved.r_threads
     if resolved.transport == "inline":

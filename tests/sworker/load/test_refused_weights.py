@@ -1,14 +1,10 @@
-"""Loading: every way in which a checkpoint can be laid out, and every way in
-which it can be broken."""
+"""Loading: every way in which a checkpoint can be broken."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import FAMILIES, oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from weight_files import Tensors, copy_with, edit_config, load
 
 from examples import examples
 from fastdecode.core.errors import (
@@ -28,155 +23,7 @@ from fastdecode.core.errors import (
     ConfigError,
     UnsupportedModelError,
 )
-from fastdecode.core.model.checkpoint import open_checkpoint
 from sworker.load.weights import load_model
-
-Make = Callable[..., Path]
-Tensors = dict[str, torch.Tensor]
-
-
-def load(path: Path, **options: Any) -> dict[str, torch.Tensor]:
-    return dict(
-        load_model(path, device="cpu", **{"dtype": torch.float32, **options})[1].named_parameters()
-    )
-
-
-def assert_same(a: Tensors, b: Tensors) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
-
-def copy_with(
-    source: Path, target: Path, change: Callable[[Tensors], Tensors | None] | None = None
-) -> Path:
-    """A copy of a single-file checkpoint with changed tensors."""
-    shutil.copytree(source, target)
-    if change is not None:
-        tensors = load_file(target / "model.safetensors")
-        save_file(change(tensors) or tensors, target / "model.safetensors")
-    return target
-
-
-def edit_config(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-@pytest.fixture(scope="module")
-def llama(tiny_checkpoint: Make) -> Path:
-    return tiny_checkpoint("llama")
-
-
-# --- what must load
-# ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parameter_counts(family: str, tiny_checkpoint: Make) -> None:
-    spec, model = load_model(tiny_checkpoint(family), device="cpu", dtype=torch.float32)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert spec.num_parameters == count == oracle(tiny_checkpoint(family)).model.num_parameters()
-    assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
-    layer = sum(parameter.numel() for parameter in model.layers[0].parameters())  # type: ignore[attr-defined]
-    assert layer == spec.num_layer_parameters
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bare_models_without_a_prefix(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
-    """Checkpoints of the model without its language-model class lack the outermost prefix."""
-    source = tiny_checkpoint(family)
-
-    def strip(tensors: Tensors) -> Tensors:
-        prefix = (
-            next(name for name in tensors if not name.startswith(("lm_head", "embed_out"))).split(
-                "."
-            )[0]
-            + "."
-        )
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-    assert_same(load(copy_with(source, tmp_path / "bare", strip)), load(source))
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
-def test_shards(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
-    source = tiny_checkpoint(family)
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    model.save_pretrained(tmp_path, max_shard_size="50KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    assert_same(load(tmp_path), load(source))
-    assert open_checkpoint(tmp_path).spec().num_layers == 3
-
-
-@pytest.mark.parametrize(
-    ("family", "config", "extras"),
-    [
-        ("llama", {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}),
-        ("gpt2", {}, {"transformer.h.1.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
-                      "transformer.h.1.attn.masked_bias": torch.tensor(-1e4)}),
-        ("gpt_neox", {}, {"gpt_neox.layers.2.attention.bias":
-                              torch.ones(1, 1, 8, 8, dtype=torch.uint8),
-                          "gpt_neox.layers.2.attention.masked_bias": torch.tensor(-1e9),
-                          "gpt_neox.layers.2.attention.rotary_emb.inv_freq": torch.ones(3)}),
-    ],
-)  # fmt: skip
-def test_harmless_extras(
-    family: str, config: dict[str, Any], extras: Tensors, tiny_checkpoint: Make, tmp_path: Path
-) -> None:
-    source = tiny_checkpoint(family, **config)
-    extended = copy_with(source, tmp_path / "extended", lambda tensors: {**tensors, **extras})
-    assert_same(load(extended), load(source))
-
-
-@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(saved: torch.dtype, wanted: torch.dtype, llama: Path, tmp_path: Path) -> None:
-    converted = copy_with(
-        llama, tmp_path / "x", lambda tensors: {n: t.to(saved) for n, t in tensors.items()}
-    )
-    expected = {name: tensor.to(saved).to(wanted) for name, tensor in load(llama).items()}
-    assert_same(load(converted, dtype=wanted), expected)
-
-
-def test_dtype_of_the_checkpoint_is_the_default(llama: Path, tmp_path: Path) -> None:
-    copy = copy_with(llama, tmp_path / "x")
-    edit_config(copy, dtype="bfloat16")
-    assert all(tensor.dtype == torch.bfloat16 for tensor in load(copy, dtype=None).values())
-
-
-def test_progress_ends_at_the_total(llama: Path) -> None:
-    calls: list[tuple[int, int]] = []
-    load(llama, progress=lambda done, total: calls.append((done, total)))
-    done = [call[0] for call in calls]
-    total = 4 * open_checkpoint(llama).spec().num_parameters
-    assert done == sorted(done)
-    assert calls[-1] == (total, total)
-
-
-def test_generation_config_has_precedence(llama: Path, tmp_path: Path) -> None:
-    copy = copy_with(llama, tmp_path / "x")
-    (copy / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert open_checkpoint(copy).spec().eos_token_ids == (5, 6)
-
-
-def test_model_hash(llama: Path, tiny_checkpoint: Make, tmp_path: Path) -> None:
-    copy = copy_with(llama, tmp_path / "a")
-    assert len(open_checkpoint(llama).model_hash) == 64
-    assert open_checkpoint(copy).model_hash == open_checkpoint(llama).model_hash, (
-        "it isn't a matter of the place"
-    )
-    edit_config(copy, rope_theta=1e6)
-    assert open_checkpoint(copy).model_hash != open_checkpoint(llama).model_hash
-    half = copy_with(
-        llama, tmp_path / "b", lambda tensors: {n: t.half() for n, t in tensors.items()}
-    )
-    assert open_checkpoint(half).model_hash != open_checkpoint(llama).model_hash
-    assert open_checkpoint(tiny_checkpoint("qwen2")).model_hash != open_checkpoint(llama).model_hash
-
-
-# --- what must be refused
-# ------------------------------------------------------------------------------
 
 
 def refused(path: Path, match: str, kind: type[Exception] = CheckpointError) -> None:
@@ -408,25 +255,3 @@ def test_out_of_memory_is_a_refusal(llama: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "empty", scarce)
     with pytest.raises(CapacityError, match="GiB"):
         load(llama)
-
-
-def test_without_torch() -> None:
-    code = """
-import sys
-sys.modules["torch"] = None
-from fastdecode.core.errors import MissingExtraError
-from fastdecode.core.install import pip_command
-try:
-    import sworker.load.weights
-except MissingExtraError as error:
-    assert pip_command("sworker") in str(error), error
-else:
-    raise AssertionError("no error")
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_importing_the_package_does_not_load_torch() -> None:
-    subprocess.run(
-        [sys.executable, "-c", "import sys, sworker; assert 'torch' not in sys.modules"], check=True
-    )
