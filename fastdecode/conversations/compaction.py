@@ -18,12 +18,12 @@ from fastdecode.conversations.records import (
     HEADER_BYTES,
     lock,
     make_record,
+    overwrite,
     read_records,
     write_at,
 )
 
 SUFFIX: Final = ".anew"
-_ZEROS: Final = bytes(1 << 20)
 
 
 def written_anew(path: Path, fd: int) -> tuple[int, int, dict[int, int]]:
@@ -55,7 +55,7 @@ def written_anew(path: Path, fd: int) -> tuple[int, int, dict[int, int]]:
         raise
     with contextlib.suppress(OSError):  # the new one has its place whatever becomes of these
         _sync_directory(path.parent)
-        _overwrite(fd)
+        overwrite(fd)
     return new, end, moved
 
 
@@ -84,11 +84,3 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _overwrite(fd: int) -> None:
-    """Zeros, where turns were."""
-    for place in range(0, os.fstat(fd).st_size, len(_ZEROS)):
-        left = os.fstat(fd).st_size - place
-        write_at(fd, _ZEROS[:left], place)
-    os.fsync(fd)

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -70,6 +71,17 @@ def lock(fd: int) -> None:
         pass  # a file system without locks; then whoever runs two at once has to know
 
 
+def is_held(fd: int) -> bool:
+    """Whether another process keeps others out."""
+    try:
+        lock(fd)
+    except BlockingIOError:
+        return True
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
 def make_record(kind: int, payload: bytes) -> bytes:
     return make_head(kind, len(payload), payload) + payload
 
@@ -116,6 +128,16 @@ def is_followed(fd: int, place: int) -> bool:
             return True
         at += found + 1
     return False
+
+
+def overwrite(fd: int) -> None:
+    """Zeros in the place of all that there is, on the disk."""
+    left = os.fstat(fd).st_size
+    while left > 0:
+        num_bytes = min(left, _WINDOW_BYTES)
+        left -= num_bytes
+        write_at(fd, bytes(num_bytes), left)
+    os.fsync(fd)
 
 
 def write_at(fd: int, data: bytes, place: int) -> None:

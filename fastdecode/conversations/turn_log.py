@@ -21,6 +21,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -58,6 +59,30 @@ def identity_of(model: Path) -> bytes:
         content = read_model_file(path, MAX_TOKENIZER_BYTES) if path.exists() else b""
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.digest()
+
+
+@dataclass(frozen=True)
+class LoggedTurn:
+    """A turn as a record has it."""
+
+    conversation_id: str
+    name: str
+    begun: datetime
+    at_s: float
+    """When it was over, in seconds since 1970."""
+    step: Step
+
+
+def read_turn(payload: bytes) -> LoggedTurn:
+    """Of a record. Raises LookupError, TypeError, ValueError, ArithmeticError or
+    RecursionError: it is none."""
+    num_said = int.from_bytes(payload[:4], "little")
+    about = json.loads(payload[4 : 4 + num_said])
+    tokens = array("i", payload[4 + num_said :])
+    spelled = None if about["spelled"] is None else _from_json(about["spelled"])
+    step = Step(about["kept"], tuple(tokens), tuple(about["messages"]), spelled)
+    begun = datetime.fromisoformat(about["begun"])
+    return LoggedTurn(about["id"], about["turn"], begun, about["at"], step)
 
 
 class TurnLog:
@@ -237,22 +262,18 @@ class TurnLog:
 
     def _take(self, place: int, payload: bytes, counts: Callable[[str], bool]) -> bool:
         """A turn that was found. Returns whether it counts."""
-        num_said = int.from_bytes(payload[:4], "little")
-        about = json.loads(payload[4 : 4 + num_said])
-        conversation_id, name = about["id"], about["turn"]
-        if digest_of(conversation_id) in self._over or not counts(name):
+        turn = read_turn(payload)
+        conversation_id, step = turn.conversation_id, turn.step
+        if digest_of(conversation_id) in self._over or not counts(turn.name):
             return False
-        tokens = array("i", payload[4 + num_said :])
-        spelled = None if about["spelled"] is None else _from_json(about["spelled"])
-        step = Step(about["kept"], tuple(tokens), tuple(about["messages"]), spelled)
         kept = self._kept.get(conversation_id)
-        history = History(datetime.fromisoformat(about["begun"])) if kept is None else kept.history
+        history = History(turn.begun) if kept is None else kept.history
         if not 0 <= step.num_kept <= len(history.token_ids):
             raise ValueError("it goes on from tokens that aren't there")
-        self._kept[conversation_id] = Kept(history.then(step), about["at"])
+        self._kept[conversation_id] = Kept(history.then(step), turn.at_s)
         self._places.setdefault(conversation_id, []).append((place, len(payload)))
         self._whose[digest_of(conversation_id)] = conversation_id
-        self.names.add(name)
+        self.names.add(turn.name)
         return True
 
     def _write(self, kind: int, payload: bytes) -> int:
