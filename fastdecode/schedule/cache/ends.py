@@ -10,7 +10,7 @@ from fastdecode.schedule.cache.kept import KeptBlock
 from fastdecode.schedule.cache.retention import Ends, Policy, Values
 
 _FIRST_ROWS = 64
-_TAKEN = np.inf
+_TAKEN = float("inf")
 """No value is as high: a row that is free, or isn't asked for."""
 
 

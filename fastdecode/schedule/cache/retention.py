@@ -98,7 +98,9 @@ class Retention:
         idle_s = now_s - holding.last_s
         if idle_s <= 0:
             return float("inf")
-        return _retained(self.cost((block + 1) * self.block_size), idle_s, holding.num_leases)
+        cost = self.cost((block + 1) * self.block_size)
+        value: float = _retained(cost, idle_s, holding.num_leases)
+        return value
 
     def victim(self, holdings: Iterable[Holding], now_s: float) -> Victim | None:
         filled = [holding for holding in holdings if holding.blocks]
