@@ -23,7 +23,8 @@ from typing import Any
 from provenance import provenance
 
 from cost_model.simulate.turns import Tiers, TracedTurn
-from fastdecode.schedule.cache.retention import FLAT_TO_HALF, POLICIES, policy_of
+from fastdecode.schedule.cache.costs import FLAT_TO_HALF
+from fastdecode.schedule.cache.retention import POLICIES, policy_of
 
 SHAPES = {"sharegpt": (5.56, 37.77, 204.58), "ultrachat": (3.86, 51.78, 257.81)}
 SIGMA_IN, SIGMA_OUT = 1.0, 0.9

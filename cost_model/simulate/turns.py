@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 
 from cost_model.simulate.trace import MAX_LINE_BYTES, MAX_REQUESTS, MAX_TOKENS
 from fastdecode.core.errors import ConfigError
-from fastdecode.schedule.cache.retention import CostTable, Holding, Policy, is_short
+from fastdecode.schedule.cache.costs import CostTable
+from fastdecode.schedule.cache.retention import Holding, Policy, is_short
 
 Row: TypeAlias = "list[Any]"
 _FIELDS = ("conversation", "num_prompt_tokens", "num_output_tokens", "arrival_s")

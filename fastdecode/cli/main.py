@@ -20,6 +20,7 @@ from pathlib import Path
 from fastdecode import __version__
 from fastdecode.cli.bench import add_bench
 from fastdecode.cli.bench_serve import add_bench_serve
+from fastdecode.cli.cache import add_cache
 from fastdecode.cli.calibrate import add_calibrate
 from fastdecode.cli.doctor import add_doctor
 from fastdecode.cli.errors import as_typed
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     add_simulate(commands)
     add_r_worker(commands)
     add_launch(commands)
+    add_cache(commands)
     add_doctor(commands)
     return parser
 

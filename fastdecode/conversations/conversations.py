@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -12,7 +13,9 @@ from hashlib import blake2b
 from typing import Protocol
 
 from fastdecode.conversations.history import History, Step
-from fastdecode.core.errors import RequestError
+from fastdecode.core.errors import FastDecodeError, RequestError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Conversations:
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._over: set[bytes] = set()
         self._talking: set[str] = set()
+        self._unrecorded: list[str] = []
+        """Those that are over, but the store couldn't be told."""
         if store is not None:
             found, self._over = store.recovered()
             self._kept.update(sorted(found.items(), key=lambda item: item[1].active_s))
@@ -99,7 +104,12 @@ class Conversations:
         self, conversation_id: str, name: str, history: History, step: Step | None = None
     ) -> None:
         """A turn that began is over. ``step``: what it has added; None: it has
-        failed, and everything is as it was."""
+        failed, and everything is as it was.
+
+        Raises:
+            FastDecodeError: (code ``output_failed``) it can't be kept, and
+                everything is as it was.
+        """
         with self._lock:
             self._talking.discard(conversation_id)
             if step is None or digest_of(conversation_id) in self._over:
@@ -152,8 +162,15 @@ class Conversations:
                 break
             if conversation_id not in self._talking:
                 over.append(conversation_id)
-        if over:
-            self._end_for_good(over)
+        if not over and not self._unrecorded:
+            return
+        # Turns that have nothing to do with it go on though a disk is full.
+        try:
+            self._end_for_good([*self._unrecorded, *over])
+            self._unrecorded = []
+        except FastDecodeError as error:
+            self._unrecorded += over
+            logger.warning("conversations that are over are still kept: %s", error)
 
 
 def _expired() -> RequestError:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.conversations.conversations import Conversations, Limits
+from fastdecode.conversations.inspection import FILE
 from fastdecode.conversations.turn_log import TurnLog, identity_of
 from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError
-
-FILE = "turns.log"
 
 
 @dataclass(frozen=True)

@@ -92,21 +92,26 @@ class Talk:
         begun = self._talking[turn.conversation_id] = BegunTurn(turn, history, asked)
         return begun.request
 
-    def end(self, turn: Turn, output: RequestOutput) -> None:
-        """A turn is over, as this output says."""
+    def end(self, turn: Turn, output: RequestOutput) -> FastDecodeError | None:
+        """A turn is over, as this output says. Returns why it comes to nothing
+        all the same: it can't be kept."""
         whose = turn.conversation_id
         talking = self._talking.get(whose)
+        error, not_kept = output.error, None
         if talking is not None and talking.turn is turn:
-            is_kept = output.error is None
-            talking.end(self._conversations, output.completions[0] if is_kept else None)
             del self._talking[whose]
-        if output.error is not None:
-            self._failed.setdefault(whose, _for_later_turns(output.error))
+            try:
+                talking.end(self._conversations, None if error else output.completions[0])
+            except FastDecodeError as failed:
+                error = not_kept = _not_kept(failed)
+        if error is not None:
+            self._failed.setdefault(whose, _for_later_turns(error))
         waiting = self._busy.pop(whose)
         if waiting:
             self.num_waiting -= 1
             self._due.append(waiting.popleft())
             self._busy[whose] = waiting
+        return not_kept
 
     def cancel_waiting(self) -> None:
         """Forget the turns that haven't begun; those that come after them in
@@ -131,6 +136,15 @@ class Talk:
         """What the prompt of a turn that has begun was given as, if that is text."""
         talking = self._talking.get(turn.conversation_id)
         return None if talking is None else talking.asked.text
+
+
+def _not_kept(error: FastDecodeError) -> RequestError:
+    """What a turn comes to that can't be kept. It alone does, so it isn't the
+    engine's error."""
+    return RequestError(
+        f"the turn can't be kept, so the conversation is as it was before it: {error}",
+        code="conversation_not_kept",
+    )
 
 
 def _for_later_turns(error: FastDecodeError) -> FastDecodeError:

@@ -98,9 +98,9 @@ class Feed:
                     # is known by nothing but its cause.
                     if type(delta.error) is FastDecodeError and delta.error.__cause__ is not None:
                         raise delta.error.__cause__
-                    output = self._fold(delta)
-                    if delta.error is None or delta.error.code != CANCELLED:
-                        yield delta, output
+                    told, output = self._fold(delta)
+                    if told.error is None or told.error.code != CANCELLED:
+                        yield told, output
             if on_tick is not None:
                 on_tick()
             self._is_drained |= self._service.snapshot().error is not None
@@ -173,24 +173,27 @@ class Feed:
 
     def _refuse(self, fold: OutputFold, error: FastDecodeError) -> None:
         delta = Delta(fold.request_id, 0, error=without_frames(error))
-        self._refused.append((delta, self._add(fold, delta)))
+        self._refused.append(self._add(fold, delta))
 
-    def _fold(self, delta: Delta) -> RequestOutput | None:
+    def _fold(self, delta: Delta) -> tuple[Delta, RequestOutput | None]:
         fold = self._folds[delta.request_id]
         before = fold.num_unfinished
-        output = self._add(fold, delta)
+        told, output = self._add(fold, delta)
         self._num_open -= before - (fold.num_unfinished if output is None else 0)
         if output is not None:
             del self._folds[delta.request_id]
-        return output
+        return told, output
 
-    def _add(self, fold: OutputFold, delta: Delta) -> RequestOutput | None:
-        """What a request comes to with this delta, if it is its last one."""
+    def _add(self, fold: OutputFold, delta: Delta) -> tuple[Delta, RequestOutput | None]:
+        """What a request comes to with this delta, if it is its last one. A
+        turn that can't be kept ends with an error in its place."""
         output = fold.add(delta)
         turn = None if output is None else self._turns.pop(fold, None)
         if turn is not None and output is not None:
-            self._talk.end(turn, output)
-        return output
+            error = self._talk.end(turn, output)
+            if error is not None:
+                return Delta(fold.request_id, 0, error=error), fold.failed(error)
+        return delta, output
 
 
 class Readings:

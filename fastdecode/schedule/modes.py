@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.config.groups import Batching
 from fastdecode.schedule.admission.policies import Admission, FixedF, Greedy, Synchronized
 from fastdecode.schedule.admission.stabilized import Stabilized
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
+from fastdecode.schedule.cache.retention import Policy
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
 from fastdecode.schedule.hybrid.told import Teller
@@ -30,6 +33,8 @@ def make_scheduler(
     opening_steps: int = 0,
     hybrid: HybridOptions | None = None,
     cache_identity: str | None = None,
+    cache_policy: Policy | None = None,
+    clock: Clock = time.monotonic,
 ) -> ContinuousScheduler:
     """A scheduler for holders of so many KV ``blocks`` each, of ``block_size``
     tokens.
@@ -43,6 +48,8 @@ def make_scheduler(
             ``times``.
         cache_identity: what K and V depend on beside tokens; None: no KV block
             outlives its sequence.
+        cache_policy: see ``PrefixCache``.
+        clock: by which kept blocks are idle.
 
     Raises:
         ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
@@ -50,7 +57,7 @@ def make_scheduler(
     batching = options.batching
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
     lengths = _lengths(batching)
-    cache = PrefixCache(len(blocks), block_size, cache_identity)
+    cache = PrefixCache(len(blocks), block_size, cache_identity, cache_policy, clock)
     split, most_rows = options.split_tokens, options.max_closed_rows
     ledger = BlockLedger(blocks, block_size, split, most_rows, cache)
     most = batching.max_num_sequences

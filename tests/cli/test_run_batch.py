@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
+from examples import TRIES_ALL
 from fastdecode.cli.main import main
 from fastdecode.cli.run_batch import resume_command
 
 # How often a running job is killed; more is a soak test.
-NUM_KILLS = int(os.environ.get("FASTDECODE_TEST_KILLS", "2"))
+NUM_KILLS = int(os.environ.get("FASTDECODE_TEST_KILLS", "20" if TRIES_ALL else "2"))
 
 
 def line(custom_id: str, *, tokens: int = 6, **body: Any) -> str:
@@ -227,16 +228,22 @@ def _wait_for_answers(process: subprocess.Popen[str], command: Command, num_answ
 def test_killed_jobs_are_resumed_to_the_texts_of_an_undisturbed_one(
     command: Command, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    lines = [
-        line(f"id-{i}", prompt=[3 + i % 200] * (1 + i % 7), tokens=1 + i % 9) for i in range(400)
-    ]
+    """Half of the lines are turns of conversations of twenty turns each. Kept
+    blocks change nothing of it."""
+    lines = []
+    for i in range(400):
+        whose = {"conversation_id": f"c{i % 20}"} if i % 2 else {}
+        prompt = [3 + i % 200] * (1 + i % 7)
+        lines.append(line(f"id-{i}", prompt=prompt, tokens=1 + i % 9, **whose))
     (tmp_path / "whole").mkdir()
     whole = Command(tmp_path / "whole", tiny_checkpoint("llama"))
     whole.write(lines)
     assert whole.run("--run-seed", "1") == 0
     command.write(lines)
     for kill in range(NUM_KILLS):
-        process = command.start("--resume", "--run-seed", "1", "--max-num-sequences", "4")
+        process = command.start(
+            "--resume", "--run-seed", "1", "--max-num-sequences", "4", "--prefix-cache", "on"
+        )
         _wait_for_answers(process, command, command.num_answers + 1 + kill % 3)
         process.kill()
         process.communicate()

@@ -3,12 +3,16 @@ and is gone when it is forgotten."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from fastdecode.conversations.compaction import SUFFIX
 from fastdecode.conversations.conversations import Conversations, Limits
 from fastdecode.conversations.history import History, Spelled, Step
 from fastdecode.conversations.turn_log import TurnLog
@@ -218,3 +222,124 @@ def test_a_log_that_nobody_closed_is_let_go_of_and_a_closed_one_says_so(tmp_path
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="can't keep conversations"):
         TurnLog(path, MODEL)
+
+
+@contextlib.contextmanager
+def no_file_beyond(num_bytes: int) -> Iterator[None]:
+    """The kernel lets no file of this process get any longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room", [0, 7, 90])
+def test_a_turn_without_room_for_it_leaves_the_conversation_as_it_was(
+    tmp_path: Path, room: int
+) -> None:
+    path = tmp_path / "log"
+    first = opened(path)
+    talk(first, "a", 1, 2)
+    with no_file_beyond(path.stat().st_size + room):
+        with pytest.raises(FastDecodeError, match=str(path)) as full:
+            talk(first, "a", 3)
+        assert tokens(first, "a") == [1, 2] and full.value.code == "output_failed"
+    talk(first, "b", 9)
+    talk(first, "a", 4)
+    first.close()
+    again = opened(path)
+    assert tokens(again, "a") == [1, 2, 4] and tokens(again, "b") == [9]
+
+
+def test_a_turn_that_cannot_be_synced_is_gone(tmp_path: Path) -> None:
+    class Failing(TurnLog):
+        fails = False
+
+        def sync(self) -> None:
+            if self.fails:
+                raise FastDecodeError("I/O error", code="output_failed")
+            super().sync()
+
+    log = Failing(tmp_path / "log", MODEL, sync_turns=1)
+    some = Conversations(None, log)
+    talk(some, "a", 1)
+    log.fails = True
+    with pytest.raises(FastDecodeError):
+        talk(some, "a", 2)
+    log.fails = False
+    assert tokens(some, "a") == [1]
+    some.close()
+    assert tokens(opened(tmp_path / "log"), "a") == [1]
+
+
+def test_turns_go_on_though_what_is_over_cannot_be_recorded_and_that_is_made_up_for(
+    tmp_path: Path,
+) -> None:
+    path, clock, limits = tmp_path / "log", Clock(), Limits(ttl_s=60)
+    some = opened(path, limits, clock)
+    talk(some, "old", 1)
+    clock.now_s += 61
+    with no_file_beyond(path.stat().st_size):
+        assert tokens(some, "new") == []
+        with pytest.raises(RequestError, match="over"):
+            some.begin("old")
+    tokens(some, "new")
+    some.close()
+    with pytest.raises(RequestError, match="over"):
+        opened(path, None, clock).begin("old")
+
+
+def test_what_was_forgotten_takes_no_room_for_long(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = TurnLog(path, MODEL, worth_bytes=1)
+    some = Conversations(None, log)
+    for whose in range(20):
+        talk(some, f"c{whose}", *range(whose, whose + 50))
+        talk(some, "stays", whose)
+    longest = path.stat().st_size
+    with path.open("rb") as before:
+        for whose in range(20):
+            some.forget(f"c{whose}")
+        assert not any(before.read()[64:]), "who held the old file open reads nothing either"
+    assert path.stat().st_size < longest / 2 and path.stat().st_mode & 0o777 == 0o600
+    assert not path.with_name("log" + SUFFIX).exists()
+    with pytest.raises(ConfigError, match="another process"):
+        TurnLog(path, MODEL)
+    talk(some, "stays", 99)
+    some.forget("stays")
+    talk(some, "late", 7)
+    some.close()
+    again = opened(path)
+    assert tokens(again, "late") == [7]
+    for whose in ("c3", "stays"):
+        with pytest.raises(RequestError, match="over"):
+            again.begin(whose)
+
+
+def test_a_crash_while_a_log_is_written_anew_leaves_one_that_is_whole(tmp_path: Path) -> None:
+    path, beside = tmp_path / "log", tmp_path / ("log" + SUFFIX)
+    first = opened(path)
+    talk(first, "a", 1)
+    talk(first, "b", *[0x53544152] * 90)
+    first.forget("b")
+    first.close()
+    whole = path.read_bytes()
+    beside.write_bytes(whole[:70])
+    assert tokens(opened(path), "a") == [1] and not beside.exists()
+    log = TurnLog(path, MODEL, worth_bytes=1)
+    log.close()
+    assert path.stat().st_size < len(whole) and tokens(opened(path), "a") == [1]
+
+
+def test_without_room_for_another_file_the_log_stays_as_long_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    some = Conversations(None, TurnLog(path, MODEL, worth_bytes=1))
+    talk(some, "a", *range(90))
+    talk(some, "b", 5)
+    path.with_name("log" + SUFFIX).mkdir()
+    some.forget("a")
+    talk(some, "b", 6)
+    some.close()
+    assert tokens(opened(path), "b") == [5, 6]

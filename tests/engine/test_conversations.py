@@ -19,7 +19,8 @@ from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.history import History, Step
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.conversations.talk import Talk
-from fastdecode.conversations.turns import Asked, Turn
+from fastdecode.conversations.turn_log import TurnLog
+from fastdecode.conversations.turns import Asked, PromptTurn, Turn
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 from fastdecode.core.progress import Progress
@@ -124,6 +125,28 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(llm: LLM) -> None:
     assert code_of(long) == "conversation_too_long"
     (output,) = llm.generate([again], GREEDY, conversation_id="f")
     assert output.prompt_token_ids == (*said(first), *again)
+
+
+def test_a_turn_that_cannot_be_kept_fails_alone(llm: LLM, tmp_path: Path) -> None:
+    class Full(TurnLog):
+        def append(self, conversation_id: str, *more: Any) -> None:
+            if conversation_id == "full" and len(more[1].token_ids):
+                raise FastDecodeError(f"no space left on {tmp_path}", code="output_failed")
+            super().append(conversation_id, *more)
+
+    store = Full(tmp_path / "log", bytes(32))
+    some = Conversations(None, store)
+    names = ["full", "other", "full", "other", "full"]
+    turns = [
+        Turn(str(i), whose, PromptTurn([5 + i] * 3, llm.codec), GREEDY)
+        for i, whose in enumerate(names)
+    ]
+    outputs = {int(each.request_id): each for each in llm.stream(turns, conversations=some)}
+    codes = [code_of(outputs[i]) for i in range(5)]
+    assert codes == [None, None, "conversation_not_kept", None, "previous_turn_failed"]
+    assert str(tmp_path) in str(outputs[2].error)
+    before = some.begin("full")
+    assert tuple(before.token_ids) == said(outputs[0])
 
 
 def test_what_was_forgotten_never_begins_anew(llm: LLM) -> None:

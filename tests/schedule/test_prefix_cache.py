@@ -3,6 +3,8 @@ that remembers what each slot was written for."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from examples import examples
 from fastdecode.core.errors import RequestError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse
+from fastdecode.schedule.cache.retention import POLICIES, policy_of
 from fastdecode.schedule.life.events import Drawn, LaneIdle, Resume, StepDone
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
@@ -29,14 +32,19 @@ def harness(
     lanes: int = 1,
     opening: int = 0,
     identity: str | None = "a",
+    policy: str = "retention",
     **more: object,
 ) -> Harness:
+    """On a clock that shows how often it was read."""
+    ticks = itertools.count()
     scheduler = make_scheduler(
         options(mode, lanes, **more),
         blocks,
         BLOCK_SIZE,
         opening_steps=opening,
         cache_identity=identity,
+        cache_policy=policy_of(policy, BLOCK_SIZE),
+        clock=lambda: float(next(ticks)),
     )
     return Harness(scheduler, [Store(count) for count in blocks], lanes)
 
@@ -49,12 +57,19 @@ def harness(
     st.integers(1, 3),
     st.booleans(),
     st.booleans(),
+    st.sampled_from(POLICIES),
 )
 def test_nobody_reads_what_was_not_written_for_it_and_counts_agree(
-    data: st.DataObject, requests: Requests, mode: str, num_lanes: int, lose: bool, late: bool
+    data: st.DataObject,
+    requests: Requests,
+    mode: str,
+    num_lanes: int,
+    lose: bool,
+    late: bool,
+    policy: str,
 ) -> None:
     """Prompts all begin alike. Counts are compared after every event."""
-    busy = harness(mode=mode, lanes=num_lanes, opening=int(late))
+    busy = harness(mode=mode, lanes=num_lanes, opening=int(late), policy=policy)
     play(data, busy, requests, lose=lose)
     assert busy.num_suspended == 0
 
@@ -116,6 +131,21 @@ def test_a_conversations_turn_runs_what_is_new_and_the_last_drawn_token() -> Non
     assert kept == -(-(len(tokens) - 1) // BLOCK_SIZE), "ends of earlier turns are given up"
 
 
+def test_conversations_lease_what_they_share_until_their_next_turn_has_ended() -> None:
+    chat = harness((40,))
+    system = tuple(range(2 * BLOCK_SIZE))
+    first, _ = turn(chat, (*system, 50, 51), 2, cache=CacheUse(turn=0))
+    turn(chat, (*system, 60, 61), 3, cache=CacheUse(turn=0))
+    index = chat.scheduler.ledger.cache.stock[HolderId(0)]
+
+    def leases() -> list[int]:
+        return sorted(block.num_leases for block in index)
+
+    assert leases() == [1, 1, 2, 2], "two ends, one of them full, behind two blocks that both have"
+    turn(chat, (*first, 52, 53), 3, cache=CacheUse(turn=len(first) - 1))
+    assert leases() == [1, 1, 1, 2, 2], "that end has moved on"
+
+
 def test_a_turn_that_fails_leaves_what_the_next_one_starts_with() -> None:
     chat = harness()
     tokens, _ = turn(chat, tuple(range(9)), cache=CacheUse(turn=0))
@@ -135,6 +165,7 @@ def test_a_turn_that_fails_leaves_what_the_next_one_starts_with() -> None:
     st.integers(1, 2),
     st.sampled_from((None, 8)),
     st.booleans(),
+    st.sampled_from(POLICIES),
 )
 def test_conversations_fail_and_lose_their_blocks_and_nobody_reads_what_is_not_its_own(
     data: st.DataObject,
@@ -142,9 +173,10 @@ def test_conversations_fail_and_lose_their_blocks_and_nobody_reads_what_is_not_i
     num_lanes: int,
     split: int | None,
     lose: bool,
+    policy: str,
 ) -> None:
     """They begin alike, and some are cancelled; not all of them have room."""
-    chat = harness((9, 9, 14), lanes=num_lanes, split_tokens=split)
+    chat = harness((9, 9, 14), lanes=num_lanes, split_tokens=split, policy=policy)
     histories: dict[int, tuple[int, ...]] = dict.fromkeys(range(4), ())
     running: dict[int, tuple[int, tuple[int, ...]]] = {}
     for who, num_new, length in turns:
@@ -214,7 +246,7 @@ def test_a_salt_is_a_string_that_is_not_too_long() -> None:
 
 
 def test_what_was_used_least_recently_makes_room_first_and_its_end_before_its_beginning() -> None:
-    chat = harness((6,))
+    chat = harness((6,), policy="lru")
     first, second = tuple(range(8)), tuple(range(50, 58))
     turn(chat, first, 1)
     turn(chat, second, 1)

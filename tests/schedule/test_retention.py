@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fastdecode.schedule.cache.costs import CostTable
 from fastdecode.schedule.cache.retention import (
-    CostTable,
     Holding,
     LeastRecent,
     Retention,

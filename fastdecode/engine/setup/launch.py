@@ -42,6 +42,8 @@ from fastdecode.engine.step.local import LocalConnection, reach_device
 from fastdecode.engine.step.mixed import MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.schedule.cache.costs import costs_of
+from fastdecode.schedule.cache.retention import Policy, policy_of
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.told import Guess
 from fastdecode.schedule.lanes import LaneControl
@@ -227,6 +229,7 @@ class RunningEngine:
             opening_steps=0 if at_once else 1,
             hybrid=_hybrid_options(self._device is not None, resolved, attention.holders),
             cache_identity=self._cache_identity(),
+            cache_policy=self._cache_policy(),
         )
         lanes = scheduler.hybrid or _lane_control(resolved, times)
         watch = Watch(trace or NoTrace(), times, lanes)
@@ -243,6 +246,10 @@ class RunningEngine:
             return None
         parts = (self._checkpoint.model_hash, resolved.dtype, resolved.kv_dtype)
         return "/".join(map(str, (*parts, resolved.max_model_len, options.r_part.block_size)))
+
+    def _cache_policy(self) -> Policy:
+        config = self.resolved.config
+        return policy_of(config.cache.cache_policy, config.r_part.block_size, costs_of(self.spec))
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """Those that the model's configs name, or else the tokenizer's."""

@@ -3,22 +3,25 @@ with the same tokens start with them.
 
 Which holder keeps what is known here, on the S-worker, to the block, since
 starts count on it: holders are told by ``Keep`` and ``Forget`` (``Stock``) and
-decide nothing. What running sequences use is never given up; of the rest, what
-was used least recently is given up first, and of one sequence's blocks the last
-ones, since a later block is of no use without the earlier ones.
+decide nothing. What running sequences use is never given up. Of the rest a
+policy says what goes first, and of one sequence's blocks that is the last one,
+since a later block is of no use without the earlier ones.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Residence, SequenceId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.cache.chains import Chains
 from fastdecode.schedule.cache.coming import Coming
 from fastdecode.schedule.cache.parts import Sharing
+from fastdecode.schedule.cache.retention import Policy, Retention
 from fastdecode.schedule.cache.reuse import Reuse, reuses
 from fastdecode.schedule.cache.stock import Stock
 
@@ -30,12 +33,22 @@ class PrefixCache:
         num_holders: that there are.
         block_size: tokens in a block.
         identity: what K and V depend on beside tokens; None: nothing is kept.
+        policy: says what is given up first; None: what is worth least (see
+            ``Retention``).
+        clock: by which blocks are idle.
     """
 
-    def __init__(self, num_holders: int, block_size: int, identity: str | None = None) -> None:
+    def __init__(
+        self,
+        num_holders: int,
+        block_size: int,
+        identity: str | None = None,
+        policy: Policy | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
         self._block_size = block_size
         self._chains = Chains(identity, block_size)
-        self.stock = Stock(num_holders, block_size)
+        self.stock = Stock(num_holders, block_size, policy or Retention(block_size), clock)
         """What is kept where."""
         self._sharing: dict[SequenceId, Sharing] = {}
         # Of the blocks in the tables of running sequences, summed over these,
@@ -135,8 +148,9 @@ class PrefixCache:
             num_full = part.num_full(sequence.num_cached, self._block_size)
             if num_full > first and not part.is_lost:
                 at = part.part.first_token // self._block_size
-                keys = self._chains.keys(sequence, at + num_full)[at + first :]
-                names = self.stock.keep(part.part, first, keys)
+                chain = self._chains.keys(sequence, at + num_full)
+                keys, before = chain[at + first :], chain[at + first - 1] if first else None
+                names = self.stock.keep(part.part, first, keys, before)
                 part.names += names
                 self._num_shared[part.holder] += sum(name is not None for name in names)
                 self.coming.arrived(sequence.sequence_id, sharing, keys)
@@ -164,14 +178,25 @@ class PrefixCache:
 
     def _keep_tail(self, sequence: Sequence, sharing: Sharing) -> None:
         """What a turn has come to is kept, to the last token."""
+        size, turn = self._block_size, sequence.request.cache.turn
         for part in sharing.parts:
-            self.stock[part.holder].want(part.keys)
+            index = self.stock[part.holder]
+            index.want(part.keys)
             if part.is_turns_tail and part.tail is not None:
-                self.stock[part.holder].condemn([part.tail])
+                index.condemn([part.tail])
+            elif turn and turn % size == 0:
+                index.end_turn(self._chains.keys(sequence, turn // size)[-1])
         last, num_tokens = sharing.parts[-1], sequence.num_cached
-        is_there = num_tokens > last.part.first_token and not last.is_lost
-        if is_there and num_tokens % self._block_size:
-            self.stock.keep_tail(last.part, self._chains.with_tail(sequence, num_tokens)[-1])
+        if num_tokens <= last.part.first_token or last.is_lost:
+            return
+        keys = self._chains.with_tail(sequence, num_tokens)
+        own = keys[last.part.first_token // size :]
+        if num_tokens % size:
+            self.stock.keep_tail(last.part, own[-1], own[-2] if len(own) > 1 else None, num_tokens)
+        else:
+            del own[-1]  # no tokens, no block
+        if own[-1] in self.stock[last.holder]:
+            self.stock[last.holder].lease(own[-1])
 
     def is_over(self, sequence: Sequence) -> None:
         """The sequence doesn't run, and won't start again."""

@@ -1,48 +1,35 @@
 """Whose cached blocks go down a tier, or are given up: policies over
-conversations and their blocks. Pure, with time passed in.
+conversations and their blocks. Pure, with time passed in. The engine's kept
+blocks and ``fastdecode simulate`` ask the same ones.
 
 ``retention`` values a block by what it would cost to compute it again, over the
 time since anybody has used it (Pensieve, EuroSys 2025): the lowest value goes
 first. Leading blocks cost least, since they attend to least. ``lru`` takes the
 end of whatever was idle for longest. ``size-idle`` (Pensieve's first edition)
 takes the trailing half of the conversation with most blocks × idle time.
+
+What lies behind a missing block is of no use to the engine yet. So it asks
+policies about the **ends** of what is kept (``values``): whose last block goes.
+Tiers of a simulation have no such care (``victim``).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias, TypeVar
 
-POLICIES: Final = ("retention", "lru", "size-idle")
+import numpy as np
+from numpy.typing import NDArray
 
+from fastdecode.core.config.cache import CACHE_POLICIES
+from fastdecode.schedule.cache.costs import FLAT_TO_HALF, CostTable
 
-@dataclass(frozen=True)
-class CostTable:
-    """What a block costs to compute, by the tokens up to its end: measured at
-    some lengths, linear between, and beyond the last as between the last two.
+POLICIES: Final = CACHE_POLICIES
+_INSTANT_S: Final = 1e-9
+"""What was used this very moment was so long ago."""
 
-    Args:
-        costs: tokens → cost, of two lengths at least; only ratios matter.
-    """
-
-    costs: Mapping[int, float]
-
-    def __post_init__(self) -> None:
-        assert len(self.costs) >= 2 and min(self.costs.values()) > 0
-        object.__setattr__(self, "costs", dict(sorted(self.costs.items())))
-
-    def __call__(self, num_tokens: int) -> float:
-        lengths = list(self.costs)
-        at = min(max(1, bisect_left(lengths, num_tokens)), len(lengths) - 1)
-        low, high = lengths[at - 1], lengths[at]
-        slope = (self.costs[high] - self.costs[low]) / (high - low)
-        return self.costs[low] + (num_tokens - low) * slope
-
-
-FLAT_TO_HALF: Final = CostTable({64: 1.0078125, 4096: 1.5})
-"""Attention to 4,096 tokens costs half of what all else does that a token costs."""
+Values: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(eq=False)
@@ -66,12 +53,37 @@ class Victim:
     blocks: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Ends:
+    """Last blocks of what is kept, [N] each."""
+
+    costs: Values
+    """To compute it again; see ``Policy.cost_of``."""
+    idle_s: Values
+    """Since somebody used it."""
+    num_leases: Values
+    """Conversations that share it, at least 1."""
+    last_uses: Values
+    """Number of its last use: a later one has a higher number."""
+    num_owned: Callable[[], Values]
+    """Asked for the blocks that are idle since that same use."""
+
+
 class Policy(Protocol):
     """Chooses who leaves a tier next."""
 
     def victim(self, holdings: Iterable[Holding], now_s: float) -> Victim | None:
         """Of those that have blocks, in the order in which they appeared first;
         None: nobody has any."""
+
+    def cost_of(self, num_tokens: int) -> float:
+        """Of a block up to whose end there are so many tokens."""
+
+    def values(self, ends: Ends) -> Values:
+        """Of each, [N]: the lowest goes first."""
+
+    def num_leaving(self, num_owned: int) -> int:
+        """Of as many blocks that were last used together, how many leave at a time."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,9 @@ class Retention:
         idle_s = now_s - holding.last_s
         if idle_s <= 0:
             return float("inf")
-        return self.cost((block + 1) * self.block_size) / idle_s * holding.num_leases
+        cost = self.cost((block + 1) * self.block_size)
+        value: float = _retained(cost, idle_s, holding.num_leases)
+        return value
 
     def victim(self, holdings: Iterable[Holding], now_s: float) -> Victim | None:
         filled = [holding for holding in holdings if holding.blocks]
@@ -94,6 +108,15 @@ class Retention:
             return None
         lowest = min(filled, key=lambda each: self.value(each, each.blocks[0], now_s))
         return Victim(lowest, (lowest.blocks[0],))
+
+    def cost_of(self, num_tokens: int) -> float:
+        return self.cost(num_tokens)
+
+    def values(self, ends: Ends) -> Values:
+        return _retained(ends.costs, np.maximum(ends.idle_s, _INSTANT_S), ends.num_leases)
+
+    def num_leaving(self, num_owned: int) -> int:
+        return 1
 
 
 @dataclass(frozen=True)
@@ -107,6 +130,15 @@ class LeastRecent:
         oldest = min(filled, key=lambda each: each.last_s)
         return Victim(oldest, (oldest.blocks[-1],))
 
+    def cost_of(self, num_tokens: int) -> float:
+        return 1.0
+
+    def values(self, ends: Ends) -> Values:
+        return ends.last_uses
+
+    def num_leaving(self, num_owned: int) -> int:
+        return 1
+
 
 @dataclass(frozen=True)
 class SizeIdle:
@@ -117,8 +149,25 @@ class SizeIdle:
         if not filled:
             return None
         largest = max(filled, key=lambda each: len(each.blocks) * (now_s - each.last_s))
-        kept = len(largest.blocks) // 2
+        kept = len(largest.blocks) - self.num_leaving(len(largest.blocks))
         return Victim(largest, tuple(largest.blocks[kept:]))
+
+    def cost_of(self, num_tokens: int) -> float:
+        return 1.0
+
+    def values(self, ends: Ends) -> Values:
+        return -ends.num_owned() * ends.idle_s
+
+    def num_leaving(self, num_owned: int) -> int:
+        return -(-num_owned // 2)
+
+
+NumberT = TypeVar("NumberT", float, Values)
+
+
+def _retained(cost: NumberT, idle_s: NumberT, num_leases: NumberT) -> NumberT:
+    """V = Cost(l) / T × leases."""
+    return cost / idle_s * num_leases
 
 
 def policy_of(name: str, block_size: int, cost: CostTable = FLAT_TO_HALF) -> Policy:

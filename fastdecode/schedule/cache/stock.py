@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Seq
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Part, PartId
 from fastdecode.schedule.cache.fresh import FreshMemory
 from fastdecode.schedule.cache.index import BlockIndex
+from fastdecode.schedule.cache.retention import Policy
 from fastdecode.schedule.plan import Forget, Keep
 
 
@@ -17,10 +19,15 @@ class Stock:
     Args:
         num_holders: that there are.
         block_size: tokens in a block.
+        policy: says which kept blocks are given up first.
+        clock: by which they are idle.
     """
 
-    def __init__(self, num_holders: int, block_size: int) -> None:
-        self._indices = [BlockIndex() for _ in range(num_holders)]
+    def __init__(self, num_holders: int, block_size: int, policy: Policy, clock: Clock) -> None:
+        self._block_size = block_size
+        self._policy = policy
+        self._clock = clock
+        self._indices = [BlockIndex(policy) for _ in range(num_holders)]
         self._orders: list[Keep | Forget] = []
         self._tails: dict[PartId, bytes] = {}
         self.fresh = FreshMemory(block_size)
@@ -39,29 +46,46 @@ class Stock:
         orders, self._orders = self._orders, []
         return orders
 
-    def keep(self, part: Part, first_block: int, keys: Seq[bytes]) -> list[bytes | None]:
-        """A part has new blocks, from its ``first_block`` on. Returns by what
-        key each is kept; None: it isn't, since another one has the key."""
+    def keep(
+        self, part: Part, first_block: int, keys: Seq[bytes], before: bytes | None
+    ) -> list[bytes | None]:
+        """A part has new blocks, from its ``first_block`` on.
+
+        Args:
+            before: the key of the part's block before that one, if there is one.
+
+        Returns:
+            By what key each is kept; None: it isn't, since another one has the
+            key.
+        """
         index = self._indices[part.holder]
         names = [None if key in index else key for key in keys]
         run: list[bytes] = []
-        for place, name in enumerate([*names, None], first_block):
+        for place, (key, name) in enumerate(zip(keys, names, strict=True), first_block):
             if name is not None:
-                index.add(name)
+                index.add(name, before, part.first_token + (place + 1) * self._block_size)
                 run.append(name)
             elif run:
                 self._orders.append(Keep(part, place - len(run), tuple(run)))
                 run = []
+            before = key
+        if run:
+            self._orders.append(Keep(part, first_block + len(keys) - len(run), tuple(run)))
         return names
 
-    def keep_tail(self, part: Part, key: bytes) -> None:
+    def keep_tail(self, part: Part, key: bytes, before: bytes | None, num_tokens: int) -> None:
         """A part that is closed now leaves a block that isn't full; it is kept,
-        unless another one has its key."""
+        unless another one has its key.
+
+        Args:
+            before: the key of the part's block before it, if there is one.
+            num_tokens: up to its end.
+        """
         index = self._indices[part.holder]
         if key not in index:
-            index.add(key)
+            index.add(key, before, num_tokens)
             index.want([key])
-            index.release([key])
+            index.release([key], self._clock())
             self._tails[part.part_id] = key
 
     def take_tail(self, part_id: PartId) -> bytes | None:
@@ -75,11 +99,11 @@ class Stock:
         index = self._indices[holder]
         if for_good:
             index.condemn(keys)
-        self._forget(holder, index.release(keys))
+        self._forget(holder, index.release(keys, self._clock()))
 
     def give_up(self, holder: HolderId, count: int) -> None:
         """Make room: so many idle blocks are kept no more."""
-        self._forget(holder, self._indices[holder].give_up(count))
+        self._forget(holder, self._indices[holder].give_up(count, self._clock()))
 
     def trim(self, num_cached_tokens: int, num_running: int) -> None:
         """Give up what would take memory that was never touched before, when so
@@ -87,18 +111,20 @@ class Stock:
         most = self.fresh.most_unhit(num_cached_tokens, num_running)
         if most is None:
             return
-        excess = sum(index.num_unhit for index in self._indices) - most
+        excess = sum(index.idle.num_unhit for index in self._indices) - most
         while excess > 0:
-            holder = max(self.holders, key=lambda h: self._indices[h].num_unhit)
-            count = min(excess, self._indices[holder].num_unhit)
-            given_up = self._indices[holder].give_up(count, only_unhit=True)
+            holder = max(self.holders, key=lambda h: self._indices[h].idle.num_unhit)
+            count = min(excess, self._indices[holder].idle.num_unhit)
+            given_up = self._indices[holder].give_up(count, self._clock(), only_unhit=True)
+            if not given_up:
+                return
             self._forget(holder, given_up)
             self.fresh.gave_up(given_up)
-            excess -= count
+            excess -= len(given_up)
 
     def lose(self, holder: HolderId) -> None:
         """A holder is gone, and all that it kept."""
-        self._indices[holder] = BlockIndex()
+        self._indices[holder] = BlockIndex(self._policy)
         self._orders = [order for order in self._orders if order.holder != holder]
 
     def _forget(self, holder: HolderId, keys: list[bytes]) -> None:

@@ -83,7 +83,7 @@ class BlockLedger:
         # What is kept for nobody who runs is as good as free.
         stock = self.cache.stock
         free = {
-            h: self.free_blocks(h) + stock[h].num_idle - taken.get(h, 0)
+            h: self.free_blocks(h) + len(stock[h].idle) - taken.get(h, 0)
             for h in self.capacity.present
         }
         fitting = (h for h in free if free[h] >= blocks and self.capacity.blocks(h) >= most)
@@ -137,7 +137,7 @@ class BlockLedger:
     def grow(self, part: Part, num_tokens: int) -> bool:
         """Enlarge a part to so many tokens, if there is room; says whether there was."""
         blocks = self.shape.blocks_for(num_tokens) - self.shape.blocks_for(part.num_tokens)
-        if blocks > self.free_blocks(part.holder) + self.cache.stock[part.holder].num_idle:
+        if blocks > self.free_blocks(part.holder) + len(self.cache.stock[part.holder].idle):
             return False
         self._free[part.holder] -= blocks
         self.cache.make_room(part.holder, self._free[part.holder])

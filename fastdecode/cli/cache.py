@@ -1,0 +1,86 @@
+"""``fastdecode cache``: what is kept of conversations on disk.
+
+Exit codes: 0; 1 something is damaged; 2 usage, or there is nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.cli.options import add_log_level_option
+
+if TYPE_CHECKING:
+    from fastdecode.conversations.inspection import Contents
+
+EXIT_DAMAGED = 1
+
+
+def add_cache(commands: Any) -> None:
+    """Add the subcommand to the parser's subcommands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "cache",
+        help="show, verify or clear the conversations that are kept in a directory",
+        description="Show what is kept of conversations in the directory of --conversations, or "
+        "in the file that run-batch keeps beside its output. Every record is read, and held "
+        "against its checksum; nothing is changed.",
+    )
+    parser.set_defaults(run=run_cache)
+    parser.add_argument("place", type=Path, metavar="DIR", help="the directory, or the file")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--verify", action="store_true", help="say only whether it is whole; exit code 1: it isn't"
+    )
+    what.add_argument(
+        "--clear",
+        action="store_true",
+        help="end all of its conversations: the file is written over with zeros, and removed",
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    add_log_level_option(parser, default="error")
+
+
+def run_cache(args: argparse.Namespace) -> int:
+    """Look, and tell. Returns the exit code."""
+    from fastdecode.conversations.inspection import clear, file_of, inspect
+
+    path = file_of(args.place)
+    found = inspect(path)
+    if args.clear:
+        clear(path)
+    if args.json:
+        print(json.dumps({**asdict(found), "cleared": args.clear}))
+    elif args.clear:
+        print(f"{path}: {found.conversations} conversations cleared")
+    else:
+        print(_verdict(found) if args.verify else "\n".join([*_lines(found), _verdict(found)]))
+    return EXIT_DAMAGED if found.damage and not args.clear else 0
+
+
+def _lines(found: Contents) -> list[str]:
+    """What there is."""
+    told = [
+        f"{found.path}: {found.conversations} conversations, {found.turns} turns, "
+        f"{found.tokens} tokens; {found.over} are over",
+        f"{found.num_bytes} bytes, {found.erased_bytes} of them forgotten and written over; "
+        f"model and tokenizer {found.identity[:16]}",
+    ]
+    if found.last_active_s is not None:
+        last = datetime.fromtimestamp(found.last_active_s).replace(microsecond=0)
+        told.append(f"last turn {last.isoformat(sep=' ')}")
+    if found.is_held:
+        told.append("a process goes on with it")
+    return told
+
+
+def _verdict(found: Contents) -> str:
+    """Whether it is whole."""
+    if found.damage:
+        return "damaged, and not as a crash leaves it:\n  " + "\n  ".join(found.damage)
+    if found.torn_bytes:
+        return f"whole, but for {found.torn_bytes} bytes at its end that were never finished"
+    return "whole"

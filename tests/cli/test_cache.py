@@ -1,0 +1,82 @@
+"""``fastdecode cache``: what there is, whether it is whole, and an end to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdecode.cli.main import main
+from fastdecode.conversations.conversations import Conversations
+from fastdecode.conversations.history import Step
+from fastdecode.conversations.turn_log import TurnLog
+from fastdecode.core.errors import ConfigError
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Three turns of two conversations, and one that was forgotten."""
+    path = tmp_path / "turns.log"
+    store = TurnLog(path, bytes(32))
+    some = Conversations(None, store, lambda: 1000.0)
+    for whose, added in (("a", (1, 2)), ("gone", (9,)), ("b", (3,)), ("a", (4, 5, 6))):
+        before = some.begin(whose)
+        some.end(whose, "", before, Step(len(before.token_ids), added))
+    some.forget("gone")
+    some.close()
+    return path
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(["cache", *words])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_it_shows_what_there_is(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = log.read_bytes()
+    code, text = told(capsys, str(log.parent))
+    assert code == 0 and "2 conversations, 3 turns, 6 tokens; 1 are over" in text
+    assert text.splitlines()[-1] == "whole" and log.read_bytes() == before
+    found: dict[str, Any] = json.loads(told(capsys, str(log), "--json")[1])
+    assert (found["tokens"], found["last_active_s"], found["damage"]) == (6, 1000.0, [])
+    assert found["erased_bytes"] > 50 and found["num_bytes"] == len(before)
+
+
+def test_what_a_crash_leaves_is_whole_and_what_it_does_not_is_damage(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = log.read_bytes()
+    assert told(capsys, str(log), "--verify") == (0, "whole\n")
+    log.write_bytes(whole[:-3])
+    code, text = told(capsys, str(log), "--verify")
+    assert code == 0 and "never finished" in text
+    log.write_bytes(whole[:80] + bytes([whole[80] ^ 1]) + whole[81:])
+    code, text = told(capsys, str(log), "--verify")
+    assert code == 1 and "byte 64: no whole record" in text
+    with pytest.raises(ConfigError, match="damaged at byte 64"):
+        TurnLog(log, bytes(32))
+
+
+def test_it_clears_what_nobody_holds(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = TurnLog(log, bytes(32))
+    assert "a process goes on with it" in told(capsys, str(log))[1]
+    code, text = told(capsys, str(log), "--clear")
+    assert code == 2 and "another process" in text and log.exists()
+    held.close()
+    with log.open("rb") as opened:
+        assert told(capsys, str(log.parent), "--clear")[0] == 0
+        assert not any(opened.read())
+    assert not log.exists()
+
+
+def test_where_nothing_is_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = told(capsys, str(tmp_path))
+    assert code == 2 and "no conversations in" in text
+    other = tmp_path / "other"
+    other.write_bytes(b"x" * 99)
+    for words in ([], ["--clear"]):
+        code, text = told(capsys, str(other), *words)
+        assert code == 2 and "holds no conversations" in text and other.exists()
