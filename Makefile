@@ -15,7 +15,7 @@ PROCESSES ?= 3
 help:
 	@echo "make demo    set up, then complete examples/prompts.jsonl with the shipped demo model"
 	@echo "make test    set up, then run the tests"
-	@echo "make campaign  set up, then faults, signals and damaged messages at random moments of many jobs (an hour or more)"
+	@echo "make campaign  set up, then faults, signals and damaged messages at random moments of many jobs and servers (an hour or more)"
 	@echo "make check   set up, then ruff, mypy and import-linter"
 	@echo "make check-lowest  the lowest versions that setup.cfg allows, in a virtual environment of their own: tests and a job"
 	@echo "make format  rewrite the code in the project's format"
