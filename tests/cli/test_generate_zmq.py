@@ -195,7 +195,7 @@ SPLIT, WHOLE = (
 def test_a_replacement_at_the_same_address_joins(
     split: list[str], asked: Asked, tmp_path: Path
 ) -> None:
-    options, output, expected = asked(120)
+    options, output, expected = asked(160)
     options += split
     summary = tmp_path / "summary.json"
     with r_workers("*", "*", options=("--silence-s", "60")) as (jobs, addresses):
@@ -273,7 +273,7 @@ def test_an_s_worker_that_was_stopped_finds_its_r_workers_again(
 
 
 def test_whoever_is_there_starts_and_the_others_join_later(asked: Asked, tmp_path: Path) -> None:
-    options, output, expected = asked(120)
+    options, output, expected = asked(160)
     summary = tmp_path / "summary.json"
     with r_workers("*") as (_, addresses), socket.socket() as kept:
         # Nobody else is given the port meanwhile, and who sets this option, too, may listen there.

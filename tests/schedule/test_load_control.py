@@ -101,13 +101,13 @@ def test_equal_lengths_start_when_brute_force_says(wanted: list[Wish], slack: in
     check_against_brute_force(wanted, slack)
 
 
-@settings(max_examples=examples(2000), deadline=None)
+@settings(max_examples=examples(2000, share=8), deadline=None)
 @given(wishes(), st.integers(0, 150))
 def test_mixed_lengths_start_when_brute_force_says(wanted: list[Wish], slack: int) -> None:
     check_against_brute_force(wanted, slack)
 
 
-@settings(max_examples=examples(2000), deadline=None)
+@settings(max_examples=examples(2000, share=8), deadline=None)
 @given(wishes(with_prompts=True), st.integers(0, 150))
 def test_cached_prompts_start_when_brute_force_says(wanted: list[Wish], slack: int) -> None:
     check_against_brute_force(wanted, slack)
@@ -141,7 +141,7 @@ def test_equal_lengths_follow_the_papers_formula(wanted: list[Wish], slack: int)
         assert control.peak() == max(loads)
 
 
-@settings(max_examples=examples(1000), deadline=None)
+@settings(max_examples=examples(1000, share=8), deadline=None)
 @given(st.data(), wishes(with_prompts=True), st.integers(0, 100))
 def test_what_ends_early_gives_its_load_back(
     data: st.DataObject, wanted: list[Wish], slack: int
@@ -295,7 +295,7 @@ def test_an_interval_beyond_the_length_is_refused(interval: int) -> None:
         FixedInterval.of(8, 16, interval)
 
 
-@settings(max_examples=examples(500), deadline=None)
+@settings(max_examples=examples(500, share=8), deadline=None)
 @given(
     wishes(with_prompts=True),
     st.integers(0, 150),
@@ -321,7 +321,7 @@ def test_what_fits_under_a_falling_limit(wanted: list[Wish], slack: int, falls: 
     )
 
 
-@settings(max_examples=examples(1000), deadline=None)
+@settings(max_examples=examples(1000, share=8), deadline=None)
 @given(
     wishes(with_prompts=True),
     st.lists(st.integers(0, 2), min_size=14, max_size=14),
