@@ -212,7 +212,7 @@ class Executor:
                         self.tell(lost)
                 case events.Run():
                     raise AssertionError("a lane runs when it is launched")
-        self._stats.num_recomputed = self._lifecycle.num_recomputed
+        self._stats.num_recomputed = self._lifecycle.endings.num_recomputed
         self._stats.num_suspended = self._lifecycle.num_suspended
         self._stats.num_cached_prompt_tokens = self._lifecycle.num_reused_tokens
 
