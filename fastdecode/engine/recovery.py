@@ -99,7 +99,7 @@ class Recovery:
         empty = [x for x in self._adopted if not lifecycle.lives.is_on(x)]
         for holder in empty if not lifecycle.adoptions else ():
             self._adopted.remove(holder)
-            self._fleet.give_back(holder)
+            self._fleet.keepers.give_back(holder)
             self._lost[holder] = self._fleet.lost[holder]
         return [Lost(holder) for holder in empty if holder in self._lost]
 

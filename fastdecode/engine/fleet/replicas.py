@@ -179,7 +179,7 @@ class Replicas:
         ids = np.array([part.part_id for part in order.parts], np.int64)
         counts = np.array(order.num_tokens, np.int32)
         message = self._asked[holder] = TakeOver(self._session, ids, counts)
-        self._fleet.move(holder, keeper)
+        self._fleet.keepers.move(holder, keeper)
         self._fleet.send(holder, message)
         return True
 
