@@ -56,7 +56,7 @@ class Process:
         self.state = RWorkerState(name, kv_bytes=kv_bytes, keeps_serving=True)
         self.executor = _Executor(num_threads=1, clock=time)
         self.neighbours = _Neighbours(network, self)
-        self.links = Links(self.executor, self.neighbours, self._tell)
+        self.links = Links(self.executor, self.neighbours, self._tell, time)
         self.is_up = True
         self.hangs_until_s = 0.0
         self.hung_since_s = math.inf

@@ -75,7 +75,8 @@ class Mirror:
         self._changes: deque[Change] = deque(_as_changes(books))
         self._ready: deque[ToNeighbour] = deque()
         self._due: deque[_Due] = deque()
-        self._ended: Steps = {}  # that aren't all sent
+        self._ended: Steps = {}  # that aren't all read
+        self._read: Steps = {}  # that are there with the last that is ready
         self._held: Steps = {}  # that the neighbour has, and nobody was told
         self.num_unacknowledged = 0
         """Bytes of K and V that the neighbour hasn't answered for."""
@@ -99,7 +100,10 @@ class Mirror:
         if isinstance(message, StoreChunk):
             num_bytes = len(message.data)
             self.num_unacknowledged += num_bytes
-            self._due.append(_Due(ChunkStored(num_bytes), {}))
+            steps: Steps = {}
+            if not self._ready:
+                steps, self._read = self._read, steps
+            self._due.append(_Due(ChunkStored(num_bytes), steps))
         elif not isinstance(message, (ExpectTokens, CloseSequence)):
             self._due.append(_Due(Accepted(message.sequence_id), {}))
         if self._ended and not self._ready and not self._changes and not self.num_behind:
@@ -160,10 +164,13 @@ class Mirror:
         it; all changes are made."""
         if not self._has_credit(1):
             return False
-        tokens = self._told.next_tokens()
+        behind = self._told.behind()
+        tokens = self._told.fitting(behind)
         if not tokens or not self._has_credit(self._told.num_bytes(tokens)):
             return False
         self._ready.extend(self._told.send(tokens))
+        if tokens == behind:
+            self._read, self._ended = self._ended, {}
         return True
 
 

@@ -76,11 +76,11 @@ class Told:
         some = behind > 0
         return dict(zip(ids[some].tolist(), behind[some].tolist(), strict=True))
 
-    def next_tokens(self) -> dict[int, int]:
+    def fitting(self, behind: dict[int, int]) -> dict[int, int]:
         """Of those that are behind: as many as one chunk takes."""
         room = self._most_tokens
         tokens: dict[int, int] = {}
-        for sequence, count in self.behind().items():
+        for sequence, count in behind.items():
             if not room or len(tokens) == MAX_PIECES:
                 break
             tokens[sequence] = min(room, count)

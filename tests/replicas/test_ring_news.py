@@ -10,6 +10,7 @@ from state_machine import HELLO
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.replicas import Replicas
+from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.kv.replicating import NO_STEP, Replicate, Replicated
 from fastdecode.wire.messages import MAX_LANES, FromRWorker, OpenSequence, ToRWorker, Welcome
@@ -35,22 +36,21 @@ class Ring:
             end.send(Welcome("r", 10, hello.kv.block_size, 1))
         self.fleet.greet(hello)
         names = [f"r{i}" for i in HOLDERS]
-        self.replicas = Replicas(
-            self.fleet, HOLDERS, names, 1 << 20, SESSION, clock=lambda: self.now_s
-        )
-        self.replicas.begin()
+        links = LinkOptions(names, 1 << 20, 60.0, SESSION)
+        self.replicas = Replicas(self.fleet, links, clock=lambda: self.now_s)
+        self.replicas.begin(HOLDERS)
 
-    def say(self, holder: int, lane: int, step: int, of: int | None = None) -> None:
+    def say(self, holder: int, lane: int, step: int, of: int | None = None, link: int = 1) -> None:
         """An R-worker tells how far a replica is; its own, if nothing else is said."""
-        self.ends[holder].send(Replicated(holder if of is None else of, lane, step))
+        self.ends[holder].send(Replicated(holder if of is None else of, lane, step, link))
         self.fleet.look()
-        self.replicas.take_news()
+        self.replicas.take_news(last_step=9)
 
     def lose(self, holder: int) -> bool:
         self.ends[holder].close()
         self.fleet.look()
         (lost,) = (lost for lost, _ in self.fleet.take_losses())
-        return self.replicas.lose(lost)
+        return self.replicas.lose(lost, is_used=True)
 
     def told(self, holder: int) -> list[ToRWorker]:
         told = []
@@ -79,7 +79,7 @@ def test_time_without_a_replica_counts_from_the_beginning() -> None:
     assert ring.replicas.figures.unprotected_s == 3.0
     assert ring.lose(1)
     ring.now_s += 2.0
-    ring.replicas.take_news()
+    ring.replicas.take_news(last_step=9)
     assert ring.replicas.figures.unprotected_s == 5.0
     assert [type(x) for x in ring.told(0)][-2:] == [Replicate, Replicate]
 
@@ -93,6 +93,6 @@ def test_news_that_cannot_be_are_believed_nowhere(lane: int, step: int, of: int)
     ring.say(1, lane, step, of)
     assert [holder for holder, _ in ring.fleet.take_losses()] == [1]
     assert ring.fleet.lost[HolderId(1)].code == "protocol_error"
-    assert ring.replicas.lose(HolderId(1)) is False
+    assert ring.replicas.lose(HolderId(1), is_used=True) is False
     ring.fleet.send(HolderId(0), OpenSequence(1, 8))
     assert isinstance(ring.told(0)[-1], OpenSequence), "the others go on"

@@ -31,6 +31,7 @@ from rworker.stream.links import LOOK_S, REST_S, Links, NeighbourConnection
 KV = KVSpec(2, 2, 8, DType.INT8, 4)
 NUM_BLOCKS = 14
 HOLDER, S_WORKER = HolderId(0), 3
+LINK, TIMEOUT_S = 4, 60.0
 
 
 class Trouble:
@@ -51,7 +52,7 @@ class Pair:
         self.told: list[tuple[int, ReplicationNews]] = []
         self.links = Links(Trouble(error), self, lambda to, news: self.told.append((to, news)))
         self.neighbour: InprocConnection[FromRWorker, ToRWorker] | None = None
-        link = Link(S_WORKER, HOLDER, self.books, "r1", "r2", 1 << 20)
+        link = Link(S_WORKER, HOLDER, self.books, "r1", "r2", 1 << 20, LINK, TIMEOUT_S)
         assert self.links.wait_s is None
         self.links.obey(link)
 
@@ -83,12 +84,12 @@ def test_what_cannot_be_read_costs_the_replica_alone(error: Exception) -> None:
     pair = Pair(error)
     assert (pair.links.wait_s, pair.told) == (LOOK_S, []), "it waits to be welcomed"
     pair.welcome()
-    assert pair.told == [(S_WORKER, Replicated(HOLDER, 0, NO_STEP))]
+    assert pair.told == [(S_WORKER, Replicated(HOLDER, 0, NO_STEP, LINK))]
     pair.decode()
     assert (pair.links.wait_s, len(pair.told)) == (0, 1)
     pair.links.work()
     reason = error.message if isinstance(error, FastDecodeError) else f"MemoryError: {error}"
-    assert pair.told[1:] == [(S_WORKER, Unprotected(HOLDER, reason))]
+    assert pair.told[1:] == [(S_WORKER, Unprotected(HOLDER, reason, LINK))]
     pair.links.obey(EndStep(HOLDER, 0, 1))
     pair.links.work()
     assert (pair.links.wait_s, len(pair.told)) == (None, 2)

@@ -181,7 +181,7 @@ def test_an_s_worker_rolls_its_own_cache_back(peers: Peers) -> None:
 
 def test_a_cache_with_a_replica_is_not_rolled_back_behind_its_back(peers: Peers) -> None:
     peers.from_peer(S_WORKER, OpenSequence(1, 10))
-    peers.say(S_WORKER, Replicate("r1", "", 1 << 20, holder=1))
+    peers.say(S_WORKER, Replicate("r1", "", 1 << 20, 1, 60.0, holder=1))
     failed = peers.from_peer(S_WORKER, take((1, 4), holder=1))
     assert isinstance(failed, Failed) and "has a replica" in failed.message
 
