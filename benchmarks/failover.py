@@ -5,9 +5,10 @@ and where they are recomputed.
 
 A Llama-shaped random checkpoint of 32 M parameters (or ``--model DIR``), float32,
 greedy, three R-workers of one thread each at addresses of this host, one
-sequence each. When each has ``--at`` tokens, an R-worker that the seed chooses is
-killed (SIGKILL). The two ways take turns, and each round has a seed of its own:
-``--seed``, and those behind it.
+sequence each. A prompt is run in one chunk, and so is what is recomputed, or the
+first sequence would end before the last begins. When each has ``--at`` tokens,
+an R-worker that the seed chooses is killed (SIGKILL). The two ways take turns,
+and each round has a seed of its own: ``--seed``, and those behind it.
 
 The **stall** is the longest time between two tokens of any sequence that comes
 after the kill; ``usual_s`` is the median between two tokens. With replicas it is
@@ -80,6 +81,7 @@ class Run:
                 r_worker_addresses=workers.addresses,
                 dtype="float32",
                 lanes=1,
+                prefill_chunk=len(self._prompts[0]) + options.tokens,
                 replicas=replicas,
             ) as llm,
         ):

@@ -10,9 +10,10 @@ have twice the KV memory, and so offer as many blocks.
 
 ``step_s``: the median time between two tokens of a sequence, over all sequences
 and rounds, of the tokens behind the first. ``ratio``: with replicas over
-without, the median over rounds. ``lag``: steps that a replica was behind when
-its owner said how far it is. ``memory_ratio``: what R-workers' resident memory
-has grown by since they were started, with over without.
+without, the median over rounds. ``lag_steps``: how often an owner said of its
+replica that it has a step, by the number of steps that had begun since.
+``memory_ratio``: what R-workers' resident memory has grown by since they were
+started, with over without.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import random
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -109,7 +110,8 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
             "rows": rows,
             "grown_bytes": grown,
             "memory_ratio": grown[1] / grown[0],
-            "replicas": asdict(figures),
+            "lag_steps": {str(lag): count for lag, count in sorted(figures.lags.items())},
+            "unprotected_s": figures.unprotected_s,
         }
 
 

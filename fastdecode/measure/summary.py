@@ -79,6 +79,8 @@ def _replicas(stats: EngineStats) -> dict[str, Any] | None:
         "tokens_resumed": resumed.num_tokens,
         "tokens_recomputed": resumed.num_tokens_lost,
         "unprotected_s": figures.unprotected_s,
+        "rings": figures.num_rings,
+        "lag_steps": {f"p{percent}": figures.lag(percent) for percent in (50, 99, 100)},
     }
 
 

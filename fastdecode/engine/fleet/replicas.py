@@ -61,6 +61,16 @@ class ReplicaFigures:
     lags: Counter[int] = field(default_factory=Counter)
     """See ``Ring.lags``."""
 
+    def lag(self, percent: float) -> int | None:
+        """Steps that had begun since the one that a neighbour has, in so many of
+        a hundred times at most; None: nothing was ever said."""
+        left = percent / 100 * self.lags.total()
+        for lag, count in sorted(self.lags.items()):
+            left -= count
+            if left <= 0:
+                return lag
+        return None
+
 
 def new_session() -> int:
     """Secret of a run."""
