@@ -141,8 +141,7 @@ class Ring:
             self._dropping.discard((HolderId(news.cache), holder))
             return
         number = self._numbers[holder]
-        is_step = isinstance(news, Replicated)
-        if news.link > number or (is_step and not _may_be(news)):
+        if news.link > number or (isinstance(news, Replicated) and not _may_be(news)):
             text = f"{self._fleet.peer(holder)} speaks of what can't be: {news}"
             self._fleet.lose(holder, ProtocolError(text))
         elif news.link < number or holder not in self._keepers:
