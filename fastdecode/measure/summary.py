@@ -136,7 +136,8 @@ def _failovers(s: dict[str, Any]) -> list[str]:
         f"{len(stalls)} R-worker(s) went on at a neighbour's within {max(stalls):.3f} s of their "
         f"loss: {replicas['sequences_resumed']} sequences with {replicas['tokens_resumed']} tokens "
         f"of their replicas, {replicas['tokens_recomputed']} were run again; "
-        f"{replicas['unprotected_s']:.1f} s with a cache of which there was no second copy"
+        f"{replicas['unprotected_s']:.1f} s with a cache of which there was no second copy; "
+        f"the ring was closed again {replicas['rings']} time(s)"
     ]
 
 
