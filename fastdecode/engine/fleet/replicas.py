@@ -108,7 +108,10 @@ def replicate(
 
 def limits(welcomes: Mapping[HolderId, Welcome], num_holders: int) -> dict[int, int]:
     """The KV blocks that each R-worker may offer when it comes later: as many as
-    the one in whose place it is did, or else as any."""
+    the one in whose place it is did, or else as any; of none there is nothing to
+    go by."""
+    if not welcomes:
+        return {}
     least = min(welcome.num_blocks for welcome in welcomes.values())
     return {
         index: welcomes[holder].num_blocks if (holder := HolderId(index)) in welcomes else least
