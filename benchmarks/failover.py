@@ -1,136 +1,166 @@
 """How long sequences stand still when their R-worker is killed: with replicas,
 and where they are recomputed.
 
-    python benchmarks/failover.py --rounds 3 --out benchmarks/results/failover.json
+    python benchmarks/failover.py --out benchmarks/results/failover.json
 
-A Llama-shaped random checkpoint of 100 M parameters (or ``--model DIR``), float32,
-greedy, three R-workers of one thread each at addresses of this host, six
-sequences. When each has ``--at`` tokens, the first R-worker is killed (SIGKILL).
+A Llama-shaped random checkpoint of 32 M parameters (or ``--model DIR``), float32,
+greedy, three R-workers of one thread each at addresses of this host, one
+sequence each. A prompt is run in one chunk, and so is what is recomputed, or the
+first sequence would end before the last begins. When each has ``--at`` tokens,
+an R-worker that the seed chooses is killed (SIGKILL). The two ways take turns,
+and each round has a seed of its own: ``--seed``, and those behind it.
 
 The **stall** is the longest time between two tokens of any sequence that comes
 after the kill; ``usual_s`` is the median between two tokens. With replicas it is
-split: until the loss was noticed, until no step was in flight (``drain_s``),
-until the neighbour had taken over (``resume_s``).
+split: until the loss was noticed (``notice_s``), until no step was in flight
+(``drain_s``), until the neighbour had taken over (``resume_s``), and the rest:
+the step that follows, in which what had not arrived is run again. ``timeline``
+has the tokens of each tenth of a second, from the first token on, of the first
+round's run; ``killed_at_s`` says when.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from end_to_end import MODELS, VOCAB
+from end_to_end import VOCAB
 from provenance import provenance
+from r_worker_processes import model_or_random, r_workers
 
 NUM_WORKERS = 3
-NUM_SEQUENCES = 6
-COMMAND = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--threads", "1"]
+TENTHS = 10
 
 
-@contextlib.contextmanager
-def r_workers(kv_memory_gb: float) -> Iterator[tuple[list[subprocess.Popen[str]], list[str]]]:
-    """Processes, and the addresses at which they listen."""
-    bind = ["--bind", "tcp://127.0.0.1:*", "--kv-memory-gb", str(kv_memory_gb)]
-    processes = [
-        subprocess.Popen([*COMMAND, *bind], stdout=subprocess.PIPE, text=True)
-        for _ in range(NUM_WORKERS)
-    ]
-    try:
-        said = [process.stdout.readline() for process in processes if process.stdout]
-        yield processes, [line.split(" listens at ")[1].strip() for line in said]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+class Run:
+    """One job with one kill, in this process.
 
+    Args:
+        model: its directory.
+        context: tokens of every prompt.
+        replicas: how many.
+        seed: of the prompts, and of who is killed.
+        options: of this program.
+    """
 
-def run_once(
-    model: str, context: int, replicas: int, options: argparse.Namespace
-) -> dict[str, float]:
-    """One job with one kill, in this process."""
-    from fastdecode import LLM, SamplingParams
-    from fastdecode.core.sequence import PromptRequest
+    def __init__(
+        self, model: str, context: int, replicas: int, seed: int, options: argparse.Namespace
+    ) -> None:
+        self._options = options
+        chance = random.Random(seed)
+        self._prompts = [
+            [chance.randrange(3, VOCAB) for _ in range(context)] for _ in range(options.sequences)
+        ]
+        self._victim = chance.randrange(NUM_WORKERS)
+        self._times: dict[str, list[float]] = {}
+        self._killed_s = 0.0
+        self._run(model, replicas)
 
-    rng = random.Random(7)
-    params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
-    asked = [
-        PromptRequest(str(i), [rng.randrange(3, VOCAB) for _ in range(context)], params)
-        for i in range(NUM_SEQUENCES)
-    ]
-    times: dict[str, list[float]] = {request.request_id: [] for request in asked}
-    killed_s = 0.0
-    given = {"dtype": "float32", "lanes": 1, "replicas": replicas}
-    with (
-        r_workers(options.kv_memory_gb) as (processes, addresses),
-        LLM(model, r_worker_addresses=addresses, **given) as llm,
-    ):
-        for delta in llm.deltas(asked):
-            times[delta.request_id] += [time.monotonic()] * len(delta.token_ids)
-            if not killed_s and min(map(len, times.values())) >= options.at:
-                processes[0].send_signal(signal.SIGKILL)
-                killed_s = time.monotonic()
-        stats = llm.stats
-    gaps = [
-        (after - before, after > killed_s)
-        for each in times.values()
-        for before, after in itertools.pairwise(each)
-    ]
-    found = {
-        "stall_s": max(gap for gap, is_after in gaps if is_after),
-        "usual_s": median(gap for gap, _ in gaps),
-        "recomputed": float(stats.num_recomputed),
-    }
-    if stats.replicas is not None:
-        (failover,) = stats.replicas.failovers
-        found["notice_s"] = failover.noticed_s - killed_s
-        found["drain_s"], found["resume_s"] = failover.drain_s, failover.resume_s
-        found["tokens_run_again"] = float(stats.resumed.num_tokens_lost)
-    return found
+    def _run(self, model: str, replicas: int) -> None:
+        from fastdecode import LLM, SamplingParams
+        from fastdecode.core.sequence import PromptRequest
+
+        options = self._options
+        params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
+        asked = [PromptRequest(str(i), ids, params) for i, ids in enumerate(self._prompts)]
+        self._times = {request.request_id: [] for request in asked}
+        with (
+            r_workers(NUM_WORKERS, options.kv_memory_gb) as workers,
+            LLM(
+                model,
+                r_worker_addresses=workers.addresses,
+                dtype="float32",
+                lanes=1,
+                prefill_chunk=len(self._prompts[0]) + options.tokens,
+                replicas=replicas,
+            ) as llm,
+        ):
+            for delta in llm.deltas(asked):
+                self._times[delta.request_id] += [time.monotonic()] * len(delta.token_ids)
+                if not self._killed_s and min(map(len, self._times.values())) >= options.at:
+                    workers.processes[self._victim].send_signal(signal.SIGKILL)
+                    self._killed_s = time.monotonic()
+            self._stats = llm.stats
+
+    def found(self) -> dict[str, float]:
+        """What came of it."""
+        gaps = [
+            (after - before, after > self._killed_s)
+            for each in self._times.values()
+            for before, after in itertools.pairwise(each)
+        ]
+        stall_s = max(gap for gap, is_after in gaps if is_after)
+        found = {
+            "stall_s": stall_s,
+            "usual_s": median(gap for gap, is_after in gaps if not is_after),
+            "sequences_recomputed": float(self._stats.num_recomputed),
+        }
+        if self._stats.replicas is not None:
+            (failover,) = self._stats.replicas.failovers
+            notice_s = failover.noticed_s - self._killed_s
+            found |= {
+                "notice_s": notice_s,
+                "drain_s": failover.drain_s,
+                "resume_s": failover.resume_s,
+                "rest_s": stall_s - notice_s - failover.drain_s - failover.resume_s,
+                "tokens_run_again": float(self._stats.resumed.num_tokens_lost),
+            }
+        return found
+
+    def timeline(self) -> dict[str, Any]:
+        """Tokens of each tenth of a second."""
+        every = sorted(itertools.chain.from_iterable(self._times.values()))
+        counts = Counter(int(TENTHS * (each - every[0])) for each in every)
+        return {
+            "killed_at_s": self._killed_s - every[0],
+            "tokens": [counts[tenth] for tenth in range(max(counts) + 1)],
+        }
 
 
 def measure(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a context and way: medians over the rounds."""
     rows = []
     for context in options.contexts:
-        for replicas in (0, 1):
-            runs = []
-            for _ in range(options.rounds):
-                runs.append(run_once(model, context, replicas, options))
-                print(context, replicas, json.dumps(runs[-1]), file=sys.stderr)
+        found: dict[int, list[dict[str, float]]] = {0: [], 1: []}
+        timelines = {}
+        for number in range(options.rounds):
+            for replicas in (0, 1) if number % 2 == 0 else (1, 0):
+                run = Run(model, context, replicas, options.seed + number, options)
+                timelines.setdefault(replicas, run.timeline())
+                found[replicas].append(run.found())
+                print(context, replicas, json.dumps(found[replicas][-1]), file=sys.stderr)
+        for replicas, runs in found.items():
             medians = {name: median(run[name] for run in runs) for name in runs[0]}
-            rows.append({"context": context, "replicas": replicas, **medians})
+            row = {"context": context, "replicas": replicas, **medians, "runs": runs}
+            rows.append({**row, "timeline": timelines[replicas]})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a model directory; default: 100 M random parameters")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", help="a model directory; default: random parameters")
+    parser.add_argument("--shape", default="mha32m", help="of the random parameters")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    parser.add_argument("--at", type=int, default=20, help="tokens of each, before the kill")
-    parser.add_argument("--tokens", type=int, default=60)
-    parser.add_argument("--kv-memory-gb", type=float, default=2.0)
+    parser.add_argument("--sequences", type=int, default=3)
+    parser.add_argument("--at", type=int, default=12, help="tokens of each, before the kill")
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--kv-memory-gb", type=float, default=1.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        model = options.model
-        if model is None:
-            from random_llama import llama_config, write_checkpoint
-
-            shape = {**MODELS["gqa100m"], "max_position_embeddings": 16384}
-            write_checkpoint(Path(directory), llama_config(vocab_size=VOCAB, **shape), "gqa100m")
-            model = directory
+        model = model_or_random(options.model, options.shape, directory)
         result = {**provenance(), "rows": measure(model, options)}
     text = json.dumps(result, indent=1)
     if options.out is None:

@@ -120,6 +120,19 @@ class Caches:
         cache.plans.clear()
         return cache, before
 
+    def remove(self, peer: int, holder: int, session: int) -> Cache | None:
+        """A cache is over, whoever uses it. Which it was; None: there is none.
+
+        Raises:
+            ProtocolError: it is of another session.
+        """
+        cache = self._caches.get(HolderId(holder))
+        if cache is not None:
+            if cache.owner != peer and not cache.is_of(session):
+                raise ProtocolError(f"holder {holder!r} has no cache of this session")
+            del self._caches[cache.holder]
+        return cache
+
     def leave(self, peer: int) -> None:
         """A peer is gone that nothing should go with: its caches may be taken over."""
         for cache in self:

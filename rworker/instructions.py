@@ -141,6 +141,9 @@ class Link:
     guest: str
     """Of whoever has its replica kept here; empty: nobody new."""
     link_bytes: int
+    number: int
+    timeout_s: float
+    """That the neighbour may take to make room."""
 
 
 @dataclass(frozen=True)

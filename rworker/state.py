@@ -24,9 +24,10 @@ from fastdecode.wire.kv.kept import (
     KeptToRWorker,
     ResumeSequence,
 )
-from fastdecode.wire.kv.replicating import MOST_LINK_BYTES, Replicate
-from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
+from fastdecode.wire.kv.replicating import MOST_LINK_BYTES, Dropped, Replicate
+from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
+    MAX_ID,
     Accepted,
     Attend,
     BeginStep,
@@ -65,7 +66,7 @@ from rworker.instructions import (
     TellAboutHost,
 )
 from rworker.stream.changes import Change
-from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
+from rworker.stream.checks import check_seconds, expect_tokens, fetch_chunk, store_chunk
 from rworker.stream.taking_over import take_over, truncate, wanted_of
 
 
@@ -202,6 +203,8 @@ class RWorkerState:
                 return _answered(number, cache, message, truncate(cache.books, message))
             case TakeOver():
                 return self._take_over(number, peer, message)
+            case DropCache():
+                return self._drop(number, peer, message)
             case Replicate():
                 return self._replicate(number, self._cache(number, message), message)
             case CloseSequence() | EndSequence():
@@ -287,6 +290,19 @@ class RWorkerState:
         told = Send(number, TakenOver(take_over(cache.books, wanted)))
         return (told,) if before in (number, NOBODY) else (told, HangUp(before))
 
+    def _drop(self, number: int, peer: _Peer, message: DropCache) -> tuple[Instruction, ...]:
+        """Whoever else used the cache is hung up on."""
+        if peer.role is None:
+            raise ProtocolError("the first message must be Hello")
+        session = check_integer("session", message.session, 0, MAX_ID)
+        found = self._caches.remove(number, message.cache, session)
+        told = Send(number, Dropped(message.holder, message.cache))
+        if found is None:
+            return (told,)
+        if found.owner in (number, NOBODY):
+            return Drop(found.holder), told
+        return Drop(found.holder), HangUp(found.owner), told
+
     @staticmethod
     def _begin_step(cache: Cache, begin: BeginStep) -> tuple[Instruction, ...]:
         appended = cache.books.begin_step(begin)
@@ -307,8 +323,11 @@ class RWorkerState:
         link_bytes = check_integer("link_bytes", message.link_bytes, 1, MOST_LINK_BYTES)
         if message.keeper and not cache.books.hello.session:
             raise ProtocolError("a cache of no session can't be replicated: nobody could go on")
+        serial = check_integer("link", message.link, 0, MAX_ID)
+        timeout_s = check_seconds("timeout_s", message.timeout_s)
         cache.is_replicated = bool(message.keeper)
-        link = Link(number, cache.holder, cache.books, message.keeper, message.guest, link_bytes)
+        who = (message.keeper, message.guest)
+        link = Link(number, cache.holder, cache.books, *who, link_bytes, serial, timeout_s)
         return (link,)
 
 

@@ -209,7 +209,8 @@ def _obey_link(
     if links is not None:
         links.obey(instruction)
     elif isinstance(instruction, Link):
-        news = Unprotected(instruction.holder, "this R-worker can't reach others")
+        reason = "this R-worker can't reach others"
+        news = Unprotected(instruction.holder, reason, instruction.number)
         peers[instruction.to].send(news)
 
 

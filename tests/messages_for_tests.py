@@ -21,8 +21,8 @@ from fastdecode.wire.kv.chunks import (
     StoreChunk,
 )
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
-from fastdecode.wire.kv.replicating import Replicate, Replicated, Unprotected
-from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
+from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated, Unprotected
+from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -110,7 +110,8 @@ def to_r_worker() -> list[ToRWorker]:
         StoreChunk("a hash", kv, ChunkForm.BLOCKS, 1, 1, 0, 4, *pieces, data.repeat(300)),
         TruncateSequence(2, 7),
         TakeOver(1 << 62, *pieces[:2]),
-        Replicate("tcp://127.0.0.1:5555", "rank 3", 1 << 26),
+        DropCache(1 << 62, 3, 2),
+        Replicate("tcp://127.0.0.1:5555", "rank 3", 1 << 26, 4, 300.0),
         KeepBlocks(1, 2, np.arange(6).reshape(3, 2)),
         ResumeSequence(2, 100, 47, np.arange(6).reshape(3, 2)),
         ForgetBlocks(np.arange(4).reshape(2, 2)),
@@ -138,8 +139,9 @@ def from_r_worker() -> list[FromRWorker]:
         answer(attend(9, step=2, num_queries=0)),
         TakenOver(np.arange(-1, 4, dtype=np.int32)),
         ChunkStored(4 << 20),
-        Replicated(2, 1, 77),
-        Unprotected(2, "nobody is there"),
+        Replicated(2, 1, 77, 4),
+        Unprotected(2, "nobody is there", 4),
+        Dropped(2, 1),
         FetchedChunk(np.arange(3000, dtype=np.int64).astype(np.uint8)),
         Failed("a worker", "internal_error", "it " * 3000),
     ]

@@ -56,7 +56,7 @@ class Process:
         self.state = RWorkerState(name, kv_bytes=kv_bytes, keeps_serving=True)
         self.executor = _Executor(num_threads=1, clock=time)
         self.neighbours = _Neighbours(network, self)
-        self.links = Links(self.executor, self.neighbours, self._tell)
+        self.links = Links(self.executor, self.neighbours, self._tell, time)
         self.is_up = True
         self.hangs_until_s = 0.0
         self.hung_since_s = math.inf
@@ -105,17 +105,22 @@ class Process:
     def hangs(self) -> bool:
         return self._time.now_s < self.hangs_until_s
 
+    @property
+    def _has_work(self) -> bool:
+        wait_s = self.links.wait_s  # None: there are no links any more
+        return bool(self._inbox or wait_s == 0 or (self._has_answers and wait_s is not None))
+
     def _go_on(self) -> None:
-        wanted = self._inbox or self._has_answers or self.links.wait_s == 0
-        if wanted and self.is_up and not self.hangs and not self._is_busy:
+        if self._has_work and self.is_up and not self.hangs and not self._is_busy:
             self._is_busy = True
             self._time.at(self._time.now_s + self._chance.uniform(0, 2e-4), self._work)
 
     def _work(self) -> None:
         self._is_busy = False
-        if not self.is_up or self.hangs:
+        if not self.is_up or self.hangs or not self._has_work:
             return
-        self._has_answers = False
+        if not self._inbox:  # else what neighbours say waits
+            self._has_answers = False
         if not serve_next(self, self.state, self.executor, None, self.links):
             self.crash()
         self._go_on()

@@ -174,13 +174,16 @@ class Executor:
                 self._fleet.lose(holder, ProtocolError(answer))
             else:
                 self.tell(event_for(news, self._fleet.peer(holder)))
-        if self._recovery.replicas is not None:
-            self._recovery.replicas.take_news()
+        replicas = self._recovery.replicas
+        if replicas is not None:
+            replicas.take_news(self._num_launched - 1)
         for emptied in self._recovery.emptied(self._lifecycle):
             self.tell(emptied)
         for joined in self._recovery.joined(self._lifecycle):
             self._stats.num_rejoined += 1
             self.tell(joined)
+        if replicas is not None:
+            replicas.mend()
 
     def tell(self, event: events.Event) -> None:
         """Tell the lifecycle what has happened, and do what it wants.
@@ -212,7 +215,7 @@ class Executor:
                         self.tell(lost)
                 case events.Run():
                     raise AssertionError("a lane runs when it is launched")
-        self._stats.num_recomputed = self._lifecycle.num_recomputed
+        self._stats.num_recomputed = self._lifecycle.endings.num_recomputed
         self._stats.num_suspended = self._lifecycle.num_suspended
         self._stats.num_cached_prompt_tokens = self._lifecycle.num_reused_tokens
 

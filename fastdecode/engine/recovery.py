@@ -60,17 +60,15 @@ class Recovery:
         self.pause_s = 0.0
         """While all are lost: for how long there is no use in looking again."""
         self._lost: dict[HolderId, WorkerError] = {}
-        self._adopted: set[HolderId] = set()
 
     def lose(
         self, holder: HolderId, error: WorkerError, lifecycle: Lifecycle
     ) -> Lost | Interrupted:
         """The holder is gone, for good or until its neighbour goes on for it:
         what has happened."""
-        has_replica = self.replicas is not None and self.replicas.lose(holder)
-        if has_replica and lifecycle.lives.is_on(holder):
+        is_used = lifecycle.lives.is_on(holder)
+        if self.replicas is not None and self.replicas.lose(holder, is_used=is_used):
             return Interrupted(holder)
-        self._adopted.discard(holder)
         self._lost[holder] = error
         return Lost(holder)
 
@@ -78,7 +76,6 @@ class Recovery:
         """Have the neighbour go on for a holder. It may be lost meanwhile, too."""
         assert self.replicas is not None
         if self.replicas.take_over(order):
-            self._adopted.add(order.holder)
             return None
         self._lost[order.holder] = self._fleet.lost[order.holder]
         return Lost(order.holder)
@@ -96,12 +93,13 @@ class Recovery:
     def emptied(self, lifecycle: Lifecycle) -> list[Lost]:
         """Those that neighbours went on for, and of which nothing is left: from
         now on they are lost, and others may come in their place."""
-        empty = [x for x in self._adopted if not lifecycle.lives.is_on(x)]
-        for holder in empty if not lifecycle.adoptions else ():
-            self._adopted.remove(holder)
-            self._fleet.give_back(holder)
+        if self.replicas is None or not self.replicas.adopted or lifecycle.adoptions:
+            return []
+        empty = [x for x in self.replicas.adopted if not lifecycle.lives.is_on(x)]
+        for holder in empty:
+            self.replicas.emptied(holder)
             self._lost[holder] = self._fleet.lost[holder]
-        return [Lost(holder) for holder in empty if holder in self._lost]
+        return [Lost(holder) for holder in empty]
 
     def is_stranded(self) -> bool:
         """Whether all are lost, and others may come in their place: nothing can
@@ -149,5 +147,7 @@ class Recovery:
                 logger.warning(
                     "%s has joined in the place of one that was lost", self._fleet.peer(holder)
                 )
+                if self.replicas is not None:
+                    self.replicas.joined()
                 joined.append(Joined(holder, welcome.num_blocks))
         return joined

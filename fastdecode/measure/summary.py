@@ -79,6 +79,8 @@ def _replicas(stats: EngineStats) -> dict[str, Any] | None:
         "tokens_resumed": resumed.num_tokens,
         "tokens_recomputed": resumed.num_tokens_lost,
         "unprotected_s": figures.unprotected_s,
+        "rings": figures.num_rings,
+        "lag_steps": {f"p{percent}": figures.lag(percent) for percent in (50, 99, 100)},
     }
 
 
@@ -134,7 +136,8 @@ def _failovers(s: dict[str, Any]) -> list[str]:
         f"{len(stalls)} R-worker(s) went on at a neighbour's within {max(stalls):.3f} s of their "
         f"loss: {replicas['sequences_resumed']} sequences with {replicas['tokens_resumed']} tokens "
         f"of their replicas, {replicas['tokens_recomputed']} were run again; "
-        f"{replicas['unprotected_s']:.1f} s with a cache of which there was no second copy"
+        f"{replicas['unprotected_s']:.1f} s with a cache of which there was no second copy; "
+        f"the ring was closed again {replicas['rings']} time(s)"
     ]
 
 

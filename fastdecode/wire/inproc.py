@@ -55,6 +55,7 @@ class InprocConnection(Generic[SendT, ReceiveT]):
 
     heard_s = None
     """A thread ends with its process."""
+    is_reached = True
 
     def send(self, message: SendT) -> None:
         assert self._remote is not None

@@ -127,7 +127,7 @@ from fastdecode.wire.traits import (
     Worded,
 )
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""

@@ -6,6 +6,9 @@ Like all that peers say of a cache, what breaks the protocol raises
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +26,8 @@ from rworker.blocks.appending import Appended
 from rworker.books import Books
 from rworker.checks import check_array, check_integer
 from rworker.stream.chunks import ChunkShape, layout_of
+
+_MOST_S: Final = 1e6
 
 
 def expect_tokens(books: Books, message: ExpectTokens) -> Appended:
@@ -128,3 +133,13 @@ def _pieces(chunk: StoreChunk | FetchChunk) -> list[tuple[int, int, int]]:
     """(sequence, first token, how many) of each."""
     columns = chunk.sequence_ids, chunk.first_tokens, chunk.num_tokens
     return list(zip(*[column.tolist() for column in columns], strict=True))
+
+
+def check_seconds(name: str, value: float) -> float:
+    """
+    Raises:
+        ProtocolError: it is no number of seconds that anybody would wait.
+    """
+    if not (math.isfinite(value) and 0 < value <= _MOST_S):
+        raise ProtocolError(f"{name}={value!r} is not a number of seconds within 0..{_MOST_S:g}")
+    return value

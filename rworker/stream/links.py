@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.arrays import Array
@@ -37,14 +38,21 @@ LOOK_S: Final = 1e-3
 """Between two looks for a neighbour's answer, while nothing else happens."""
 REST_S: Final = 0.25
 """And between two looks whether it is still there, while it owes none."""
-WELCOME_S: Final = 120.0
-"""That a neighbour may take to make room for a replica."""
+REACH_S: Final = 20.0
+"""That it may take to reach a neighbour; to make room, it may take longer."""
 _MOST_STEPS: Final = 2
 _MOST_CHANGES: Final = 64
 
-NeighbourConnection = Connection[ToRWorker, FromRWorker]
 Tell = Callable[[int, ReplicationNews], None]
 """Tells a peer."""
+
+
+class NeighbourConnection(Connection[ToRWorker, FromRWorker], Protocol):
+    """To another R-worker."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the other end has been heard of."""
 
 
 class Reader(Protocol):
@@ -119,14 +127,17 @@ class _Cache:
 class _Replica:
     """One cache's link: what its mirror says goes out, and answers come in."""
 
-    def __init__(self, link: Link, mirror: Mirror, connection: NeighbourConnection) -> None:
+    def __init__(
+        self, link: Link, mirror: Mirror, connection: NeighbourConnection, clock: Clock
+    ) -> None:
         self.link = link
         self.mirror = mirror
         self.connection = connection
+        self._clock = clock
         self.may_send = False
         """There may be something to send."""
         self._is_open = False  # the neighbour has welcomed us
-        self._until_s = time.monotonic() + WELCOME_S
+        self._since_s = clock()
         connection.send(mirror.hello)
 
     @property
@@ -145,11 +156,8 @@ class _Replica:
             else:
                 self._welcome(answer)
             self.may_send = True
-        if not self._is_open and time.monotonic() > self._until_s:
-            raise WorkerError(
-                f"{self.connection.peer} hasn't answered for {WELCOME_S:g} s: can this host "
-                "reach it?"
-            )
+        if not self._is_open:
+            self._check_patience()
         return self._is_open and not was_open
 
     def send(self) -> None:
@@ -166,6 +174,17 @@ class _Replica:
 
     def close(self) -> None:
         self.connection.close()
+
+    def _check_patience(self) -> None:
+        waited_s, peer = self._clock() - self._since_s, self.connection.peer
+        reach_s = min(REACH_S, self.link.timeout_s)
+        if waited_s > reach_s and not self.connection.is_reached:
+            raise WorkerError(f"{peer} can't be reached from its neighbour within {reach_s:g} s")
+        if waited_s > self.link.timeout_s:
+            raise WorkerError(
+                f"{peer} hasn't made room for a replica within {self.link.timeout_s:g} s "
+                "(--worker-timeout-s)"
+            )
 
     def _welcome(self, answer: FromRWorker) -> None:
         hello = self.mirror.hello
@@ -185,13 +204,22 @@ class Links:
         reader: of its caches.
         neighbours: how others are reached.
         tell: how peers are told how far replicas are.
+        clock: seconds.
     """
 
-    def __init__(self, reader: Reader, neighbours: Neighbours, tell: Tell) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        neighbours: Neighbours,
+        tell: Tell,
+        clock: Clock = time.monotonic,
+    ) -> None:
         self._reader = reader
         self._neighbours = neighbours
         self._tell = tell
+        self._clock = clock
         self._replicas: dict[HolderId, _Replica] = {}
+        self._numbers: dict[HolderId, int] = {}  # of the last link of each, which may be over
         self._num_ended = 0  # steps, since anything was sent
 
     @property
@@ -226,17 +254,20 @@ class Links:
             self._num_ended += 1
 
     def _link(self, link: Link) -> None:
-        self.drop(link.holder)
+        is_new = self._numbers.get(link.holder) != link.number
+        if is_new:
+            self.drop(link.holder)
+            self._numbers[link.holder] = link.number
         try:
             if link.guest:
                 self._neighbours.expect(link.guest)
-            if link.keeper:
+            if link.keeper and is_new:
                 source = _Cache(link.holder, link.books, self._reader)
                 mirror = Mirror(link.holder, link.books, source, link.link_bytes)
                 connection = self._neighbours.connect(link.keeper)
-                self._replicas[link.holder] = _Replica(link, mirror, connection)
+                self._replicas[link.holder] = _Replica(link, mirror, connection, self._clock)
         except FastDecodeError as error:
-            self._tell(link.to, Unprotected(link.holder, error.message))
+            self._tell(link.to, Unprotected(link.holder, error.message, link.number))
 
     def work(self) -> None:
         """A unit of each link."""
@@ -251,22 +282,23 @@ class Links:
                 self._end(replica, f"{type(error).__name__}: {error}")
 
     def _advance(self, replica: _Replica) -> None:
-        to, holder = replica.link.to, replica.link.holder
+        to, holder, number = replica.link.to, replica.link.holder, replica.link.number
         if replica.take_answers():
-            self._tell(to, Replicated(holder, 0, NO_STEP))
+            self._tell(to, Replicated(holder, 0, NO_STEP, number))
         replica.send()
         for lane, step in replica.mirror.take_held().items():
-            self._tell(to, Replicated(holder, lane, step))
+            self._tell(to, Replicated(holder, lane, step, number))
 
     def _end(self, replica: _Replica, reason: str) -> None:
         """The cache has no replica any more."""
         holder = replica.link.holder
         logger.warning("holder %d has no replica any more: %s", holder, reason)
-        self.drop(holder)
-        self._tell(replica.link.to, Unprotected(holder, reason))
+        self._replicas.pop(holder).close()
+        self._tell(replica.link.to, Unprotected(holder, reason, replica.link.number))
 
     def drop(self, holder: HolderId) -> None:
         """The cache, or its link, is over."""
+        self._numbers.pop(holder, None)
         replica = self._replicas.pop(holder, None)
         if replica is not None:
             replica.close()

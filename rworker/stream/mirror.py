@@ -21,24 +21,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-import numpy as np
-
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.chunks import (
-    MAX_CHUNK_BYTES,
-    MAX_PIECES,
-    ChunkForm,
-    ChunkStored,
-    ExpectTokens,
-    FetchChunk,
-    StoreChunk,
-)
-from fastdecode.wire.kv.taking_over import TruncateSequence
+from fastdecode.wire.kv.chunks import ChunkStored, ExpectTokens, StoreChunk
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
-    ExtendSequence,
     ForkSequence,
     FromRWorker,
     Hello,
@@ -47,10 +35,9 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.books import Books
 from rworker.stream.changes import Change
-from rworker.stream.chunks import ChunkShape, expectation, layout_of
 from rworker.stream.places import LINK_BYTES, Source
+from rworker.stream.told import Told, ToNeighbour
 
-ToNeighbour: TypeAlias = Change | ExpectTokens | StoreChunk
 Steps: TypeAlias = dict[int, int]
 """Lane → the last of its steps."""
 
@@ -78,25 +65,19 @@ class Mirror:
     def __init__(
         self, holder: HolderId, books: Books, source: Source, link_bytes: int = LINK_BYTES
     ) -> None:
-        self._books = books
-        self._source = source
         self._link_bytes = link_bytes
         hello = books.hello
         self.hello: Final[Hello] = replace(
             hello, role=Role.NEIGHBOUR, holder=holder, max_blocks=books.store.num_blocks
         )
         """What opens the replica."""
-        one = ChunkShape(
-            layout_of(hello.kv), ChunkForm.TOKENS, hello.kv.num_layers, hello.kv.num_kv_heads, 1
-        )
-        self._most_tokens = max(1, (MAX_CHUNK_BYTES - one.padding_bytes) // one.unit_bytes)
+        self._told = Told(books, source)
         self._changes: deque[Change] = deque(_as_changes(books))
         self._ready: deque[ToNeighbour] = deque()
         self._due: deque[_Due] = deque()
-        self._ended: Steps = {}  # that aren't all sent
+        self._ended: Steps = {}  # that aren't all read
+        self._read: Steps = {}  # that are there with the last that is ready
         self._held: Steps = {}  # that the neighbour has, and nobody was told
-        self._sent: dict[int, int] = {}  # tokens of each sequence whose K and V were sent
-        self._announced: dict[int, int] = {}  # tokens that the replica knows of
         self.num_unacknowledged = 0
         """Bytes of K and V that the neighbour hasn't answered for."""
 
@@ -112,14 +93,17 @@ class Mirror:
         """What to send now; None: nothing, until something happens."""
         while not self._ready:
             if self._changes:
-                self._ready.extend(self._make(self._changes.popleft()))
+                self._ready.extend(self._told.change(self._changes.popleft()))
             elif not self._read_on():
                 return None
         message = self._ready.popleft()
         if isinstance(message, StoreChunk):
             num_bytes = len(message.data)
             self.num_unacknowledged += num_bytes
-            self._due.append(_Due(ChunkStored(num_bytes), {}))
+            steps: Steps = {}
+            if not self._ready:
+                steps, self._read = self._read, steps
+            self._due.append(_Due(ChunkStored(num_bytes), steps))
         elif not isinstance(message, (ExpectTokens, CloseSequence)):
             self._due.append(_Due(Accepted(message.sequence_id), {}))
         if self._ended and not self._ready and not self._changes and not self.num_behind:
@@ -162,53 +146,13 @@ class Mirror:
     @property
     def num_behind(self) -> int:
         """Tokens that are in every layer of the cache and haven't been sent."""
-        return int(sum(self._news()[1]))
+        return sum(self._told.behind().values())
 
     def _mark_ended(self) -> None:
         """All of the steps that have ended is sent: the last answer that is due says so."""
         marked = self._due[-1].steps if self._due else self._held
         marked.update(self._ended)
         self._ended.clear()
-
-    def _make(self, change: Change) -> Iterator[ToNeighbour]:
-        """A change, and what has to be known before it."""
-        sequence = change.sequence_id
-        match change:
-            case OpenSequence():
-                self._sent[sequence] = self._announced[sequence] = 0
-            case ForkSequence(parent, _, num_shared):
-                lacking = num_shared - self._announced[parent]
-                if lacking > 0:
-                    self._announced[parent] = num_shared
-                    yield expectation({parent: lacking})
-                self._announced[sequence] = num_shared
-                self._sent[sequence] = min(num_shared, self._sent[parent])
-            case TruncateSequence(_, num_tokens):
-                yield from self._announce_for(sequence, num_tokens)
-                for counts in (self._sent, self._announced):
-                    counts[sequence] = min(num_tokens, counts[sequence])
-            case CloseSequence():
-                del self._sent[sequence], self._announced[sequence]
-            case ExtendSequence():
-                pass
-        yield change
-
-    def _announce_for(self, sequence: int, num_tokens: int) -> Iterator[ExpectTokens]:
-        """A sequence that is cut to some tokens has that many, at least."""
-        lacking = num_tokens - self._announced[sequence]
-        if lacking > 0:
-            self._announced[sequence] = num_tokens
-            yield expectation({sequence: lacking})
-
-    def _news(self) -> tuple[list[int], list[int]]:
-        """Sequences with tokens that haven't been sent, and how many."""
-        ids = np.fromiter(self._sent, np.int64, len(self._sent))
-        is_open = np.array([sequence in self._books.store for sequence in self._sent], bool)
-        ids = ids[is_open]
-        sent = np.fromiter(self._sent.values(), np.int64, len(self._sent))[is_open]
-        behind = self._books.settled(ids) - sent
-        some = behind > 0
-        return ids[some].tolist(), behind[some].tolist()
 
     def _has_credit(self, num_bytes: int) -> bool:
         """Whether so many more may be under way."""
@@ -220,52 +164,14 @@ class Mirror:
         it; all changes are made."""
         if not self._has_credit(1):
             return False
-        room = self._most_tokens
-        tokens: dict[int, int] = {}
-        for sequence, count in zip(*self._news(), strict=True):
-            if not room or len(tokens) == MAX_PIECES:
-                break
-            tokens[sequence] = min(room, count)
-            room -= tokens[sequence]
-        kv = self._books.hello.kv
-        if not tokens or not self._has_credit(self._num_bytes(kv.num_layers, tokens)):
+        behind = self._told.behind()
+        tokens = self._told.fitting(behind)
+        if not tokens or not self._has_credit(self._told.num_bytes(tokens)):
             return False
-        new = {
-            sequence: more
-            for sequence, count in tokens.items()
-            if (more := self._sent[sequence] + count - self._announced[sequence]) > 0
-        }
-        if new:
-            self._ready.append(expectation(new))
-            for sequence, more in new.items():
-                self._announced[sequence] += more
-        self._ready.extend(self._chunks(tokens))
-        for sequence, count in tokens.items():
-            self._sent[sequence] += count
+        self._ready.extend(self._told.send(tokens))
+        if tokens == behind:
+            self._read, self._ended = self._ended, {}
         return True
-
-    def _chunks(self, tokens: dict[int, int]) -> Iterator[StoreChunk]:
-        """The next tokens of sequences, in all layers: in one chunk, but where
-        one token is too large for it."""
-        kv = self._books.hello.kv
-        step = kv.num_layers
-        while step > 1 and self._num_bytes(step, tokens) > MAX_CHUNK_BYTES:
-            step = -(-step // 2)
-        ids = np.fromiter(tokens, np.int64, len(tokens))
-        counts = np.fromiter(tokens.values(), np.int32, len(tokens))
-        first = np.array([self._sent[sequence] for sequence in tokens], np.int32)
-        for layer in range(0, kv.num_layers, step):
-            layers = min(step, kv.num_layers - layer)
-            where = ChunkForm.TOKENS, layer, layers, 0, kv.num_kv_heads, ids, first, counts
-            self._source.ask(FetchChunk(*where))
-            data = self._source.fetch()
-            yield StoreChunk(self.hello.model_hash, kv, *where, data)
-
-    def _num_bytes(self, num_layers: int, tokens: dict[int, int]) -> int:
-        kv = self._books.hello.kv
-        return ChunkShape(
-            layout_of(kv), ChunkForm.TOKENS, num_layers, kv.num_kv_heads, sum(tokens.values())
-        ).num_bytes
 
 
 def _as_changes(books: Books) -> Iterator[Change]:

@@ -33,6 +33,7 @@ import damaged_frames  # noqa: E402
 import losses  # noqa: E402
 import servers  # noqa: E402
 import stops  # noqa: E402
+from damaged_links import to_links  # noqa: E402
 from inherited_signals import hear_interrupts  # noqa: E402
 from mpi_launch import mpirun, open_mpi_options, running  # noqa: E402
 from provenance import provenance  # noqa: E402
@@ -47,7 +48,12 @@ INTERRUPTED: dict[str, dict[str, Any]] = {
     "zmq": {"transport": "zmq"},
     "mpi": {"transport": "mpi"},
 }
-FRAMES = {"codec": 5, "state": 1, "port": 1}
+FRAMES = {
+    "codec": (damaged_frames.to_codec, 5),
+    "state": (damaged_frames.to_state, 1),
+    "port": (damaged_frames.to_port, 1),
+    "links": (to_links, 1),
+}
 """Targets, and their shares."""
 
 
@@ -129,10 +135,9 @@ class Campaign:
 
     def _frames(self, number: int) -> None:
         logging.disable(logging.CRITICAL)
-        share = number / sum(FRAMES.values())
-        for target, weight in self._in_time(FRAMES.items()):
+        share = number / sum(weight for _, weight in FRAMES.values())
+        for target, (act, weight) in self._in_time(FRAMES.items()):
             if number:
-                act = getattr(damaged_frames, f"to_{target}")
                 counts = act(round(share * weight), random.Random(self._options.seed))
                 verdict = "changed" if counts["changed"] else "right"
                 row = {"where": target, "number": round(share * weight), "counts": counts}
@@ -190,7 +195,7 @@ def main() -> None:
         ("signals", 60, "jobs that are told to stop"),
         ("servers", 60, "servers under load that are hit"),
         ("interrupts", 50, "calls that are interrupted"),
-        ("frames", 700_000, "messages that are damaged"),
+        ("frames", 800_000, "messages that are damaged"),
     ):
         parser.add_argument(
             f"--{name}", type=int, default=number, help=f"{what} (default: {number})"

@@ -114,7 +114,7 @@ def test_a_neighbour_takes_over_a_lost_holder() -> None:
     workers[0].connection.close()
     fleet.send(0, OpenSequence(1, 8))
     assert [holder for holder, _ in fleet.take_losses()] == [0]
-    fleet.move(0, to=1)
+    fleet.keepers.move(0, to=1)
     assert not fleet.lost and fleet.peer(0) == fleet.peer(1) == "R-worker r1"
     fleet.send(0, hello)
     answered = fleet.receive()

@@ -23,7 +23,8 @@ from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.replacements import AddressReplacements
-from fastdecode.engine.fleet.replicas import Replicas, replicate
+from fastdecode.engine.fleet.replicas import Replicas, limits, replicate
+from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.recovery import Recovery
 
 NUM_SEEDS = 300
@@ -100,14 +101,15 @@ class Trial:
         if replicated and len(welcomes) > 1:
             names = [str(number) for number in range(len(fleet))]
             link_bytes = chance.choice([1, 2000, 1 << 20])
-            welcomes, self.replicas = replicate(
-                fleet, hello, welcomes, names, link_bytes, network.time
-            )
+            links = LinkOptions(names, link_bytes, TIMEOUT_S, hello.session)
+            welcomes, self.replicas = replicate(fleet, hello, welcomes, links, network.time)
         replacements = None
         if self.returns:
             replacements = AddressReplacements(
                 cast(Any, network), hello, timeout_s=TIMEOUT_S, clock=network.time
             )
+            if self.replicas is not None:
+                replacements.limit(limits(welcomes, len(fleet)))
         blocks = tuple(
             welcomes[holder].num_blocks if holder in welcomes else num_blocks
             for holder in range(len(fleet))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import pytest
 from schedule_choices import schedule_options
@@ -37,6 +37,9 @@ class Nobody:
         if len(lost) == 2:
             self.looked.release()
         return {}
+
+    def limit(self, num_blocks: Mapping[int, int]) -> None:
+        raise AssertionError("there are no replicas")
 
     def admit(self, worker: int) -> None:
         raise AssertionError("nobody came")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from state_machine import HELLO
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.replicas import Replicas
+from fastdecode.engine.fleet.ring import LinkOptions
+from fastdecode.schedule.life import events
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.kv.replicating import NO_STEP, Replicate, Replicated
+from fastdecode.wire.kv.replicating import NO_STEP, Dropped, Replicate, Replicated
+from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver
 from fastdecode.wire.messages import MAX_LANES, FromRWorker, OpenSequence, ToRWorker, Welcome
 
 End = InprocConnection[FromRWorker, ToRWorker]
@@ -35,22 +39,32 @@ class Ring:
             end.send(Welcome("r", 10, hello.kv.block_size, 1))
         self.fleet.greet(hello)
         names = [f"r{i}" for i in HOLDERS]
-        self.replicas = Replicas(
-            self.fleet, HOLDERS, names, 1 << 20, SESSION, clock=lambda: self.now_s
-        )
-        self.replicas.begin()
+        links = LinkOptions(names, 1 << 20, 60.0, SESSION)
+        self.replicas = Replicas(self.fleet, links, clock=lambda: self.now_s)
+        self.replicas.begin(HOLDERS)
 
-    def say(self, holder: int, lane: int, step: int, of: int | None = None) -> None:
+    def say(self, holder: int, lane: int, step: int, of: int | None = None, link: int = 1) -> None:
         """An R-worker tells how far a replica is; its own, if nothing else is said."""
-        self.ends[holder].send(Replicated(holder if of is None else of, lane, step))
+        self.ends[holder].send(Replicated(holder if of is None else of, lane, step, link))
         self.fleet.look()
-        self.replicas.take_news()
+        self.replicas.take_news(last_step=9)
+
+    def drop(self, keeper: int, cache: int) -> None:
+        """An R-worker has dropped a replica."""
+        self.ends[keeper].send(Dropped(keeper, cache))
+        self.fleet.look()
+        self.replicas.take_news(last_step=9)
+
+    def links(self, holder: int) -> list[tuple[str, str, int]]:
+        """Keeper, guest and number of those that an R-worker was told of just now."""
+        told = [one for one in self.told(holder) if isinstance(one, Replicate)]
+        return [(one.keeper, one.guest, one.link) for one in told]
 
     def lose(self, holder: int) -> bool:
         self.ends[holder].close()
         self.fleet.look()
         (lost,) = (lost for lost, _ in self.fleet.take_losses())
-        return self.replicas.lose(lost)
+        return self.replicas.lose(lost, is_used=True)
 
     def told(self, holder: int) -> list[ToRWorker]:
         told = []
@@ -79,7 +93,7 @@ def test_time_without_a_replica_counts_from_the_beginning() -> None:
     assert ring.replicas.figures.unprotected_s == 3.0
     assert ring.lose(1)
     ring.now_s += 2.0
-    ring.replicas.take_news()
+    ring.replicas.take_news(last_step=9)
     assert ring.replicas.figures.unprotected_s == 5.0
     assert [type(x) for x in ring.told(0)][-2:] == [Replicate, Replicate]
 
@@ -93,6 +107,90 @@ def test_news_that_cannot_be_are_believed_nowhere(lane: int, step: int, of: int)
     ring.say(1, lane, step, of)
     assert [holder for holder, _ in ring.fleet.take_losses()] == [1]
     assert ring.fleet.lost[HolderId(1)].code == "protocol_error"
-    assert ring.replicas.lose(HolderId(1)) is False
+    assert ring.replicas.lose(HolderId(1), is_used=True) is False
     ring.fleet.send(HolderId(0), OpenSequence(1, 8))
     assert isinstance(ring.told(0)[-1], OpenSequence), "the others go on"
+
+
+def test_the_ring_is_closed_again_when_nothing_is_left_of_what_was_taken_over() -> None:
+    ring = Ring()
+    for holder in HOLDERS:
+        ring.say(holder, 0, NO_STEP)
+    assert ring.lose(1)
+    assert ring.replicas.take_over(events.TakeOver(HolderId(1), (), ()))
+    assert ring.links(0)[-1] == ("", "", 2)
+    assert isinstance(ring.told(2)[-1], TakeOver)
+    ring.replicas.mend()
+    ring.replicas.taken_over(HolderId(1), TakenOver(np.zeros(0, np.int32)))
+    ring.replicas.mend()
+    assert not ring.told(0) and not ring.told(2), "it has two caches to serve"
+    ring.replicas.emptied(HolderId(1))
+    ring.replicas.mend()
+    assert ring.told(2) == [DropCache(SESSION, 1, 2)]
+    ring.replicas.mend()
+    assert not ring.told(0), "there is no room yet"
+    ring.drop(2, 1)
+    ring.replicas.mend()
+    assert ring.links(0) == [("r2", "", 3)]
+    assert ring.links(2) == [("r0", "r0", 1)], "its own link goes on"
+    assert ring.replicas.figures.num_rings == 1
+    ring.replicas.mend()
+    assert not ring.told(0) and not ring.told(2), "once"
+
+
+def test_what_is_said_of_a_link_that_is_over_counts_no_more() -> None:
+    ring = Ring()
+    for holder in HOLDERS:
+        ring.say(holder, 0, NO_STEP)
+    ring.lose(1)
+    ring.replicas.take_over(events.TakeOver(HolderId(1), (), ()))
+    ring.replicas.taken_over(HolderId(1), TakenOver(np.zeros(0, np.int32)))
+    ring.replicas.emptied(HolderId(1))
+    ring.replicas.mend()
+    ring.drop(2, 1)
+    ring.replicas.mend()
+    ring.say(0, 0, 5, link=1)
+    assert not ring.lose(0), "its new neighbour hasn't made room"
+
+
+def test_after_the_ring_is_closed_again_the_next_loss_is_gone_on_with() -> None:
+    ring = Ring()
+    for holder in HOLDERS:
+        ring.say(holder, 0, NO_STEP)
+    ring.lose(1)
+    ring.replicas.take_over(events.TakeOver(HolderId(1), (), ()))
+    ring.replicas.taken_over(HolderId(1), TakenOver(np.zeros(0, np.int32)))
+    ring.replicas.emptied(HolderId(1))
+    ring.replicas.mend()
+    ring.drop(2, 1)
+    ring.replicas.mend()
+    ring.now_s += 2.0
+    ring.say(0, 0, NO_STEP, link=3)
+    lacking_s = ring.replicas.figures.unprotected_s
+    ring.now_s += 5.0
+    ring.say(0, 0, 7, link=3)
+    assert ring.replicas.figures.unprotected_s == lacking_s
+    assert ring.replicas.figures.lags == {2: 1}, "two steps had begun since"
+    assert ring.lose(0)
+
+
+def test_one_that_was_left_alone_keeps_and_has_no_replica() -> None:
+    ring = Ring()
+    for holder in HOLDERS:
+        ring.say(holder, 0, NO_STEP)
+    ring.lose(1)
+    ring.lose(2)
+    ring.told(0)
+    ring.replicas.take_over(events.TakeOver(HolderId(1), (), ()))
+    ring.replicas.take_over(events.TakeOver(HolderId(2), (), ()))
+    for holder in HOLDERS[1:]:
+        if holder in ring.replicas.adopted:
+            ring.replicas.taken_over(holder, TakenOver(np.zeros(0, np.int32)))
+            ring.replicas.emptied(holder)
+            ring.drop(0, holder)
+    ring.replicas.mend()
+    assert not ring.links(0)
+    ring.now_s += 3.0
+    before_s = ring.replicas.figures.unprotected_s
+    ring.replicas.take_news(last_step=9)
+    assert ring.replicas.figures.unprotected_s == before_s + 3.0

@@ -26,11 +26,12 @@ from fastdecode.wire.messages import (
 )
 from rworker.books import Books
 from rworker.instructions import EndStep, Follow, Link, ReadChunk
-from rworker.stream.links import LOOK_S, REST_S, Links, NeighbourConnection
+from rworker.stream.links import LOOK_S, REACH_S, REST_S, Links, NeighbourConnection
 
 KV = KVSpec(2, 2, 8, DType.INT8, 4)
 NUM_BLOCKS = 14
 HOLDER, S_WORKER = HolderId(0), 3
+LINK, TIMEOUT_S = 4, 60.0
 
 
 class Trouble:
@@ -49,15 +50,24 @@ class Pair:
     def __init__(self, error: Exception) -> None:
         self.books = Books(replace(hello_for(KV), session=5), NUM_BLOCKS)
         self.told: list[tuple[int, ReplicationNews]] = []
-        self.links = Links(Trouble(error), self, lambda to, news: self.told.append((to, news)))
+        self.now_s = 0.0
+        self.is_reached = True
+        self.links = Links(
+            Trouble(error), self, lambda to, news: self.told.append((to, news)), lambda: self.now_s
+        )
         self.neighbour: InprocConnection[FromRWorker, ToRWorker] | None = None
-        link = Link(S_WORKER, HOLDER, self.books, "r1", "r2", 1 << 20)
         assert self.links.wait_s is None
+        self.link(LINK)
+
+    def link(self, number: int) -> None:
+        """The S-worker wants one."""
+        link = Link(S_WORKER, HOLDER, self.books, "r1", "r2", 1 << 20, number, TIMEOUT_S)
         self.links.obey(link)
 
     def connect(self, address: str) -> NeighbourConnection:
         assert address == "r1"
         here, self.neighbour = connect(InprocHub(), "the owner", InprocHub(), "R-worker r1")
+        here.is_reached = self.is_reached
         return here
 
     def expect(self, address: str) -> None:
@@ -83,12 +93,12 @@ def test_what_cannot_be_read_costs_the_replica_alone(error: Exception) -> None:
     pair = Pair(error)
     assert (pair.links.wait_s, pair.told) == (LOOK_S, []), "it waits to be welcomed"
     pair.welcome()
-    assert pair.told == [(S_WORKER, Replicated(HOLDER, 0, NO_STEP))]
+    assert pair.told == [(S_WORKER, Replicated(HOLDER, 0, NO_STEP, LINK))]
     pair.decode()
     assert (pair.links.wait_s, len(pair.told)) == (0, 1)
     pair.links.work()
     reason = error.message if isinstance(error, FastDecodeError) else f"MemoryError: {error}"
-    assert pair.told[1:] == [(S_WORKER, Unprotected(HOLDER, reason))]
+    assert pair.told[1:] == [(S_WORKER, Unprotected(HOLDER, reason, LINK))]
     pair.links.obey(EndStep(HOLDER, 0, 1))
     pair.links.work()
     assert (pair.links.wait_s, len(pair.told)) == (None, 2)
@@ -109,3 +119,40 @@ def test_a_link_at_rest_looks_now_and_then_whether_the_neighbour_is_there() -> N
     pair.neighbour.close()
     pair.links.work()
     assert isinstance(pair.told[-1][1], Unprotected)
+
+
+@pytest.mark.parametrize(
+    ("is_reached", "after_s", "reason"),
+    [(False, REACH_S, "can't be reached from its neighbour"), (True, TIMEOUT_S, "made room")],
+)
+def test_a_neighbour_that_says_nothing_is_told_by_name(
+    is_reached: bool, after_s: float, reason: str
+) -> None:
+    pair = Pair(ProtocolError("no"))
+    pair.is_reached = is_reached
+    pair.link(LINK + 1)
+    pair.now_s = after_s
+    pair.links.work()
+    assert not pair.told
+    pair.now_s += 0.1
+    pair.links.work()
+    ((to, news),) = pair.told
+    assert to == S_WORKER and isinstance(news, Unprotected) and news.link == LINK + 1
+    assert news.reason.startswith("R-worker r1 ") and reason in news.reason
+
+
+def test_a_link_of_the_same_number_goes_on_or_stays_over() -> None:
+    pair = Pair(ProtocolError("no"))
+    pair.welcome()
+    first = pair.neighbour
+    pair.link(LINK)
+    assert pair.neighbour is first
+    assert first is not None
+    first.close()
+    pair.links.work()
+    pair.link(LINK)
+    assert pair.links.wait_s is None and len(pair.told) == 2
+    pair.link(LINK + 1)
+    assert pair.neighbour is not first
+    pair.welcome()
+    assert pair.told[2:] == [(S_WORKER, Replicated(HOLDER, 0, NO_STEP, LINK + 1))]

@@ -222,7 +222,7 @@ class MirrorMachine(RuleBasedStateMachine):
 
     # The link.
 
-    @precondition(lambda self: self.mirror is None and not self.open_steps)
+    @precondition(lambda self: self.mirror is None)
     @rule()
     def connect_late(self) -> None:
         self.connect()

@@ -10,9 +10,10 @@ import pytest
 from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
 
 from fastdecode.core.errors import ProtocolError
+from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.chunks import ChunkForm, ChunkStored, StoreChunk
-from fastdecode.wire.kv.replicating import Replicate
-from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
+from fastdecode.wire.kv.replicating import Dropped, Replicate
+from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -170,9 +171,6 @@ def test_an_s_worker_rolls_its_own_cache_back(peers: Peers) -> None:
     for layer in range(NUM_LAYERS):
         peers.say(S_WORKER, attend(begin, layer))
     peers.say(S_WORKER, step_of((1, 4, 1), (2, 0, 2), step=1))
-    peers.say(
-        S_WORKER, expectation({1: 1}) if False else step_of((3, 0, 1), lane=1)
-    ) if False else None
     assert counts(peers.from_peer(S_WORKER, take((1, 4), (2, 9), holder=1))) == [4, 0]
     again = step_of((1, 4, 1), (2, 0, 2), step=2)
     peers.say(S_WORKER, again)
@@ -181,7 +179,7 @@ def test_an_s_worker_rolls_its_own_cache_back(peers: Peers) -> None:
 
 def test_a_cache_with_a_replica_is_not_rolled_back_behind_its_back(peers: Peers) -> None:
     peers.from_peer(S_WORKER, OpenSequence(1, 10))
-    peers.say(S_WORKER, Replicate("r1", "", 1 << 20, holder=1))
+    peers.say(S_WORKER, Replicate("r1", "", 1 << 20, 1, 60.0, holder=1))
     failed = peers.from_peer(S_WORKER, take((1, 4), holder=1))
     assert isinstance(failed, Failed) and "has a replica" in failed.message
 
@@ -289,3 +287,25 @@ def test_what_nobody_could_answer_is_noticed() -> None:
     stored.check(ChunkStored(8))
     with pytest.raises(ProtocolError, match="for 7 bytes, where 8 came"):
         stored.check(ChunkStored(7))
+
+
+def test_a_replica_is_dropped_with_whoever_kept_it_up_to_date(peers: Peers) -> None:
+    gone = peers.say(S_WORKER, DropCache(SESSION, 0, 1))
+    assert gone == (Drop(HolderId(0)), HangUp(NEIGHBOUR), Send(S_WORKER, Dropped(1, 0)))
+    assert peers.say(S_WORKER, DropCache(SESSION, 0, 1)) == (Send(S_WORKER, Dropped(1, 0)),)
+    peers.gone(NEIGHBOUR)
+    assert isinstance(peers.from_peer(STRANGER, REPLICA), Welcome), "its memory is free"
+
+
+def test_a_cache_that_was_taken_over_is_dropped_when_nothing_is_left_of_it(peers: Peers) -> None:
+    peers.gone(NEIGHBOUR)
+    assert counts(peers.from_peer(S_WORKER, take((2, 9)))) != []
+    assert peers.say(S_WORKER, DropCache(SESSION, 0, 1))[0] == Drop(HolderId(0))
+    assert isinstance(peers.from_peer(S_WORKER, OpenSequence(9, 4)), Accepted)
+
+
+@pytest.mark.parametrize("session", [SESSION + 1, 0, -1])
+def test_nobody_drops_the_cache_of_another_session(peers: Peers, session: int) -> None:
+    failed = peers.from_peer(S_WORKER, DropCache(session, 0, 1))
+    assert isinstance(failed, Failed)
+    assert isinstance(peers.from_peer(NEIGHBOUR, OpenSequence(9, 4)), Accepted)

@@ -151,7 +151,7 @@ def test_what_befalls_a_sequence_in_flight_is_carried_out_at_the_end_of_its_step
         assert isinstance(x, Open)
         tell(life, Opened(x.part.part_id))
     (run,) = tell(life, LaneReady(0))
-    assert tell(life, Lost(HolderId(1))) == [] and life.num_recomputed == 1
+    assert tell(life, Lost(HolderId(1))) == [] and life.endings.num_recomputed == 1
     assert life.lives.is_on(HolderId(1)), "nobody may come in its place yet"
     assert tell(life, Cancelled("long")) == []
     assert end(life, run) == [Close(opened[0].part)]  # type: ignore[union-attr]
@@ -241,7 +241,7 @@ def test_a_doubted_sequence_starts_again_from_its_first_token_beside_no_sibling(
     assert tell(life, StepDone(1, (Drawn(second, is_doubted=True),))) == [Close(fork.part)]
     assert (second.is_checked, second.num_cached) == (True, 0)
     assert life.lives.status(second.sequence_id) is Status.INTERRUPTED
-    assert life.num_recomputed == 1
+    assert life.endings.num_recomputed == 1
     (again,) = tell(life, LaneIdle(1))
     assert isinstance(again, Open)
 

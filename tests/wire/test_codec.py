@@ -33,8 +33,8 @@ from fastdecode.wire.kv.chunks import (
     StoreChunk,
 )
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
-from fastdecode.wire.kv.replicating import Replicate, Replicated, Unprotected
-from fastdecode.wire.kv.taking_over import TakenOver, TakeOver, TruncateSequence
+from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated, Unprotected
+from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     OPCODES,
     Accepted,
@@ -166,9 +166,11 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     Attend: attends(),
     TruncateSequence: st.builds(TruncateSequence, INTS, INTS),
     TakeOver: st.builds(TakeOver, INTS, arrays_of(np.int64, (3,)), arrays_of(np.int32, (3,)), INTS),
-    Replicate: st.builds(Replicate, TEXTS, TEXTS, INTS, INTS),
-    Replicated: st.builds(Replicated, INTS, INTS, INTS),
-    Unprotected: st.builds(Unprotected, INTS, TEXTS),
+    DropCache: st.builds(DropCache, INTS, INTS, INTS),
+    Replicate: st.builds(Replicate, TEXTS, TEXTS, INTS, INTS, FLOATS, INTS),
+    Replicated: st.builds(Replicated, INTS, INTS, INTS, INTS),
+    Unprotected: st.builds(Unprotected, INTS, TEXTS, INTS),
+    Dropped: st.builds(Dropped, INTS, INTS),
     TakenOver: st.builds(TakenOver, arrays_of(np.int32, (2,))),
     ExpectTokens: st.builds(
         ExpectTokens, arrays_of(np.int64, (3,)), arrays_of(np.int32, (3,)), INTS
@@ -215,13 +217,13 @@ def unhex(text: str) -> bytes:
 
 
 def test_golden_bytes_of_a_message_without_fields() -> None:
-    head = unhex("46445750 0500 07 00 05000000 1c000000 0000000000000000")
+    head = unhex("46445750 0600 07 00 05000000 1c000000 0000000000000000")
     assert in_one_piece(Shutdown(), epoch=5).tobytes() == with_crc(head)
 
 
 def test_golden_bytes_of_numbers_before_text() -> None:
     head = unhex(
-        "46445750 0500 41 00 00000000 3b000000 0000000000000000"  # header: Welcome, 59 bytes
+        "46445750 0600 41 00 00000000 3b000000 0000000000000000"  # header: Welcome, 59 bytes
         "6400000000000000 2000000000000000 0800000000000000"  # num_blocks, block_size, num_threads
         "03000000 72c3a9"  # worker
     )
@@ -232,7 +234,7 @@ def test_golden_bytes_of_arrays() -> None:
     o = np.arange(4, dtype=np.uint16).reshape(1, 2, 2)
     lse = np.array([[1.0, -2.0]], np.float32)
     head = unhex(
-        "46445750 0500 44 00 07000000"  # header: AttendResult, epoch 7
+        "46445750 0600 44 00 07000000"  # header: AttendResult, epoch 7
         "58000000 4800000000000000"  # 88 + 72 bytes
         "02000000 01000000 02000000 02000000"  # o: uint16 [1, 2, 2]
         "01000000 01000000 02000000"  # lse: float32 [1, 2]
@@ -254,7 +256,7 @@ def test_golden_bytes_of_a_step() -> None:
         np.array([5], np.int32),
     )
     head = unhex(
-        "46445750 0500 05 00 00000000"  # header: BeginStep
+        "46445750 0600 05 00 00000000"  # header: BeginStep
         "65000000 4401000000000000"  # 101 + 324 bytes
         "04000000 01000000"  # sequence_ids: int64 [1]
         "03000000 01000000 03000000 01000000 03000000 01000000"  # int32 [1] each
@@ -275,7 +277,7 @@ def test_golden_bytes_of_nested_fields() -> None:
         num_q_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, logit_softcap=30.0
     )
     head = unhex(
-        "46445750 0500 01 00 00000000 95000000 0000000000000000"  # header: Hello
+        "46445750 0600 01 00 00000000 95000000 0000000000000000"  # header: Hello
         "0100000000000000 0000000000000000"  # protocol_version, holder
         "0000000000000000 0000000000000000"  # max_blocks, session
         "03000000 616263"  # model_hash

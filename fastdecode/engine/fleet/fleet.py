@@ -3,7 +3,7 @@ asked and answers.
 
 The engine talks to **holders**, which are caches. The fleet knows the **peer**
 that keeps each: a process at the end of one connection. At first every peer
-keeps one; it may take over others' (``move``).
+keeps one; it may take over others' (``keepers``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.keepers import Keepers
 from fastdecode.engine.fleet.peers import Peers, RConnection, RHub
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.messages import Answer, Hello, ToRWorker, Welcome
@@ -33,7 +34,7 @@ class Fleet:
 
     With a peer (``fastdecode.engine.fleet.peers``) all its holders are lost.
     What is sent to a lost holder goes nowhere. It never comes back, though
-    another peer may take its place (``revive``, ``move``).
+    another peer may take its place (``revive``, ``keepers.move``).
 
     Args:
         hub: one connection an R-worker; at first a holder's number is its
@@ -59,17 +60,21 @@ class Fleet:
         device: RConnection | None = None,
     ) -> None:
         self._peers = Peers(hub, Deadlines(timeout_s, silence_s, clock), absent or {}, device)
-        self._peer_of = {HolderId(index): index for index in range(len(self._peers))}
-        self._has_moved = False  # a peer may keep several holders
+        self.keepers = Keepers(len(self._peers))
+        """Which peer keeps which holder."""
 
     def __len__(self) -> int:
-        return len(self._peer_of)
+        return len(self.keepers)
 
     @property
     def lost(self) -> dict[HolderId, WorkerError]:
         """The holders that are lost, and why."""
         lost = self._peers.lost
-        return {holder: lost[index] for holder, index in self._peer_of.items() if index in lost}
+        return {
+            holder: lost[self.keepers[holder]]
+            for holder in self.keepers
+            if self.keepers[holder] in lost
+        }
 
     @property
     def is_owed(self) -> bool:
@@ -89,20 +94,19 @@ class Fleet:
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
         """The losses of which nobody has been told yet, in their order. Each is told once."""
         losses = [
-            (holder, self._peers.lost[lost])
-            for lost in self._peers.take_losses()
-            for holder, index in self._peer_of.items()
-            if index == lost
+            (holder, self._peers.lost[index])
+            for index in self._peers.take_losses()
+            for holder in self.keepers.kept_by(index)
         ]
         for holder, _ in losses:
-            self._peer_of[holder] = holder  # where another may come in its place
+            self.keepers.give_back(holder)  # another may come in its first R-worker's place
         return losses
 
     def take_told(self) -> list[ReplicationNews]:
         """What R-workers have said unasked of replicas. Told once."""
         told = []
         for index, news in self._peers.take_told():
-            if self._peer_of.get(HolderId(news.holder)) == index:
+            if self.keepers.keeps(index, news.holder):
                 told.append(news)
             else:
                 text = f"{self._peers.name(index)} speaks of holder {news.holder}, which isn't its"
@@ -111,14 +115,14 @@ class Fleet:
 
     def peer(self, holder: HolderId) -> str:
         """What the R-worker that keeps a holder is called."""
-        return self._peers.name(self._peer_of[holder])
+        return self._peers.name(self.keepers[holder])
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
         """Send, or do nothing if the holder is lost (finding that out may be this call's doing)."""
-        index = self._peer_of[holder]
+        index = self.keepers[holder]
         if index in self._peers.lost:
             return
-        if self._has_moved or isinstance(message, Hello):
+        if self.keepers.has_moved or isinstance(message, Hello):
             message = message.for_holder(holder)
         self._peers.send(index, message, holder)
 
@@ -149,54 +153,48 @@ class Fleet:
             ConfigError: an R-worker hasn't the memory for one KV block, or
                 can't hold such a cache.
         """
-        usual = self._peers.deadlines
-        self._peers.deadlines = usual.while_greeting()
+        owed = self._peers.owed
+        usual = owed.deadlines
+        owed.deadlines = usual.while_greeting()
         try:
-            return self._greet(hello, max_blocks)
+            for holder in self.keepers:
+                most = (max_blocks or {}).get(holder, hello.max_blocks)
+                self.send(holder, replace(hello, max_blocks=most))
+            welcomes = _welcomed(self, hello)
         finally:
-            self._peers.deadlines = usual
+            owed.deadlines = usual
+        return {holder: welcomes[holder] for holder in welcomes if holder not in self.lost}
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
         """Give up the R-worker that keeps a holder."""
-        self._peers.lose(self._peer_of[holder], error)
+        self._peers.lose(self.keepers[holder], error)
 
     def revive(self, holder: HolderId) -> None:
         """The hub has another connection in the place of a lost peer's: whoever
         is there has said ``Welcome``."""
-        self._peers.revive(self._peer_of[holder])
+        self._peers.revive(self.keepers[holder])
 
-    def move(self, holder: HolderId, to: HolderId) -> None:
-        """From now on the R-worker that keeps ``to`` keeps a lost holder, too:
-        it has a cache under that name."""
-        assert holder in self.lost and to not in self.lost
-        self._peer_of[holder] = self._peer_of[to]
-        self._has_moved = True
 
-    def give_back(self, holder: HolderId) -> None:
-        """A holder that was taken over has nothing left: it is lost, and another
-        may come in the place of whoever kept it first."""
-        assert self._peer_of[holder] != holder
-        self._peer_of[holder] = holder
+def _welcomed(fleet: Fleet, hello: Hello) -> dict[HolderId, Welcome]:
+    """What is answered to ``hello``, which all were told.
 
-    def _greet(
-        self, hello: Hello, max_blocks: Mapping[HolderId, int] | None
-    ) -> dict[HolderId, Welcome]:
-        for holder in self._peer_of:
-            most = (max_blocks or {}).get(holder, hello.max_blocks)
-            self.send(holder, replace(hello, max_blocks=most))
-        welcomes: dict[HolderId, Welcome] = {}
-        while self._peers.is_owed:
-            received = self.receive()
-            for error in self._peers.lost.values():
-                if error.code in (CapacityError.default_code, ConfigError.default_code):
-                    raise ConfigError(error.message, code=error.code)
-            if received is not None:
-                holder, welcome = received
-                assert isinstance(welcome, Welcome), "nothing else was asked"
-                try:
-                    hello.check(welcome)
-                except ProtocolError as lie:
-                    self.lose(holder, ProtocolError(f"{self.peer(holder)} {lie.message}"))
-                else:
-                    welcomes[holder] = welcome
-        return {holder: welcome for holder, welcome in welcomes.items() if holder not in self.lost}
+    Raises:
+        ConfigError: see ``Fleet.greet``.
+    """
+    welcomes: dict[HolderId, Welcome] = {}
+    while fleet.is_owed:
+        received = fleet.receive()
+        for error in fleet.gone.values():
+            if error.code in (CapacityError.default_code, ConfigError.default_code):
+                raise ConfigError(error.message, code=error.code)
+        if received is None:
+            continue
+        holder, welcome = received
+        assert isinstance(welcome, Welcome), "nothing else was asked"
+        try:
+            hello.check(welcome)
+        except ProtocolError as lie:
+            fleet.lose(holder, ProtocolError(f"{fleet.peer(holder)} {lie.message}"))
+        else:
+            welcomes[holder] = welcome
+    return welcomes

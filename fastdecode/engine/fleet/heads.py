@@ -345,6 +345,10 @@ class Resharing:
     def _num_left(self) -> int:
         return len(self._hub.parts.connections) - len(self._hub.dead)
 
+    def limit(self, num_blocks: Mapping[int, int]) -> None:
+        """See ``Replacements``."""
+        raise AssertionError("where heads are shared out there are no replicas")
+
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
         """See ``Replacements``. They may take long to answer: they may have to
         compile kernels for other numbers of heads."""

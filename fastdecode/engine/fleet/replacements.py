@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from fastdecode.core.clock import Clock
@@ -49,9 +49,14 @@ class AddressReplacements:
         self._hello = hello
         self.timeout_s = timeout_s
         self._clock = clock
+        self._most_blocks: Mapping[int, int] = {}
         self._candidates: dict[int, _Candidate] = {}
         self._not_before: dict[int, float] = {}
         self._welcomes: dict[int, Welcome] = {}
+
+    def limit(self, num_blocks: Mapping[int, int]) -> None:
+        """See ``Replacements``."""
+        self._most_blocks = num_blocks
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
         """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
@@ -84,7 +89,8 @@ class AddressReplacements:
         try:
             connection.check()
             if connection.is_reached and not candidate.is_greeted:
-                connection.send(replace(self._hello, holder=worker))
+                most = self._most_blocks.get(worker, self._hello.max_blocks)
+                connection.send(replace(self._hello, holder=worker, max_blocks=most))
                 candidate.is_greeted = True
             answer = connection.poll()
             if isinstance(answer, Welcome):

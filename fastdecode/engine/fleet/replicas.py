@@ -4,7 +4,8 @@ on with, and how a neighbour takes a lost R-worker's place.
 R-workers form a ring (``fastdecode.schedule.ring``). Each keeps a replica of
 the one before it, and is told its tokens by that one itself, never by the
 S-worker. When one is lost, its neighbour has its cache, and acts for it from
-then on. Neither that cache nor the one before it has a second copy any more.
+then on. Neither that cache nor the one before it has a second copy from then on,
+until the ring is closed again: when nothing is left of what was taken over.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.ring import LinkOptions, Ring
 from fastdecode.schedule.life import events
-from fastdecode.schedule.ring import RecoveryPlan, ResumePoint, num_offered, plan_recovery
-from fastdecode.wire.kv.replicating import NO_STEP, Replicate, Replicated
+from fastdecode.schedule.ring import ResumePoint, num_offered
 from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
-from fastdecode.wire.messages import MAX_ID, MAX_LANES, Hello, Welcome
+from fastdecode.wire.messages import MAX_ID, Hello, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,22 @@ class ReplicaFigures:
     failovers: list[Failover] = field(default_factory=list)
     num_recomputed_holders: int = 0
     """Lost R-workers of which there was no replica, or not any more."""
+    num_rings: int = 0
+    """How often the ring was closed again, without a lost one or with one that came."""
     unprotected_s: float = 0.0
-    """In which some R-worker that isn't lost had no replica."""
+    """In which some R-worker had no replica."""
+    lags: Counter[int] = field(default_factory=Counter)
+    """See ``Ring.lags``."""
+
+    def lag(self, percent: float) -> int | None:
+        """Steps that had begun since the one that a neighbour has, in so many of
+        a hundred times at most; None: nothing was ever said."""
+        left = percent / 100 * self.lags.total()
+        for lag, count in sorted(self.lags.items()):
+            left -= count
+            if left <= 0:
+                return lag
+        return None
 
 
 def new_session() -> int:
@@ -66,8 +81,7 @@ def replicate(
     fleet: Fleet,
     hello: Hello,
     welcomes: Mapping[HolderId, Welcome],
-    addresses: Sequence[str],
-    link_bytes: int,
+    options: LinkOptions,
     clock: Clock = time.monotonic,
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
     """Have every R-worker that is there offer half of its KV blocks, and keep a
@@ -76,7 +90,8 @@ def replicate(
     Args:
         hello: what all were greeted with.
         welcomes: what they said.
-        addresses, link_bytes, clock: see ``Replicas``.
+        options: of the links.
+        clock: seconds.
 
     Raises:
         ConfigError: there is to be a single one, or one hasn't the memory.
@@ -86,9 +101,22 @@ def replicate(
     if len(there) > 1 or len(fleet) == 1:  # else all others are lost, and it goes on alone
         offered = num_offered([welcomes[holder].num_blocks for holder in there])
         again = fleet.greet(hello, dict(zip(there, offered, strict=True)))
-    replicas = Replicas(fleet, sorted(again), addresses, link_bytes, hello.session, clock)
-    replicas.begin()
+    replicas = Replicas(fleet, options, clock)
+    replicas.begin(sorted(again))
     return again, replicas
+
+
+def limits(welcomes: Mapping[HolderId, Welcome], num_holders: int) -> dict[int, int]:
+    """The KV blocks that each R-worker may offer when it comes later: as many as
+    the one in whose place it is did, or else as any; of none there is nothing to
+    go by."""
+    if not welcomes:
+        return {}
+    least = min(welcome.num_blocks for welcome in welcomes.values())
+    return {
+        index: welcomes[holder].num_blocks if (holder := HolderId(index)) in welcomes else least
+        for index in range(num_holders)
+    }
 
 
 class Replicas:
@@ -96,90 +124,70 @@ class Replicas:
 
     Args:
         fleet: the holders.
-        ring: those that are there; the next of each keeps its replica.
-        addresses: what R-workers call each other, by holder.
-        link_bytes: that a link may have under way unanswered.
-        session: secret of this run, in which holders were greeted.
+        options: of the links.
         clock: seconds.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        ring: Sequence[HolderId],
-        addresses: Sequence[str],
-        link_bytes: int,
-        session: int,
-        clock: Clock = time.monotonic,
-    ) -> None:
+    def __init__(self, fleet: Fleet, options: LinkOptions, clock: Clock = time.monotonic) -> None:
         self._fleet = fleet
-        self._ring = tuple(ring)
-        self._addresses = addresses
-        self._link_bytes = link_bytes
-        self._session = session
+        self._session = options.session
         self._clock = clock
-        self._starting = set(ring)  # those of whose replica nobody has heard yet
-        self._without: set[HolderId] = set()  # those that have none, or not any more
-        self._unprotected_since_s: float | None = None
-        self._held: dict[HolderId, dict[int, int]] = {}  # what each one's neighbour has: lane, step
+        self._ring = Ring(fleet, options, clock)
+        self._is_broken = False  # somebody has left the ring, or come
         self._failing: dict[HolderId, Failover] = {}
         self._asked: dict[HolderId, TakeOver] = {}
-        self.figures = ReplicaFigures()
+        self.adopted: set[HolderId] = set()
+        """Lost holders that neighbours go on for."""
+        self.figures = ReplicaFigures(lags=self._ring.lags)
         """What has become of them so far."""
 
-    def begin(self) -> None:
-        """Have every R-worker keep its neighbour up to date."""
-        if len(self._ring) < 2:
-            logger.warning("no replicas: all R-workers but one are lost")
-            self._lack(set(self._ring))
-            return
-        for holder in self._ring:
-            keeper, guest = (self._addresses[self._beside(holder, step)] for step in (1, -1))
-            self._fleet.send(holder, Replicate(keeper, guest, self._link_bytes))
-        self._count_unprotected()
+    def begin(self, holders: Sequence[HolderId]) -> None:
+        """Have every R-worker that is there keep its neighbour up to date."""
+        self._ring.close(holders)
 
-    def take_news(self) -> None:
-        """Take in what R-workers have said of their replicas."""
-        self._count_unprotected()
+    def take_news(self, last_step: int) -> None:
+        """Take in what R-workers have said of their replicas. ``last_step``:
+        that has begun."""
         for news in self._fleet.take_told():
-            holder = HolderId(news.holder)
-            if isinstance(news, Replicated):
-                self._take_held(holder, news)
-            else:
-                name = self._fleet.peer(holder)
-                logger.warning("%s has no replica any more: %s", name, news.reason)
-                self._lack({holder})
+            self._ring.take(news, last_step)
+        self._ring.count()
+        self.figures.unprotected_s = self._ring.unprotected_s
 
-    def lose(self, holder: HolderId) -> bool:
-        """A holder is lost. Whether its neighbour can go on for it."""
-        if holder not in self._ring or len(self._ring) < 2:
-            return False
-        plan = self._plan(holder)
-        before = self._beside(holder, -1)
-        self._lack({holder, before})
-        if before not in self._fleet.lost:
-            self._fleet.send(before, Replicate("", "", self._link_bytes))
-        if HolderId(self._ring.index(holder)) not in plan.adopted:
+    def lose(self, holder: HolderId, *, is_used: bool) -> bool:
+        """A holder is lost, which sequences are on, or not (``is_used``).
+        Whether its neighbour can go on for it."""
+        self._is_broken = True
+        self._failing.pop(holder, None)
+        self._asked.pop(holder, None)
+        was_adopted = holder in self.adopted
+        self.adopted.discard(holder)
+        plan = self._ring.plan(holder)
+        self._ring.lose(holder)
+        if is_used and plan is not None and not was_adopted:
+            names = self._fleet.peer(holder), self._fleet.peer(self._ring.beside(holder, 1))
+            self._failing[holder] = Failover(*names, plan.resume, self._clock())
+            return True
+        self._ring.forget(holder)
+        if is_used:
             self.figures.num_recomputed_holders += 1
             logger.warning("no replica of %s: recomputed", self._fleet.peer(holder))
-            return False
-        names = self._fleet.peer(holder), self._fleet.peer(self._beside(holder, 1))
-        self._failing[holder] = Failover(*names, plan.resume, self._clock())
-        return True
+        return False
 
     def take_over(self, order: events.TakeOver) -> bool:
         """Have the neighbour go on for a lost holder. Whether it is there."""
         holder = order.holder
-        keeper = self._beside(holder, 1)
+        keeper = self._ring.beside(holder, 1)
         failover = self._failing[holder]
         failover.drain_s = self._clock() - failover.noticed_s
         if keeper in self._fleet.lost:
+            del self._failing[holder]
             self.figures.num_recomputed_holders += 1
             return False
         ids = np.array([part.part_id for part in order.parts], np.int64)
         counts = np.array(order.num_tokens, np.int32)
         message = self._asked[holder] = TakeOver(self._session, ids, counts)
-        self._fleet.move(holder, keeper)
+        self.adopted.add(holder)
+        self._fleet.keepers.move(holder, keeper)
         self._fleet.send(holder, message)
         return True
 
@@ -189,7 +197,7 @@ class Replicas:
         Raises:
             ProtocolError: that can't be.
         """
-        self._asked[holder].check(answer)
+        self._asked.pop(holder).check(answer)
         failover = self._failing.pop(holder)
         since_s = failover.noticed_s + failover.drain_s
         failover.resume_s = self._clock() - since_s
@@ -200,37 +208,26 @@ class Replicas:
         found = answer.num_tokens.tolist()
         return events.TakenOver(holder, tuple(None if x == MISSING else x for x in found))
 
-    def _beside(self, holder: HolderId, step: int) -> HolderId:
-        """Who keeps a holder's replica (1), or whose is kept there (-1)."""
-        return self._ring[(self._ring.index(holder) + step) % len(self._ring)]
+    def emptied(self, holder: HolderId) -> None:
+        """Nothing is left of what was taken over."""
+        self.adopted.remove(holder)
+        self._ring.forget(holder)
+        self._fleet.keepers.give_back(holder)
 
-    def _take_held(self, holder: HolderId, news: Replicated) -> None:
-        """So far its neighbour has its cache."""
-        if not (0 <= news.lane < MAX_LANES and NO_STEP <= news.step <= MAX_ID):
-            text = f"{self._fleet.peer(holder)} speaks of step {news.step} of lane {news.lane}"
-            self._fleet.lose(holder, ProtocolError(text))
+    def joined(self) -> None:
+        """An R-worker has come in the place of a lost one."""
+        self._is_broken = True
+
+    def mend(self) -> None:
+        """Close the ring again over those that are there, once no neighbour has
+        anything of a lost one."""
+        if not self._is_broken or self._failing or self.adopted:
             return
-        self._held.setdefault(holder, {})[news.lane] = news.step
-        if holder in self._starting:
-            self._starting.remove(holder)
-            self._count_unprotected()
-
-    def _plan(self, holder: HolderId) -> RecoveryPlan:
-        """What becomes of the holders that are lost, by their places in the ring."""
-        bare = self._without | self._starting
-        lost, acked = self._fleet.lost, self._held.get(holder, {})
-        lanes = [acked.get(lane, -1) for lane in range(1 + max(acked, default=0))]
-        failed = [HolderId(place) for place, one in enumerate(self._ring) if one in lost]
-        without = [HolderId(place) for place, one in enumerate(self._ring) if one in bare]
-        return plan_recovery(len(self._ring), failed, lanes, without)
-
-    def _lack(self, holders: set[HolderId]) -> None:
-        """These have no replica any more."""
-        self._without |= holders
-        self._count_unprotected()
-
-    def _count_unprotected(self) -> None:
-        now = self._clock()
-        if self._unprotected_since_s is not None:
-            self.figures.unprotected_s += now - self._unprotected_since_s
-        self._unprotected_since_s = now if self._without | self._starting else None
+        lost = self._fleet.lost
+        there = [one for one in self._fleet.keepers if one not in lost]
+        if there and self._ring.make_way(there):
+            self._is_broken = False
+            self.figures.num_rings += 1
+            self._ring.close(there)
+            if len(there) > 1:
+                logger.warning("the ring of replicas is closed over %d R-workers", len(there))

@@ -44,6 +44,10 @@ class Replacements(Protocol):
         """How long to go on looking when all are lost. Infinite: whoever may
         come is sure to answer, or to be lost, too."""
 
+    def limit(self, num_blocks: Mapping[int, int]) -> None:
+        """From now on those that come in a lost one's place offer so many KV
+        blocks, at most."""
+
     def look(self, lost: Collection[int]) -> Mapping[int, Welcome]:
         """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
 

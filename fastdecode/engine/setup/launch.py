@@ -23,7 +23,8 @@ from fastdecode.engine.executor import Watch
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.heads import share_out_heads
-from fastdecode.engine.fleet.replicas import new_session, replicate
+from fastdecode.engine.fleet.replicas import limits, new_session, replicate
+from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.fleet.workers import (
     REACH_TIMEOUT_S,
     Reached,
@@ -137,9 +138,12 @@ class RunningEngine:
         replicas = None
         if session:
             num_blocks = sum(welcome.num_blocks for welcome in welcomes.values())
-            welcomes, replicas = replicate(
-                self._fleet, hello, welcomes, workers.addresses, cluster.link_bytes
+            options = LinkOptions(
+                workers.addresses, cluster.link_bytes, cluster.worker_timeout_s, session
             )
+            welcomes, replicas = replicate(self._fleet, hello, welcomes, options)
+            if replacements is not None:
+                replacements.limit(limits(welcomes, len(self._fleet)))
             offered = sum(welcome.num_blocks for welcome in welcomes.values())
             tell(
                 f"replicas: sequences have {offered} of {num_blocks} KV blocks; each R-worker "

@@ -30,7 +30,7 @@ from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.kv.chunks import ExpectTokens, FetchChunk, StoreChunk
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.kv.replicating import Replicate
-from fastdecode.wire.kv.taking_over import TakeOver, TruncateSequence
+from fastdecode.wire.kv.taking_over import DropCache, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Attend,
     AttendResult,
@@ -129,6 +129,7 @@ class LocalConnection:
                 | FetchChunk()
                 | TruncateSequence()
                 | TakeOver()
+                | DropCache()
                 | Replicate()
             ):
                 raise AssertionError(f"{type(message).__name__} is for R-workers")

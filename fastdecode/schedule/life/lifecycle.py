@@ -13,9 +13,6 @@ instructions that follow from it, to be carried out in their order. A
 ``Lifecycle`` owns the scheduler, and it alone writes a sequence's tokens, how
 many of them are cached, and where.
 
-A token that is drawn may be **coming**: the sequence steps on with it before it
-is known here. If it turns out to be the last, that step was for nothing.
-
 A sequence is **at rest** when no step of it is in flight and all that was asked
 for it is answered. What befalls it before, its **fate**, is carried out then:
 only then is it known what has to be closed, and nobody writes to it any more.
@@ -26,20 +23,18 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from fastdecode.core.errors import CapacityError, FastDecodeError, WorkerError
+from fastdecode.core.errors import CapacityError, WorkerError
 from fastdecode.core.holders import HolderId, PartId
-from fastdecode.core.sequence import COMING, FinishReason, Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.adoption import Adoptions
+from fastdecode.schedule.life.coming import ComingTokens
+from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import (
     Came,
     Cancelled,
-    Close,
     Drawn,
     Event,
     Extend,
-    Fail,
-    Finish,
     Fork,
     Instruction,
     Interrupted,
@@ -77,19 +72,18 @@ class Lifecycle:
         self.scheduler = scheduler
         self.lives = Lives()
         self.grants = Grants()
-        self.num_recomputed = 0
-        """Sequences that had to start again: a holder was lost, or is doubted."""
         self.num_suspended = 0
         """Sequences whose blocks were taken back for others."""
         self.num_reused_tokens = 0
         """Tokens with which sequences started, since their KV blocks were kept."""
-        self.adoptions = Adoptions()
-        """Lost holders that are gone on with from replicas; meanwhile no step begins."""
-        self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._out: list[Instruction] = []
+        self.endings = Endings(scheduler, self.lives, self.grants, self._out)
+        """What becomes of sequences."""
+        self.adoptions = Adoptions(scheduler, self.lives, self.grants, self.endings, self._out)
+        """Lost holders that are gone on with from replicas; meanwhile no step begins."""
+        self._coming = ComingTokens(scheduler, self.lives, self.endings)
+        self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._cache = scheduler.ledger.cache
-        self._looks_for_room = False  # some that wait may fit nowhere any more
-        self._was_refused = False  # since then nothing was freed
 
     def handle(self, event: Event) -> list[Instruction]:
         """What is to be done now that this has happened.
@@ -102,9 +96,9 @@ class Lifecycle:
             case StepDone():
                 self._step_done(event.lane, event.drawn)
                 for sequence in event.coming:
-                    self._await(sequence)
+                    self._coming.expect(sequence)
             case Came():
-                self._came(event.drawn)
+                self._coming.take_awaited(event.drawn)
             case LaneIdle() | LaneReady() if self.adoptions:
                 pass  # no step begins
             case LaneIdle():
@@ -122,28 +116,30 @@ class Lifecycle:
             case Lost():
                 self._lost(event.holder)
             case Interrupted():
-                self._interrupted(event.holder)
+                self.endings.looks_for_room = True
+                self.adoptions.begin(event.holder)
             case TakenOver():
-                self._taken_over(event.holder, event.num_tokens)
+                self.adoptions.end(event.holder, event.num_tokens)
             case Joined():
                 self.scheduler.ledger.regain(event.holder, event.num_blocks)
             case Cancelled():
-                self._drop(event.request_id)
+                self.endings.drop(event.request_id)
             case Regrouped():
                 assert not self._flying
                 self.scheduler.regroup(event.num_lanes)
         if self.adoptions and not self._flying:
-            self._take_over()
+            self.adoptions.ask()
         self._out += self._cache.stock.take_orders()
-        instructions, self._out = self._out, []
+        instructions = self._out.copy()
+        self._out.clear()
         return instructions
 
     def _plan(self, lane: int) -> None:
-        if self._looks_for_room:
-            self._looks_for_room = False
+        if self.endings.looks_for_room:
+            self.endings.looks_for_room = False
             for request_id in _unplaceable(self.scheduler):
-                self._drop(request_id, WorkerError(_NO_ROOM))
-        plan = self.scheduler.plan(lane, may_start=not (self._was_refused and self._flying))
+                self.endings.drop(request_id, WorkerError(_NO_ROOM))
+        plan = self.scheduler.plan(lane, may_start=not (self.endings.was_refused and self._flying))
         # Before anything is closed, since it may be kept, and opened, since it
         # may need the room.
         self._out += self._cache.stock.take_orders()
@@ -151,7 +147,7 @@ class Lifecycle:
             life = self.lives.by_sequence[suspend.sequence.sequence_id]
             self.num_suspended += 1
             self.lives.tell(life, "suspended")
-            self._set_aside(life)
+            self.endings.set_aside(life)
         for grow in plan.grows:
             grow.sequence.residence = grow.residence
             part = grow.residence.parts[-1]
@@ -193,7 +189,7 @@ class Lifecycle:
     def _opened(self, part_id: PartId) -> None:
         life = self.grants.opened(part_id)
         if life.fate is not None:
-            self._settle(life)
+            self.endings.settle(life)
         elif not life.unanswered:
             life.status = Status.RUNNING
             self.scheduler.granted(life.sequence)
@@ -215,14 +211,14 @@ class Lifecycle:
             if event.code == CapacityError.default_code and not asked.is_alone:
                 logger.warning("%s: it waits", message)
                 self.lives.doom(life, Fate.REQUEUE)
-                self._was_refused = True
+                self.endings.was_refused = True
             else:
-                self._drop(request_id, CapacityError(message, code=event.code))
+                self.endings.drop(request_id, CapacityError(message, code=event.code))
                 return
-        self._settle(life)
+        self.endings.settle(life)
 
     def _step_done(self, lane: int, drawn: tuple[Drawn, ...]) -> None:
-        self._was_refused = False
+        self.endings.was_refused = False
         lives = self.lives
         del lives.flying[lane]
         chunks = self._flying.pop(lane)
@@ -235,163 +231,17 @@ class Lifecycle:
         if lives.num_fates:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
                 if life.fate is not None:
-                    self._settle(life)
-        for one in drawn:
-            found = lives.by_sequence.get(one.sequence.sequence_id)
-            if found is not None and found.fate is None:  # else a sibling failed in this very step
-                self._take_in(found, one)
-
-    def _await(self, sequence: Sequence) -> None:
-        """Its token is coming. After its last it doesn't step any more, and
-        nobody needs its cache."""
-        life = self.lives.by_sequence.get(sequence.sequence_id)
-        if life is None or life.fate is not None:
-            return
-        sequence.token_ids.append(COMING)
-        if len(sequence.token_ids) >= life.longest:
-            self.scheduler.finish(sequence)
-            self._set_aside(life)
-            life.status = Status.FINISHED
-
-    def _came(self, drawn: tuple[Drawn, ...]) -> None:
-        """Tokens are known of sequences that may have been interrupted since."""
-        for one in drawn:
-            if one.sequence.is_coming:
-                one.sequence.token_ids.pop()
-                life = self.lives.by_sequence.get(one.sequence.sequence_id)
-                if life is not None and life.fate is not Fate.DROP:
-                    self._take_in(life, one)
-
-    def _take_in(self, life: Life, drawn: Drawn) -> None:
-        """What was drawn for it is known."""
-        sequence = life.sequence
-        if drawn.is_doubted:
-            sequence.is_checked = True
-            self._recompute(life)
-        elif drawn.error is not None:
-            self._drop(sequence.request.request_id, drawn.error)
-        else:
-            sequence.token_ids.append(drawn.token_id)
-            if drawn.finish_reason is not None or len(sequence.token_ids) >= life.longest:
-                self._finish(life, drawn.finish_reason or "length")
-
-    def _interrupted(self, holder: HolderId) -> None:
-        self.scheduler.ledger.close(holder)
-        self._looks_for_room = True
-        self.adoptions.begin(holder)
-        for life in list(self.lives.by_sequence.values()):
-            residence = life.sequence.residence
-            if residence is None or not residence.is_on(holder):
-                continue
-            if not self.grants.forget_asked(life):
-                self.grants.lose(life, holder)
-                self._recompute(life)
-            elif life.fate is None:
-                self.lives.tell(life, f"holder {holder} is lost, and has a replica")
-                self.lives.doom(life, Fate.RESUME)
-            else:
-                self._settle(life)
-
-    def _take_over(self) -> None:
-        for order in self.adoptions.ask(self.lives.by_sequence.values()):
-            for life in self.lives.by_sequence.values():
-                for part in life.opened.values():
-                    if part in order.parts:
-                        self.grants.ask(life, part)
-            self._out.append(order)
-
-    def _taken_over(self, holder: HolderId, num_tokens: tuple[int | None, ...]) -> None:
-        for life, found in zip(self.adoptions.end(holder), num_tokens, strict=True):
-            for part_id in list(life.unanswered):
-                self.grants.opened(part_id)
-            if found is None:
-                self.grants.lose(life, holder)
-                if life.fate is Fate.RESUME:
-                    self.lives.doom(life, Fate.REQUEUE)
-                    self.num_recomputed += 1
-                self._settle(life)
-            elif life.fate is Fate.RESUME:
-                self._resume(life, found)
-            else:
-                self._settle(life)
-
-    def _resume(self, life: Life, num_tokens: int) -> None:
-        """A sequence goes on with so many tokens. Its room is asked for anew: the
-        replica needn't know of all that the lost holder had granted."""
-        sequence = life.sequence
-        self.lives.absolve(life)
-        self.adoptions.count(sequence.num_cached, num_tokens)
-        self.lives.tell(life, f"goes on with {num_tokens} of {sequence.num_cached} tokens")
-        self.lives.place(life, Status.RUNNING, num_tokens)
-        self.scheduler.rewind(sequence)
-        assert sequence.residence is not None
-        for part in sequence.residence.parts:
-            self.grants.ask(life, part)
-            self._out.append(Extend(part))
+                    self.endings.settle(life)
+        self._coming.take_drawn(drawn)
 
     def _lost(self, holder: HolderId) -> None:
         self.adoptions.give_up(holder)
         self.scheduler.ledger.lose(holder)
-        self._looks_for_room = True
+        self.endings.looks_for_room = True
         for life in list(self.lives.by_sequence.values()):
             if self.grants.lose(life, holder):
                 self.lives.tell(life, f"lost what holder {holder} had")
-                self._recompute(life)
-
-    def _recompute(self, life: Life) -> None:
-        if life.fate in (None, Fate.RESUME):
-            self.lives.doom(life, Fate.REQUEUE)
-            self.num_recomputed += 1
-        self._settle(life)
-
-    def _finish(self, life: Life, reason: FinishReason) -> None:
-        self._cache.answered(life.sequence)
-        request_id = life.sequence.request.request_id
-        siblings = self.lives.by_request[request_id]
-        siblings.remove(life)
-        if not siblings:
-            del self.lives.by_request[request_id]
-        self.lives.tell(life, f"finished: {reason}")
-        self._out.append(Finish(life.sequence, reason))
-        self.lives.doom(life, Fate.DROP)
-        self._settle(life)
-
-    def _drop(self, request_id: str, error: FastDecodeError | None = None) -> None:
-        """A request ends before its time, all of its sequences with it. None:
-        nobody wants to know."""
-        if error is not None:
-            self._out.append(Fail(request_id, error))
-        for life in self.lives.by_request.pop(request_id):
-            self.lives.tell(life, "cancelled" if error is None else f"failed: {error}")
-            self.lives.doom(life, Fate.DROP)
-            self._settle(life)
-
-    def _settle(self, life: Life) -> None:
-        """Carry out what becomes of a sequence, once it is at rest."""
-        if life.fate is Fate.RESUME or not self.lives.is_at_rest(life):
-            return
-        is_closed = life.status is Status.FINISHED
-        if life.fate is Fate.DROP:
-            if not is_closed:
-                self.scheduler.finish(life.sequence)
-                self._set_aside(life)
-            self.lives.absolve(life)
-            life.status = Status.FINISHED
-            del self.lives.by_sequence[life.sequence.sequence_id]
-        else:
-            self.scheduler.requeue(life.sequence, was_over=is_closed)
-            self._set_aside(life)
-            self.lives.absolve(life)
-            self._looks_for_room = True
-
-    def _set_aside(self, life: Life) -> None:
-        """Close what is open of a sequence, which waits again, or is over."""
-        self._out += self._cache.stock.take_orders()  # of blocks that are still open
-        for part in self.grants.close(life):
-            self._out.append(Close(part, self._cache.stock.take_tail(part.part_id)))
-            self._was_refused = False
-        self.lives.place(life, Status.INTERRUPTED, 0)
-        life.sequence.residence = None
+                self.endings.recompute(life)
 
     def check_invariants(self) -> None:
         """Recount everything."""

@@ -8,6 +8,7 @@ message             direction  meaning, and the answer
 ``Replicated``      R → S      unasked: the neighbour has all that was cached when a
                                lane's step had ended; before that, that it is there
 ``Unprotected``     R → S      unasked: nobody keeps the replica any more, and why
+``Dropped``         R → S      ``DropCache`` is done
 ==================  =========  ======================================================
 
 The R-worker greets the neighbour itself, as a peer of the role ``neighbour``
@@ -41,6 +42,11 @@ class Replicate(ForHolder):
     which a peer has to be expected; empty: nobody new."""
     link_bytes: int
     """The most K and V that the neighbour hasn't answered for."""
+    link: int
+    """Number of the link, in what is said of it. The link of this number stays
+    as it is, or over; another one begins anew."""
+    timeout_s: float
+    """How long the neighbour may take to make room."""
     holder: int = THE_ONLY
 
     said_by = S_WORKERS
@@ -53,19 +59,30 @@ class Replicated:
     step: int
     """The last of the lane that the neighbour has in every layer; ``NO_STEP``:
     it has made room for a replica, and nothing else was said before."""
+    link: int
+    """As ``Replicate`` has it."""
 
 
 @dataclass(frozen=True)
 class Unprotected(Worded):
     holder: int
     reason: str
+    link: int
 
 
-ReplicationNews: TypeAlias = Replicated | Unprotected
+@dataclass(frozen=True)
+class Dropped:
+    holder: int
+    """As ``DropCache`` has it."""
+    cache: int
+
+
+ReplicationNews: TypeAlias = Replicated | Unprotected | Dropped
 
 REPLICATING_OPCODES: Final[Mapping[type[Any], int]] = {
     Replicate: 15,
     Replicated: 74,
     Unprotected: 75,
+    Dropped: 76,
 }
 """See ``fastdecode.wire.messages.OPCODES``."""

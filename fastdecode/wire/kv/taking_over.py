@@ -7,6 +7,8 @@ message                direction  meaning, and the answer
                                   ``Refused``
 ``TakeOver``           S → R      the cache is mine now, with these sequences and at
                                   most so many tokens of each → ``TakenOver``
+``DropCache``          S → R      a replica is over, whoever uses it; ``Dropped`` says
+                                  when
 =====================  =========  ===================================================
 
 **Sessions.** ``Hello.session`` is a secret of one engine's run. A cache that a
@@ -77,11 +79,24 @@ class TakeOver(ForHolder):
         return TakenOver(np.minimum.reduce([answer.num_tokens for answer in answers]))
 
 
-TakingOverToRWorker: TypeAlias = TruncateSequence | TakeOver
+@dataclass(frozen=True)
+class DropCache(ForHolder):
+    session: int
+    cache: int
+    """The holder whose it is: a replica of this session, or a cache of the
+    peer's. There needn't be one."""
+    holder: int = THE_ONLY
+    """Another of the R-worker's, for the answer."""
+
+    said_by = S_WORKERS
+
+
+TakingOverToRWorker: TypeAlias = TruncateSequence | TakeOver | DropCache
 
 TAKING_OVER_OPCODES: Final[Mapping[type[Any], int]] = {
     TruncateSequence: 13,
     TakeOver: 14,
+    DropCache: 20,
     TakenOver: 73,
 }
 """See ``fastdecode.wire.messages.OPCODES``."""

@@ -71,6 +71,9 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         """Whether the caller has been told the end."""
         self._tidy()  # the rank may be dead already: MPI says so at the first receive
 
+    is_reached = True
+    """As far as MPI tells: a job's ranks are all there, or dead."""
+
     @property
     def peer(self) -> str:
         return self._peer

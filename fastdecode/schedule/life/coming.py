@@ -1,0 +1,71 @@
+"""Tokens that are drawn, and known only later.
+
+A sequence steps on with a token that is **coming**. If it turns out to be the
+last, that step was for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fastdecode.core.sequence import COMING, Sequence
+from fastdecode.schedule.continuous import ContinuousScheduler
+from fastdecode.schedule.life.endings import Endings
+from fastdecode.schedule.life.events import Drawn
+from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
+
+
+class ComingTokens:
+    """Takes in what is drawn, or to be known later.
+
+    Args:
+        scheduler: is told whose last token is coming.
+        lives: all sequences that aren't over.
+        endings: what becomes of those whose last token is known.
+    """
+
+    def __init__(self, scheduler: ContinuousScheduler, lives: Lives, endings: Endings) -> None:
+        self._scheduler = scheduler
+        self._lives = lives
+        self._endings = endings
+
+    def expect(self, sequence: Sequence) -> None:
+        """Its token is coming. After its last it doesn't step any more, and
+        nobody needs its cache."""
+        life = self._lives.by_sequence.get(sequence.sequence_id)
+        if life is None or life.fate is not None:
+            return
+        sequence.token_ids.append(COMING)
+        if len(sequence.token_ids) >= life.longest:
+            self._scheduler.finish(sequence)
+            self._endings.set_aside(life)
+            life.status = Status.FINISHED
+
+    def take_awaited(self, drawn: Iterable[Drawn]) -> None:
+        """Tokens are known of sequences that may have been interrupted since."""
+        for one in drawn:
+            if one.sequence.is_coming:
+                one.sequence.token_ids.pop()
+                life = self._lives.by_sequence.get(one.sequence.sequence_id)
+                if life is not None and life.fate is not Fate.DROP:
+                    self._take(life, one)
+
+    def take_drawn(self, drawn: Iterable[Drawn]) -> None:
+        """A step's tokens are known as it ends. A sequence whose sibling has
+        failed in this very step takes none."""
+        for one in drawn:
+            life = self._lives.by_sequence.get(one.sequence.sequence_id)
+            if life is not None and life.fate is None:
+                self._take(life, one)
+
+    def _take(self, life: Life, drawn: Drawn) -> None:
+        sequence = life.sequence
+        if drawn.is_doubted:
+            sequence.is_checked = True
+            self._endings.recompute(life)
+        elif drawn.error is not None:
+            self._endings.drop(sequence.request.request_id, drawn.error)
+        else:
+            sequence.token_ids.append(drawn.token_id)
+            if drawn.finish_reason is not None or len(sequence.token_ids) >= life.longest:
+                self._endings.finish(life, drawn.finish_reason or "length")
