@@ -167,8 +167,11 @@ class Running:
     def processes(self) -> list[psutil.Process]:
         """Everything that the command started, however it is parented now."""
         found = []
-        for process in psutil.process_iter():
+        # Not process_iter: it keeps what it has made, and where a number is used
+        # again, that would be of a process long gone, which takes no signal.
+        for pid in psutil.pids():
             with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
                 if (
                     process.environ().get(TAG) == self._tag
                     and process.status() != psutil.STATUS_ZOMBIE

@@ -182,11 +182,13 @@ class _Run:
                 clients.submit(ask, server.port, line, i % 3 != 0, is_over) for i, line in every
             ]
             try:
-                with contextlib.suppress(AssertionError, OSError):  # it has ended
-                    self._until(server)
-                    self._strike()
-                    self._look(server)
-                    self._wait_for(futures)
+                self._until(server)
+                self._strike()
+                self._look(server)
+                self._wait_for(futures)
+            except (AssertionError, OSError) as error:
+                if not self._is_struck:  # else it has ended, or is about to
+                    self.untrue.append(f"never struck: {type(error).__name__}: {error}"[:500])
             finally:
                 is_over.set()
         return Counter(self._judged(number, each) for (number, _), each in zip(
@@ -195,8 +197,11 @@ class _Run:
     def end(self) -> Outcome:
         """Have it end, if nothing has yet, and wait for that."""
         with self._stack:
-            if self._blow.trouble not in (*STOPS, *KILLS) and self._blow.phase != "drain":
-                self._tell("SIGTERM")
+            is_told = self._is_struck and (
+                self._blow.trouble in (*STOPS, *KILLS) or self._blow.phase == "drain"
+            )
+            if not is_told:
+                self._tell("SIGUSR1" if self._blow.transport == "mpi" else "SIGTERM")
             return self._job.command.wait(LIMIT_S, grace_s=30)
 
     def _until(self, server: Server) -> None:
