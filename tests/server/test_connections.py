@@ -79,6 +79,7 @@ def first_answer(connection: socket.socket) -> bytes:
 
 def test_of_uvicorn_there_is_what_is_built_upon() -> None:
     """It is none of what uvicorn promises: other versions may have it another way."""
+    import uvicorn
     from uvicorn.protocols.http.flow_control import FlowControl
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -97,6 +98,13 @@ def test_of_uvicorn_there_is_what_is_built_upon() -> None:
     ):
         assert callable(getattr(HttpToolsProtocol, name))
     assert callable(FlowControl.resume_reading)
+    started = inspect.getsource(uvicorn.Server.startup)
+    for words in (
+        "config=config",
+        "server_state=self.server_state",
+        "app_state=self.lifespan.state",
+    ):
+        assert words in started, "what connections are made with"
     check_version()
     for other in ("0.45.9", "0.55.0", "1.0"):
         with pytest.raises(ConfigError, match="pip install"):
