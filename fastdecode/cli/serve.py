@@ -35,7 +35,7 @@ from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
-from fastdecode.core.host.interrupts import interrupt
+from fastdecode.core.host.interrupts import Interrupted, interrupt
 from fastdecode.jobs.stopping import stop_signals
 from fastdecode.server.options import ServeOptions, key_hashes
 from fastdecode.wire.mpi import joining, launcher
@@ -128,16 +128,30 @@ class StopsWhileStarting:
         self.is_over = False
         """Whether what ran has been answered; then there is nothing to stop."""
         self._leave = leave
+        self._is_put_off = False
+
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Inside nothing is interrupted, but after it: libraries in C++ that
+        are interrupted while they import something may end the process.
+        Raises Interrupted."""
+        self._is_put_off = True
+        try:
+            yield
+        finally:
+            self._is_put_off = False
+        if self.num:
+            raise Interrupted
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """A signal's handler. Raises Interrupted."""
         if self.is_over:
             return
         self.num += 1
-        if self.num == 1:
-            interrupt(number, frame)
-        elif self.num > 2:
+        if self.num > 2:
             self._leave(EXIT_SOME_FAILED)
+        elif self.num == 1 and not self._is_put_off:
+            interrupt(number, frame)
 
 
 def _serve_or_stop(args: argparse.Namespace, stops: StopsWhileStarting) -> int:
@@ -174,14 +188,14 @@ def _start(
     with contextlib.ExitStack() as stack:
         http: HttpProcess | None = None
         if launcher.launched_rank() in (None, 0):
-            with imports_for(COMMAND):
+            with stops.put_off(), imports_for(COMMAND):
                 import uvicorn  # noqa: F401  (the other process needs it; say so here)
             http = HttpProcess(_opening(args, options, keys))
             stack.callback(http.close)
         serve_if_r_rank(args, engine_options(args))
         assert http is not None, "rank 0 has it, and others don't return"
         tell(f"{COMMAND}: listening at {http.address}; loading")
-        with imports_for(f"{COMMAND} (an S-worker)"):
+        with stops.put_off(), imports_for(f"{COMMAND} (an S-worker)"):
             from fastdecode.engine.llm import LLM
         with LLM(args.model, progress=tell, **engine_options(args)) as llm:
             stack.enter_context(stops_noted(wishes))

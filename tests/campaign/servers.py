@@ -86,8 +86,8 @@ def _exit_codes(blow: Blow) -> tuple[int, ...]:
     if blow.trouble == "engine":
         return (-signal.SIGKILL,)
     if blow.trouble in STOPS and blow.phase == "start":
-        # Perhaps before Python has got as far as our code.
-        return 0, -signal.Signals[blow.trouble]
+        # Perhaps before Python has got as far as our code, there or in a rank.
+        return 0, -signal.Signals[blow.trouble], *([130] if blow.transport == "launch" else [])
     return (0, 3) if blow.trouble in STOPS and blow.phase == "drain" else (0,)
 
 

@@ -50,6 +50,21 @@ def test_one_stop_while_it_starts_is_as_good_as_two() -> None:
     assert left == [3], "all was answered: there is nothing to stop"
 
 
+def test_a_stop_in_the_middle_of_an_import_is_heard_after_it() -> None:
+    imported = []
+
+    def start(stops: StopsWhileStarting, *, is_stopped: bool) -> None:
+        with stops.put_off():
+            if is_stopped:
+                stops.hear(signal.SIGTERM, None)
+            imported.append("all of it")
+
+    with pytest.raises(KeyboardInterrupt):
+        start(StopsWhileStarting(), is_stopped=True)
+    start(StopsWhileStarting(), is_stopped=False)
+    assert len(imported) == 2
+
+
 def test_a_hang_up_has_keys_read_again_also_while_it_loads(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first-key-0001\n")

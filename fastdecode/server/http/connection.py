@@ -91,6 +91,9 @@ class WatchfulProtocol(HttpToolsProtocol):
             self._answering.disconnected = True
             self._answering.message_event.set()
         self.pipeline.clear()
+        if self._answering is not None:
+            # Or they would hold each other until the garbage collector comes.
+            self._answering.transport = self.transport
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
