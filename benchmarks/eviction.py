@@ -9,25 +9,28 @@ turns, log-normal lengths, Poisson arrivals of conversations, exponential think
 times after each answer, whose tokens take 20 ms each. Two tiers, 2:11 as
 Pensieve's 40 and 220 GB, hold a share of what all conversations come to. Costs
 are those of ``FLAT_TO_HALF``.
+
+With ``--ends`` it is the engine's own index of kept blocks that is driven, one
+tier of all the slots: of what belongs together only the end goes, and what lies
+behind a missing block is of no use.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
 
+from conversation_traces import SHAPES, SIGMA_IN, SIGMA_OUT, length
 from provenance import provenance
 
 from cost_model.simulate.turns import Tiers, TracedTurn
 from fastdecode.schedule.cache.costs import FLAT_TO_HALF
+from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.retention import POLICIES, policy_of
 
-SHAPES = {"sharegpt": (5.56, 37.77, 204.58), "ultrachat": (3.86, 51.78, 257.81)}
-SIGMA_IN, SIGMA_OUT = 1.0, 0.9
 MAX_CONTEXT = 4096
 TOKEN_S = 0.02
 
@@ -43,7 +46,7 @@ def trace(
         begins_s += rng.expovariate(rate)
         now_s, num_tokens = begins_s, 0
         while True:
-            new, drawn = _length(mean_in, SIGMA_IN, rng), _length(mean_out, SIGMA_OUT, rng)
+            new, drawn = length(mean_in, SIGMA_IN, rng), length(mean_out, SIGMA_OUT, rng)
             num_tokens += new + drawn
             if num_tokens > MAX_CONTEXT:
                 break
@@ -52,10 +55,6 @@ def trace(
                 break
             now_s += drawn * TOKEN_S + rng.expovariate(1 / think_s)
     return sorted(turns, key=lambda turn: turn.arrival_s)
-
-
-def _length(mean: float, sigma: float, rng: random.Random) -> int:
-    return max(1, round(rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)))
 
 
 def measure(shape: str, think_s: float, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -90,6 +89,62 @@ def measure(shape: str, think_s: float, options: argparse.Namespace) -> list[dic
     return rows
 
 
+class KeptOnEnds:
+    """A tier that is the engine's index. Every turn is done as it arrives."""
+
+    def __init__(self, policy: str, slots: int, block_size: int) -> None:
+        self._index = BlockIndex(policy_of(policy, block_size))
+        self._most, self._size = slots // block_size, block_size
+        self._tokens: dict[str, int] = {}
+        self.num_turns = self.num_history = self.num_recomputed = 0
+        self.recompute_cost = 0.0
+
+    def run(self, turn: TracedTurn) -> None:
+        """A turn comes, and is over."""
+        before = self._tokens.get(turn.conversation, 0) // self._size
+        tokens = before * self._size + turn.num_prompt_tokens + turn.num_output_tokens
+        self._tokens[turn.conversation] = tokens
+        keys = [f"{turn.conversation}/{i}".encode() for i in range(tokens // self._size)]
+        there = self._index.num_leading(keys[:before])
+        self.num_turns += 1
+        self.num_history += before
+        self.num_recomputed += before - there
+        for block in range(there, before):
+            self.recompute_cost += FLAT_TO_HALF((block + 1) * self._size)
+        self._index.use(keys[:there], as_hit=True)
+        new = [key for key in keys[there:] if key not in self._index]
+        lacking = len(self._index) + len(new) - self._most
+        if lacking > 0:
+            self._index.give_up(lacking, turn.arrival_s)
+        for place in range(there, len(keys)):
+            if keys[place] not in self._index:
+                parent = keys[place - 1] if place else None
+                self._index.add(keys[place], parent, (place + 1) * self._size)
+            else:
+                self._index.use([keys[place]], as_hit=False)
+        if before:
+            self._index.end_turn(keys[before - 1])
+        if keys:
+            self._index.lease(keys[-1])
+            self._index.release(keys, turn.arrival_s)
+
+
+def measure_ends(shape: str, think_s: float, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row a policy."""
+    turns = trace(shape, options.conversations, options.rate, think_s, random.Random(options.seed))
+    rows = []
+    for name in POLICIES:
+        kept = KeptOnEnds(name, options.slots, options.block_size)
+        for turn in turns:
+            kept.run(turn)
+        row = {"shape": shape, "think_s": think_s, "policy": name, "turns": kept.num_turns}
+        row["hit_share"] = round(1 - kept.num_recomputed / kept.num_history, 4)
+        row["recompute_cost"] = round(kept.recompute_cost, 1)
+        print(json.dumps(row))
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=1500)
@@ -99,13 +154,15 @@ def main() -> None:
     parser.add_argument("--think", type=float, nargs="+", default=[30, 60, 300])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ends", action="store_true", help="the engine's own index, one tier")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    play = measure_ends if options.ends else measure
     rows = [
         row
         for shape in options.shapes
         for think_s in options.think
-        for row in measure(shape, think_s, options)
+        for row in play(shape, think_s, options)
     ]
     if options.out is not None:
         told = {**provenance(), "slots": options.slots, "rate": options.rate, "rows": rows}

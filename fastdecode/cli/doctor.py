@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fastdecode.measure.doctor import Finding, WorkerFacts
 
 EXIT_FAILED = 1
+_LITTLE_DISK_GB = 0.5
 # How Open MPI is told in the environment which network to use.
 _TCP_INTERFACE = "OMPI_MCA_btl_tcp_if_include"
 
@@ -50,6 +51,10 @@ def add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--key", metavar="FILE", help="the cluster's key, for R-workers on other hosts"
     )
+    parser.add_argument(
+        "--conversations", type=Path, metavar="DIR",
+        help="where conversations are to be kept: whether they can be, and are whole",
+    )  # fmt: skip
     ranks = parser.add_argument_group("in an MPI job, of every rank but the first")
     ranks.add_argument(
         "--kv-memory-gb", type=float, metavar="GB", help="KV cache; default: its share"
@@ -81,6 +86,8 @@ def run_doctor(args: argparse.Namespace) -> int:
     here = this_host()
     model_hash = None if args.model is None else hash_of_model(args.model)
     findings += judge(here, workers, model_hash, lacks_for_triton())
+    if args.conversations is not None:
+        findings.append(_conversations(args.conversations))
     if args.json:
         shown = {"findings": findings, "s_worker": here, "r_workers": workers}
         print(json.dumps(shown, indent=2, default=asdict))
@@ -94,6 +101,28 @@ def run_doctor(args: argparse.Namespace) -> int:
         }
         print(", ".join(f"{count} {level}" for level, count in counts.items()))
     return EXIT_FAILED if any(x.level == "FAIL" for x in findings) else 0
+
+
+def _conversations(directory: Path) -> Finding:
+    """Whether there is room for conversations, and those that are there are whole."""
+    from fastdecode.conversations.inspection import FILE, inspect
+    from fastdecode.measure.doctor import Finding
+
+    check, path = "conversations", directory / FILE
+    try:
+        free_gb = shutil.disk_usage(directory).free / 1e9
+        found = inspect(path) if path.exists() else None
+    except (OSError, ConfigError) as error:
+        mend = "make the directory, or name another one (--conversations)"
+        return Finding("FAIL", check, f"{directory}: {error}", mend)
+    if found is not None and found.damage:
+        mend = "restore it from a copy, or clear it (fastdecode cache --clear)"
+        return Finding("FAIL", check, f"{path} is damaged: {found.damage[0]}", mend)
+    told = "none yet" if found is None else f"{found.conversations} in {found.num_bytes} bytes"
+    text = f"{directory}: {told}; {free_gb:.1f} GB of disk free"
+    if free_gb < _LITTLE_DISK_GB:
+        return Finding("WARN", check, text, "make room: turns that can't be kept fail")
+    return Finding("PASS", check, text)
 
 
 def _serve_if_r_rank(args: argparse.Namespace) -> None:

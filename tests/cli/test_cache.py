@@ -72,6 +72,20 @@ def test_it_clears_what_nobody_holds(log: Path, capsys: pytest.CaptureFixture[st
     assert not log.exists()
 
 
+def test_the_doctor_looks_at_it_too(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def findings(place: Path) -> dict[str, str]:
+        main(["doctor", "--json", "--conversations", str(place)])
+        told = json.loads(capsys.readouterr().out)["findings"]
+        return {x["level"]: x["text"] for x in told if x["check"] == "conversations"}
+
+    (text,) = findings(log.parent).values()
+    assert "2 in " in text and "of disk free" in text
+    assert "is damaged" not in text and "No such file" in findings(log.parent / "none")["FAIL"]
+    whole = log.read_bytes()
+    log.write_bytes(whole[:80] + bytes([whole[80] ^ 1]) + whole[81:])
+    assert "is damaged: byte 64" in findings(log.parent)["FAIL"]
+
+
 def test_where_nothing_is_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = told(capsys, str(tmp_path))
     assert code == 2 and "no conversations in" in text
