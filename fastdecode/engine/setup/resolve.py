@@ -13,6 +13,7 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.spec import KVSpec
 from fastdecode.engine.setup.devices import choose_device, free_memory, uses_graphs
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
 from fastdecode.engine.setup.steps import Steps
@@ -101,7 +102,11 @@ def resolve(
     if shares_cores and placement == "r" and _has_one_worker(config):
         transport = "inline"
     graphs = uses_graphs(config.s_part, device)
-    steps = Steps(config, spec, identity.dtype, transport, free, graphs)
+    prompts_on_r = _prompts_on_r(config, device)
+    kv = kv_spec(config, spec, identity.kv_dtype)
+    is_held = not prompts_on_r and transport != "local" and kv.dtype is not DType.INT4
+    held_token_bytes = kv.token_bytes if is_held else 0
+    steps = Steps(config, spec, identity.dtype, transport, free, graphs, held_token_bytes)
     plan = steps.plan(may_overlap=placement == "r" and not shares_cores)
     return ResolvedConfig(
         config=config,
@@ -112,12 +117,23 @@ def resolve(
         kv_bytes=plan.memory.kv_bytes,
         memory=plan.memory,
         schedule=plan.schedule,
-        prompts_on_r=_prompts_on_r(config, device),
+        prompts_on_r=prompts_on_r,
         adapts_lanes=plan.lanes.adapt,
         most_lanes=plan.lanes.most,
         max_graphs=steps.max_graphs,
         device_kv_bytes=plan.memory.device_kv_bytes,
         transport=transport,
+    )
+
+
+def kv_spec(config: EngineConfig, spec: ModelSpec, dtype: DType) -> KVSpec:
+    """What holders keep."""
+    return KVSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        block_size=config.r_part.block_size,
     )
 
 
