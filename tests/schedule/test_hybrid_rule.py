@@ -170,12 +170,12 @@ def test_paces() -> None:
 
 def test_never_slower_than_the_device_alone() -> None:
     """With the scheduler, the lifecycle and the rule as they are. The first
-    nine were slower once: forecasts took all R-workers' blocks for one room,
+    ten were slower once: forecasts took all R-workers' blocks for one room,
     knew nothing of prompts, and thought that two would share an away lane of
     which one found room at home."""
     modes: Counter[str] = Counter()
     ratios = []
-    for seed in (428, 824, 3316, 3376, 4223, 7125, 7152, 8306, 8746, *range(60)):
+    for seed in (428, 824, 2643, 3316, 3376, 4223, 7125, 7152, 8306, 8746, *range(60)):
         verdict = judge(draw(Random(seed)))
         ratios.append(verdict.ratio)
         modes.update(verdict.modes.keys())
