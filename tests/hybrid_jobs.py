@@ -8,10 +8,10 @@ from pathlib import Path
 
 from generate_jobs import answers_alone, write_requests
 
-MAX_TOKENS = 120
+MAX_TOKENS = 240
 LENGTHS = (1, 6, 70, 60, 80, 90)
 """Of prompts. The first two are at home, the other four are away."""
-_DEVICE_TOKENS = 160
+_DEVICE_TOKENS = 256
 _TOKEN_BYTES = 576  # of the tiny llama, in float32
 
 

@@ -90,7 +90,7 @@ def resolve(
             model's, or the memory doesn't suffice.
     """
     identity = identify(config, spec)
-    config = _placed(config)
+    config = _placed(config, identity.kv_dtype)
     placement = config.r_part.kv_placement
     _check_kv_dtype(identity.kv_dtype, placement)
     device = choose_device(config.s_part.device, rank)
@@ -148,19 +148,27 @@ def _check_kv_dtype(kv_dtype: DType, placement: str) -> None:
         )
 
 
-def _placed(config: EngineConfig) -> EngineConfig:
+def _placed(config: EngineConfig, kv_dtype: DType) -> EngineConfig:
     """With the KV cache somewhere: on both sides where there are two, each with
-    hardware of its own."""
+    hardware of its own, and the other options leave it that choice."""
     if config.r_part.kv_placement != "auto":
         return config
+    for placement in _best_placements(config):
+        try:
+            _check_kv_dtype(kv_dtype, placement)
+            return replace(config, r_part=replace(config.r_part, kv_placement=placement))
+        except ConfigError:  # what somebody asks for isn't there with it
+            continue
+    return replace(config, r_part=replace(config.r_part, kv_placement="r"))
+
+
+def _best_placements(config: EngineConfig) -> tuple[str, ...]:
+    """The best first; R-workers alone do where none of them does."""
     on_gpu = choose_device(config.s_part.device).type == "cuda"
-    elsewhere = _transport(config) in ("mpi", "zmq")
-    placement = "r" if not on_gpu or config.s_part.tp > 1 else "hybrid" if elsewhere else "gpu"
-    if config.r_part.replicas:
-        placement = "r"
-    if placement == "gpu" and config.r_part.r_workers > 1:
-        placement = "hybrid"  # somebody asks for them
-    return replace(config, r_part=replace(config.r_part, kv_placement=placement))
+    if not on_gpu or config.r_part.replicas:
+        return ()
+    asks_for_some = _transport(config) in ("mpi", "zmq") or config.r_part.r_workers > 1
+    return ("hybrid",) if asks_for_some else ("gpu",)
 
 
 def _transport(config: EngineConfig) -> str:
