@@ -68,6 +68,7 @@ def test_r_workers_are_asked_nothing_for_a_prompt() -> None:
         assert span.begin.num_new.tolist() == [1, num_tokens]
         assert (span.query_rows, span.rows) == (slice(0, 1), slice(0, 1 + num_tokens))
         assert not span.begin.want_lse
+        assert (span.counts.load_tokens, span.counts.num_prompt_tokens) == (20, num_tokens)
     assert held.num_held == len(PROMPT)
     del begun
     assert held.num_held == 0  # it is done

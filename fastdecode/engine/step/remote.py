@@ -64,6 +64,10 @@ class LaneAttention(Protocol):
         None: it goes layer by layer, as below."""
 
     @property
+    def batch(self) -> StepBatch:
+        """The step, as holders see it."""
+
+    @property
     def sent_s(self) -> Seq[float]:
         """When each layer's q, k and v had been sent, on ``time.perf_counter``."""
 
