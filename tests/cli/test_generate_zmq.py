@@ -172,7 +172,7 @@ def test_with_kv_on_both_sides_nobody_at_home_notices_a_loss(
     with r_workers("*", "*") as (jobs, addresses):
         with running([*FASTDECODE, *hybrid.options, *at(addresses)], **PATHS) as s_worker:
             s_worker.wait_for_text(hybrid.output)
-            jobs[0].processes()[0].kill()
+            jobs[0].process.send_signal(signal.SIGKILL)
             outcome = s_worker.wait()
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
         assert jobs[1].wait().exit_code == 0

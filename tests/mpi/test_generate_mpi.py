@@ -213,8 +213,9 @@ def test_with_kv_on_both_sides_nobody_at_home_notices_a_loss(
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *hybrid.options, ":"]
     command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     with running(command) as started:
+        workers = started.r_workers(3)
         started.wait_for_text(hybrid.output)
-        lose_an_r_worker(started, signal.SIGKILL)
+        workers[1].kill()
         outcome = started.wait()
     assert "is lost" in outcome.output
     # Every request was answered; the launcher gives the killed rank's code.

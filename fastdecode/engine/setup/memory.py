@@ -15,7 +15,7 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import LENT_LAYERS
-from sworker.sampling.sampler import MAX_BLOCK_ELEMENTS
+from sworker.sampler import MAX_BLOCK_ELEMENTS
 
 CUDA_RESERVE_BYTES = 1 << 30
 """Workspaces, fragmentation."""
