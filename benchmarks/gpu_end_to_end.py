@@ -143,7 +143,7 @@ def _runs(smoke: bool, device: torch.device) -> Iterator[tuple[tuple[int, int, i
 def _engines(device: torch.device, kv_bytes: int) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name → script and options."""
     ours = {"device": device.type, "dtype": "bfloat16"}
-    remote = {**ours, "kv_memory_gb": max(0.01, 1.5 * kv_bytes / 1e9)}
+    remote = {**ours, "kv_placement": "r", "kv_memory_gb": max(0.01, 1.5 * kv_bytes / 1e9)}
     local = {
         **ours,
         "kv_placement": "gpu",

@@ -149,6 +149,11 @@ class PagedKV:
         self.kernels = kernels or _kernels_of(device)
         """None: decoded tokens' K and V are gathered side by side."""
 
+    @property
+    def num_slots(self) -> int:
+        """Tokens for which there is room."""
+        return self.pool.shape[2]
+
     def copy_blocks(self, source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:
         """Copy blocks [C] in every layer."""
         source, target = (
@@ -169,7 +174,7 @@ class PagedKV:
         if num_decoded:
             self._decode(layer, q[:num_decoded], step, o[:num_decoded])
         if step.later:
-            self._attend_later(layer, q, step.later, o)
+            self.attend_later(layer, q, step.later, o)
         rows = step.first_rows
         if rows.start < rows.stop:
             # K and V as the cache holds them, so that where a prompt is cut leaves no trace.
@@ -229,7 +234,9 @@ class PagedKV:
         k_scales, v_scales = (of_slots[slots][..., None] for of_slots in self.scales[layer])
         return (k * k_scales).to(dtype), (v * v_scales).to(dtype)
 
-    def _attend_later(self, layer: int, q: Tensor, chunks: Sequence[Prompt], o: Tensor) -> None:
+    def attend_later(self, layer: int, q: Tensor, chunks: Sequence[Prompt], o: Tensor) -> None:
+        """Attend later chunks, whose rows follow each other in q [T, Hq, D], to
+        all that their slots hold → their rows of o [T, Hq, D]."""
         spec, num_keys = self.attention[layer], [len(chunk.slots) for chunk in chunks]
         row_bytes = self.kv.num_kv_heads * self.kv.head_dim * q.element_size()
         fits = sum(num_keys) * row_bytes <= MAX_GATHERED_BYTES

@@ -23,6 +23,7 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.workers import Reached, reach_threads
 from fastdecode.engine.step.local import reach_device
 from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.prompts import HeldPrompts
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
@@ -32,6 +33,7 @@ from sworker.device import Gpu
 from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
+from sworker.paged import PagedKV
 from sworker.worker import SWorker
 
 CPU = torch.device("cpu")
@@ -63,6 +65,7 @@ def _running(
     kernels: Any = None,
     captures: bool = False,
     split_tokens: int | None = None,
+    held_tokens: int = 0,
 ) -> Iterator[Engine]:
     kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, BLOCK_SIZE)
     is_local = kv_placement == "gpu"
@@ -85,9 +88,14 @@ def _running(
     if reached.attention is not None:
         attention = reached.attention(fleet, holder, s_worker)
     else:
+        prompts = None
+        if held_tokens:
+            num_blocks = held_tokens // BLOCK_SIZE
+            prompts = HeldPrompts(PagedKV(kv, spec.attention, num_blocks, CPU, kernels))
         plan = AttentionPlan(
-            spec.attention, DType.FLOAT32, fleet, CPU, (holder,) * workers, gpu=gpu, slot_bytes=4096
-        )
+            spec.attention, DType.FLOAT32, fleet, CPU, (holder,) * workers, gpu=gpu,
+            slot_bytes=4096, prompts=prompts,
+        )  # fmt: skip
         plan.prepare(lanes)
         attention = plan
     options = schedule_options(

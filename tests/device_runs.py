@@ -61,6 +61,8 @@ class LateFleet:
     at_once: bool = False
     """Whether an answer is here as soon as it is owed."""
     log: list[str] = field(default_factory=list)
+    num_queries: int = 0
+    """Rows of q that were sent."""
     lost: dict[int, object] = field(default_factory=dict)
     _asked: dict[int, deque[Attend]] = field(default_factory=dict)
     _o: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class LateFleet:
             self._wants_lse[holder, message.lane] = message.want_lse
         if isinstance(message, Attend):
             self.log.append(f"send {lane_layer(message)}")
+            self.num_queries += len(message.q)
             self._read(message, "what is sent")
             self._asked.setdefault(holder, deque()).append(message)
 

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import pytest
 from generate_jobs import answers_alone, write_requests
+from hybrid_jobs import HybridJob
 from mpi_launch import Running, running
 from turn_lines import check_turns, write_turns
 
@@ -162,6 +163,20 @@ def test_a_lost_r_worker_changes_no_token(
     assert f"R-worker {addresses[0]} is lost" in outcome.output
     written = json.loads(summary.read_text())
     assert written["r_workers_lost"] == 1 and written["recomputed"] > 0
+
+
+def test_with_kv_on_both_sides_nobody_at_home_notices_a_loss(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    hybrid = HybridJob(tiny_checkpoint("llama"), tmp_path)
+    with r_workers("*", "*") as (jobs, addresses):
+        with running([*FASTDECODE, *hybrid.options, *at(addresses)], **PATHS) as s_worker:
+            s_worker.wait_for_text(hybrid.output)
+            jobs[0].process.send_signal(signal.SIGKILL)
+            outcome = s_worker.wait()
+        assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+        assert jobs[1].wait().exit_code == 0
+    hybrid.check_with_one_lost()
 
 
 def test_more_connections_than_an_r_worker_takes_change_no_token(

@@ -46,7 +46,7 @@ def test_what_a_chunk_attends_of_its_past_is_load(prompts_on_r: bool) -> None:
     batch = StepBatch.build(
         chunks, (Holder(HolderKind.R_WORKER, prompts_on_r, False, 1),) * 2, step=0
     )
-    remote = SimpleNamespace(r_compute_s={0: 0.25, 1: 0.5}, in_s_part_s=0.0, lost=())
+    remote = SimpleNamespace(batch=batch, r_compute_s={0: 0.25, 1: 0.5}, in_s_part_s=0.0, lost=())
     forward = SimpleNamespace(device_s=lambda: 0.0, layer=0)
     times = Told()
     LaneStep(0, batch, np.zeros(0, np.int64), remote, forward).tell(times, None, 0.0)  # type: ignore[arg-type]

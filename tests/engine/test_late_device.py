@@ -19,6 +19,8 @@ Tokens = list[tuple[int, ...]]
 MODES: dict[str, dict[str, Any]] = {
     "lanes": {"lanes": 2, "workers": 2},
     "graphs": {"lanes": 3, "workers": 2, "captures": True},
+    "held": {"lanes": 2, "workers": 2, "held_tokens": 48},
+    "held graphs": {"lanes": 1, "captures": True, "held_tokens": 48, "kernels": TorchKernels},
     "split": {"lanes": 2, "workers": 3, "split_tokens": 16},
     "local": {"kv_placement": "gpu"},
     "local graphs": {"kv_placement": "gpu", "captures": True, "kernels": TorchKernels},
@@ -41,7 +43,9 @@ def expected(path: Path) -> tuple[Tokens, int]:
     return found, stop
 
 
-@pytest.mark.parametrize(("mode", "seed"), [*((mode, None) for mode in MODES), ("split", 1)])
+@pytest.mark.parametrize(
+    ("mode", "seed"), [*((mode, None) for mode in MODES), ("split", 1), ("held", 1)]
+)
 def test_equal_tokens(
     mode: str, seed: int | None, path: Path, expected: tuple[Tokens, int]
 ) -> None:

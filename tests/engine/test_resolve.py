@@ -170,6 +170,33 @@ def test_lanes_and_threads_beside_a_gpu(resolved: Resolve) -> None:
     ) and on_gpu.kv_bytes > 60 * GB
 
 
+AT_ADDRESSES: dict[str, Any] = {"r_worker_addresses": ("tcp://10.0.0.1:1",), "key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "options", "placement"),
+    [
+        (0, AT_ADDRESSES, "r"),
+        (1, {}, "gpu"),
+        (1, {"r_workers": 2}, "hybrid"),
+        (1, AT_ADDRESSES, "hybrid"),
+        # What is for one side, or for R-workers, is what somebody asks for.
+        (1, {**AT_ADDRESSES, "lanes": 2}, "r"),
+        (1, {**AT_ADDRESSES, "split_tokens": 4096}, "r"),
+        (1, {**AT_ADDRESSES, "kv_dtype": "int4"}, "r"),
+        (1, {"kv_dtype": "int4"}, "r"),
+        (1, {"prompt_attention": "r"}, "r"),
+        (2, {**AT_ADDRESSES, "tp": 2}, "r"),
+    ],
+    ids=str,
+)
+def test_placement_auto(
+    num_gpus: int, options: dict[str, Any], placement: str, resolved: Resolve
+) -> None:
+    found = resolved(num_gpus, device="auto", kv_placement="auto", **options)
+    assert found.config.r_part.kv_placement == placement
+
+
 def test_where_r_workers_of_this_process_run(resolved: Resolve) -> None:
     def transport(num_gpus: int, **options: Any) -> str:
         return resolved(num_gpus, **options).transport

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from generate_jobs import answers_alone, write_requests
+from hybrid_jobs import HybridJob
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
 from turn_lines import check_turns, write_turns
 
@@ -203,6 +204,23 @@ def test_a_lost_r_worker_changes_no_token(
     # hangs, and it wants an exit code for that.
     assert outcome.exit_code == 4 if trouble == signal.SIGSTOP else outcome.exit_code is not None
     assert outcome.exit_code is not None and not outcome.orphans, outcome
+
+
+def test_with_kv_on_both_sides_nobody_at_home_notices_a_loss(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    hybrid = HybridJob(tiny_checkpoint("llama"), tmp_path)
+    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *hybrid.options, ":"]
+    command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
+    with running(command) as started:
+        workers = started.r_workers(3)
+        started.wait_for_text(hybrid.output)
+        workers[1].kill()
+        outcome = started.wait()
+    assert "is lost" in outcome.output
+    # Every request was answered; the launcher gives the killed rank's code.
+    assert outcome.exit_code is not None and not outcome.orphans, outcome
+    hybrid.check_with_one_lost()
 
 
 def test_an_r_worker_that_answers_nan_changes_no_token(

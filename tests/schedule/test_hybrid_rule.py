@@ -21,6 +21,7 @@ from fastdecode.schedule.hybrid.forecast import (
     Work,
     coarse,
     finish_s,
+    num_leaving,
     paces,
 )
 from fastdecode.schedule.hybrid.rule import Margins, choose
@@ -112,6 +113,24 @@ def test_a_forecast_of_those_at_home_is_the_sum_of_their_steps() -> None:
     assert finish_s(alone, NOW, costs()) == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_forecast_knows_prompts() -> None:
+    """Beyond a step of theirs, they take the device what their rows do."""
+    one = replace(known(1, 0), home=(Work(5, 100, 1),))
+    with_prompt = replace(one, home=(Work(5, 100, 1, num_uncached=100),))
+    c = costs()
+    assert finish_s(with_prompt, NOW, c) - finish_s(one, NOW, c) == pytest.approx(
+        c.s_part(100) - c.s_part(1)
+    )
+
+
+def test_who_has_leave_to_go_stays_where_the_device_has_room() -> None:
+    sizes = (8, 8, 4, 8)
+    waits = replace(known(1, 0), home_blocks=20, waiting=tuple(Work(9, 5, n) for n in sizes))
+    assert num_leaving(waits, replace(NOW, num_away=1)) == 1
+    assert num_leaving(waits, replace(NOW, num_away=4)) == 2
+    assert num_leaving(waits, replace(NOW, num_away=4, home_is_open=False)) == 4
+
+
 def test_a_forecast_gives_up_beyond_its_limit() -> None:
     assert finish_s(known(4, 4), NOW, costs(), limit_s=1e-3) == math.inf
 
@@ -151,11 +170,12 @@ def test_paces() -> None:
 
 def test_never_slower_than_the_device_alone() -> None:
     """With the scheduler, the lifecycle and the rule as they are. The first
-    four were slower once: forecasts took all R-workers' blocks for one room,
-    and a decision for four was carried out for two of them."""
+    ten were slower once: forecasts took all R-workers' blocks for one room,
+    knew nothing of prompts, and thought that two would share an away lane of
+    which one found room at home."""
     modes: Counter[str] = Counter()
     ratios = []
-    for seed in (824, 3316, 3376, 4223, *range(60)):
+    for seed in (428, 824, 2643, 3316, 3376, 4223, 7125, 7152, 8306, 8746, *range(60)):
         verdict = judge(draw(Random(seed)))
         ratios.append(verdict.ratio)
         modes.update(verdict.modes.keys())

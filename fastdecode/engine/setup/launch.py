@@ -37,11 +37,12 @@ from fastdecode.engine.fleet.workers import (
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.setup.devices import describe_device
 from fastdecode.engine.setup.ranks import meet_ranks
-from fastdecode.engine.setup.resolve import ResolvedConfig, resolve_for_this_host
+from fastdecode.engine.setup.resolve import ResolvedConfig, kv_spec, resolve_for_this_host
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.step.local import LocalConnection, reach_device
 from fastdecode.engine.step.mixed import MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.prompts import HeldPrompts
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.schedule.cache.costs import costs_of
 from fastdecode.schedule.cache.retention import Policy, policy_of
@@ -59,6 +60,7 @@ from sworker.failures import typed_start
 from sworker.kernels.threads import openmp_library
 from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
+from sworker.paged import PagedKV
 from sworker.ranks.group import Ranks
 from sworker.worker import SWorker
 
@@ -349,6 +351,7 @@ def _attention(
         holders,
         give_up,
         slot_bytes=resolved.slot_bytes(spec),
+        prompts=_held_prompts(spec, resolved, s_worker.device),
     )
     plan.prepare(resolved.most_lanes)
     return plan if device is None else MixedAttention(plan, device)
@@ -387,10 +390,13 @@ def _hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) ->
 
 
 def _kv_spec(spec: ModelSpec, resolved: ResolvedConfig) -> KVSpec:
-    return KVSpec(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=resolved.kv_dtype,
-        block_size=resolved.config.r_part.block_size,
-    )
+    return kv_spec(resolved.config, spec, resolved.kv_dtype)
+
+
+def _held_prompts(
+    spec: ModelSpec, resolved: ResolvedConfig, device: torch.device
+) -> HeldPrompts | None:
+    """The device's room for prompts under way, if there is any."""
+    kv = _kv_spec(spec, resolved)
+    num_blocks = resolved.memory.held_bytes // kv.block_bytes
+    return HeldPrompts(PagedKV(kv, spec.attention, num_blocks, device)) if num_blocks else None

@@ -22,6 +22,9 @@ CUDA_RESERVE_BYTES = 1 << 30
 GRAPH_BYTES = 256 << 10
 """What a captured graph of a dozen kernels takes of the device's memory,
 estimated on the large side."""
+_HELD_SHARE = 8
+"""Prompts under way may take one part in so many of what is left beside the
+S-part."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,9 @@ class StepSizes:
     """CUDA graphs that may be captured."""
     graph_rows: int = 0
     """Most rows of a step that runs as graphs; 0: none does."""
+    held_bytes: int = 0
+    """Of use for K and V of prompts under way that go to R-workers; 0: none are
+    held on the device."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,8 @@ class MemoryPlan:
     """CUDA graphs, and the lanes' memory that they work on."""
     device_kv_bytes: int = 0
     """Of the cache on the device, where others are on R-workers."""
+    held_bytes: int = 0
+    """For prompts under way, on the device."""
 
     def __str__(self) -> str:
         parts = (
@@ -91,6 +99,7 @@ class MemoryPlan:
             ("activations", self.activation_bytes),
             ("CUDA graphs", self.graph_bytes),
             ("staging", self.staging_bytes),
+            ("prompts under way", self.held_bytes),
             ("KV cache on the device", self.device_kv_bytes),
             ("KV cache", self.kv_bytes),
         )
@@ -127,6 +136,8 @@ def plan_memory(
         f"{_gb(activations)}{of_graphs})"
     )
     _check(what, s_part, room, where, _s_part_mend(graphs > 0, free.device_bytes is not None))
+    held = min(sizes.held_bytes, (room - s_part) // _HELD_SHARE)
+    s_part += held
     device_kv = 0
     if kv.is_on_both:
         device_kv = _device_kv_bytes(kv, room - s_part, where, on_gpu=free.device_bytes is not None)
@@ -136,7 +147,7 @@ def plan_memory(
         where, left = "the host", free.host_bytes - staging
     is_all_theirs = kv.on_device and free.device_bytes is not None
     kv_bytes = _kv_bytes(kv, left, where, is_all_theirs=is_all_theirs)
-    return MemoryPlan(weights, activations, staging, kv_bytes, graphs, device_kv)
+    return MemoryPlan(weights, activations, staging, kv_bytes, graphs, device_kv, held)
 
 
 def _device_kv_bytes(kv: KVDemand, room: int, where: str, *, on_gpu: bool) -> int:

@@ -13,6 +13,7 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.spec import KVSpec
 from fastdecode.engine.setup.devices import choose_device, free_memory, uses_graphs
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
 from fastdecode.engine.setup.steps import Steps
@@ -89,7 +90,7 @@ def resolve(
             model's, or the memory doesn't suffice.
     """
     identity = identify(config, spec)
-    config = _placed(config)
+    config = _placed(config, identity.kv_dtype)
     placement = config.r_part.kv_placement
     _check_kv_dtype(identity.kv_dtype, placement)
     device = choose_device(config.s_part.device, rank)
@@ -101,7 +102,11 @@ def resolve(
     if shares_cores and placement == "r" and _has_one_worker(config):
         transport = "inline"
     graphs = uses_graphs(config.s_part, device)
-    steps = Steps(config, spec, identity.dtype, transport, free, graphs)
+    prompts_on_r = _prompts_on_r(config, device)
+    kv = kv_spec(config, spec, identity.kv_dtype)
+    is_held = not prompts_on_r and transport != "local" and kv.dtype is not DType.INT4
+    held_token_bytes = kv.token_bytes if is_held else 0
+    steps = Steps(config, spec, identity.dtype, transport, free, graphs, held_token_bytes)
     plan = steps.plan(may_overlap=placement == "r" and not shares_cores)
     return ResolvedConfig(
         config=config,
@@ -112,12 +117,23 @@ def resolve(
         kv_bytes=plan.memory.kv_bytes,
         memory=plan.memory,
         schedule=plan.schedule,
-        prompts_on_r=_prompts_on_r(config, device),
+        prompts_on_r=prompts_on_r,
         adapts_lanes=plan.lanes.adapt,
         most_lanes=plan.lanes.most,
         max_graphs=steps.max_graphs,
         device_kv_bytes=plan.memory.device_kv_bytes,
         transport=transport,
+    )
+
+
+def kv_spec(config: EngineConfig, spec: ModelSpec, dtype: DType) -> KVSpec:
+    """What holders keep."""
+    return KVSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        block_size=config.r_part.block_size,
     )
 
 
@@ -132,19 +148,27 @@ def _check_kv_dtype(kv_dtype: DType, placement: str) -> None:
         )
 
 
-def _placed(config: EngineConfig) -> EngineConfig:
+def _placed(config: EngineConfig, kv_dtype: DType) -> EngineConfig:
     """With the KV cache somewhere: on both sides where there are two, each with
-    hardware of its own."""
+    hardware of its own, and the other options leave it that choice."""
     if config.r_part.kv_placement != "auto":
         return config
+    for placement in _best_placements(config):
+        try:
+            _check_kv_dtype(kv_dtype, placement)
+            return replace(config, r_part=replace(config.r_part, kv_placement=placement))
+        except ConfigError:  # what somebody asks for isn't there with it
+            continue
+    return replace(config, r_part=replace(config.r_part, kv_placement="r"))
+
+
+def _best_placements(config: EngineConfig) -> tuple[str, ...]:
+    """The best first; R-workers alone do where none of them does."""
     on_gpu = choose_device(config.s_part.device).type == "cuda"
-    elsewhere = _transport(config) in ("mpi", "zmq")
-    placement = "r" if not on_gpu or config.s_part.tp > 1 else "hybrid" if elsewhere else "gpu"
-    if config.r_part.replicas:
-        placement = "r"
-    if placement == "gpu" and config.r_part.r_workers > 1:
-        placement = "hybrid"  # somebody asks for them
-    return replace(config, r_part=replace(config.r_part, kv_placement=placement))
+    if not on_gpu or config.r_part.replicas:
+        return ()
+    asks_for_some = _transport(config) in ("mpi", "zmq") or config.r_part.r_workers > 1
+    return ("hybrid",) if asks_for_some else ("gpu",)
 
 
 def _transport(config: EngineConfig) -> str:

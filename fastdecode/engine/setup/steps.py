@@ -31,6 +31,9 @@ _CLOSED_BYTES = MAX_BODY_BYTES // (2 * MAX_AUTO_LANES)
 prompts, and as many of all decoding sequences. So they fit into one message
 even where lanes have become one whose prompts were booked apart."""
 
+_HELD_STEPS = 8
+"""Prompts under way are held up to so many steps' tokens."""
+
 
 @dataclass(frozen=True)
 class Lanes:
@@ -66,6 +69,9 @@ class Steps:
     transport: str
     free: FreeMemory
     uses_graphs: bool
+    held_token_bytes: int = 0
+    """K and V of a token of a prompt that the S-worker attends and R-workers
+    hold; 0: they attend prompts, or the device can't hold their dtype."""
 
     def plan(self, *, may_overlap: bool) -> StepPlan:
         """As many lanes as may be of use and there is memory for.
@@ -110,6 +116,7 @@ class Steps:
             num_shards=config.s_part.tp,
             num_graphs=self._num_graphs(lanes.most),
             graph_rows=MAX_GRAPH_ROWS if self.max_graphs else 0,
+            held_bytes=self._held_bytes(batching),
         )
         memory = plan_memory(
             self.spec,
@@ -130,6 +137,14 @@ class Steps:
             is_on_both=r_part.kv_placement == "hybrid",
             device_cache_bytes=_bytes(r_part.device_kv_gb),
         )
+
+    def _held_bytes(self, batching: Batching) -> int:
+        """Of one prompt as long as they may be, or of several steps' prompts;
+        nothing if each runs in one step."""
+        longest = self.spec.max_model_len
+        if longest <= batching.chunk_tokens():
+            return 0
+        return self.held_token_bytes * min(longest, _HELD_STEPS * batching.step_tokens)
 
     @property
     def _max_closed_rows(self) -> int:

@@ -102,7 +102,7 @@ class LaneStep:
                 span.counts.num_prompt_tokens,
                 self.remote.r_compute_s[span.holder],
             )
-            for span in self.batch.spans
+            for span in self.remote.batch.spans
             if span.holder not in self.remote.lost
         }
         # A GPU works on while this thread is elsewhere.

@@ -130,6 +130,12 @@ class MixedStep:
         return None
 
     @property
+    def batch(self) -> StepBatch:
+        """Of both sides."""
+        remote = self._remote.batch
+        return replace(remote, spans=(*remote.spans, *self._home.batch.spans))
+
+    @property
     def sent_s(self) -> Seq[float]:
         return self._remote.sent_s
 

@@ -35,6 +35,7 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.step.checks import Checks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.parts import ClosedPartMerge
+from fastdecode.engine.step.prompts import HeldChunks, HeldPrompts
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.buffers import (
     LENT_LAYERS,
@@ -61,6 +62,10 @@ class LaneAttention(Protocol):
     def run_through(self, s_worker: SWorker) -> Pass | None:
         """Where nobody else is needed: run the whole step, all layers of it.
         None: it goes layer by layer, as below."""
+
+    @property
+    def batch(self) -> StepBatch:
+        """The step, as holders see it."""
 
     @property
     def sent_s(self) -> Seq[float]:
@@ -147,9 +152,13 @@ class AttentionPlan:
     """Most that q, k and v of a layer take."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
     checks: Checks = field(default_factory=Checks)
+    prompts: HeldPrompts | None = None
+    """On the device, until they are done; None: R-workers attend what they hold
+    of them."""
 
     def begin(self, batch: StepBatch) -> RemoteStep:
-        return RemoteStep(self, batch)
+        held = None if self.prompts is None else self.prompts.begin(batch)
+        return RemoteStep(self, batch if held is None else held.batch, held)
 
     def prepare(self, num_lanes: int) -> None:
         """Take the memory of so many lanes, which may stop the device, before
@@ -167,9 +176,12 @@ class AttentionPlan:
 class RemoteStep:
     """One lane's step on the holders."""
 
-    def __init__(self, plan: AttentionPlan, batch: StepBatch) -> None:
+    def __init__(
+        self, plan: AttentionPlan, batch: StepBatch, held: HeldChunks | None = None
+    ) -> None:
         self._plan = plan
         self.batch = batch
+        self._held = held
         self._spans = {span.holder: span for span in batch.spans}
         self._lost: set[HolderId] = set()
         self._layer = -1
@@ -203,6 +215,8 @@ class RemoteStep:
         self._o = self._staging.begin_layer(q.shape, q.dtype, place)
         self._unsent.append((layer, self._staging.send(q, k, v)))
         self.dispatch()
+        if self._held is not None:
+            self._held.run(layer, q, k, v, self._o)
         spec = self._plan.specs[layer]
         for local in self.batch.local:
             part, lse = self._attend_locally(local, spec, q, k, v)

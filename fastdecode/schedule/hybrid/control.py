@@ -20,6 +20,7 @@ from typing import TypeAlias
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Residence, SequenceId
 from fastdecode.core.sequence import Sequence
+from fastdecode.schedule.hybrid import forecast
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
 from fastdecode.schedule.hybrid.rule import Margins, choose
 from fastdecode.schedule.hybrid.told import Guess, Teller
@@ -217,7 +218,8 @@ class HybridControl:
         known = self._teller.known(lanes, waiting)
         margins = Margins(error=error, most_tpot_s=self._options.most_tpot_s)
         self._course = self._options.rule(known, self._course, costs, margins)
-        self._leaving = {one.sequence_id for one in waiting[: self._course.num_away]}
+        num_leaving = forecast.num_leaving(known, self._course)
+        self._leaving = {one.sequence_id for one in waiting[:num_leaving]}
         now_s = self._clock()
         self._ask_at_s = now_s + _SHARE * (now_s - started_s)
 

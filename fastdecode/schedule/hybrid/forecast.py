@@ -20,6 +20,8 @@ from heapq import heappop, heappush
 
 _ROUNDING = 1e-6
 """Of a step: what is that near to its end has ended."""
+_ROUNDS = 2
+"""In which the mean load of a span, and its length, are found."""
 
 
 class Layout(Enum):
@@ -34,7 +36,7 @@ class Layout(Enum):
 
     @property
     def num_away_lanes(self) -> int:
-        return {Layout.MIXED: 0, Layout.SPLIT_1: 1, Layout.SPLIT_2: 2}[self]
+        return 2 if self is Layout.SPLIT_2 else 1 if self is Layout.SPLIT_1 else 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Work:
     """Tokens that it has cached when it draws the first of them."""
     num_blocks: int
     """KV blocks that it has reserved, or will."""
+    num_uncached: int = 1
+    """Tokens that are run to draw the first of them: a prompt's, or one."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,8 @@ class Course:
 
     layout: Layout
     num_away: int = 0
-    """So many of those that wait, the first ones, go to R-workers now; the
-    others wait for the device."""
+    """So many of those that wait, the first ones, go to R-workers now, up to
+    one for whom the device has room. The others wait for the device."""
     home_is_open: bool = True
     """The device takes in new sequences; else R-workers take all of them."""
 
@@ -171,13 +175,19 @@ class _Side:
         # and its holder.
         self.ends: list[tuple[float, int, float, int]] = []
         self._base = 0.0
+        self._num_prompt = 0
         self._free = list(blocks)
         for work in works:
             self.add(work)
 
     def has_room(self, work: Work) -> bool:
         """Whether it may start. An empty side has room for anybody."""
-        return not self.ends or work.num_blocks <= max(self._free, default=0)
+        return not self.ends or work.num_blocks <= self.most_free
+
+    @property
+    def most_free(self) -> int:
+        """Blocks that one of them has free."""
+        return max(self._free, default=0)
 
     def add(self, work: Work) -> None:
         """It steps from now on, where most is free."""
@@ -186,6 +196,7 @@ class _Side:
         heappush(self.ends, (self.step + work.num_steps, work.num_blocks, base, holder))
         self._free[holder] -= work.num_blocks
         self._base += base
+        self._num_prompt += work.num_uncached - 1
 
     def load(self, ahead: float) -> float:
         """Cached tokens of all, so many steps ahead."""
@@ -195,6 +206,12 @@ class _Side:
     def num_left(self) -> float:
         """Steps until the next one ends."""
         return self.ends[0][0] - self.step if self.ends else math.inf
+
+    def take_prompts(self) -> int:
+        """Tokens of those that have started since the last call, beyond one a
+        sequence."""
+        num_prompt, self._num_prompt = self._num_prompt, 0
+        return num_prompt
 
     def advance(self, num_steps: float) -> None:
         """Run so many, at most ``num_left``."""
@@ -223,6 +240,18 @@ def coarse(known: Known, num_ends: int) -> Known:
     )
 
 
+def num_leaving(known: Known, course: Course) -> int:
+    """How many of those that wait go to R-workers now. Somebody for whom the
+    device has room starts there, and those behind wait for that: they might
+    come too late to share the others' steps."""
+    home_free = known.home_blocks - sum(work.num_blocks for work in known.home)
+    starting = known.waiting[: course.num_away]
+    if not course.home_is_open:
+        return len(starting)
+    at_home = (i for i, work in enumerate(starting) if work.num_blocks <= home_free)
+    return next(at_home, len(starting))
+
+
 def finish_s(known: Known, course: Course, costs: Costs, limit_s: float = math.inf) -> float:
     """Seconds until everybody is done.
 
@@ -230,32 +259,24 @@ def finish_s(known: Known, course: Course, costs: Costs, limit_s: float = math.i
         limit_s: later than that is as good as never: infinite.
     """
     home, away = _Side(known.home, (known.home_blocks,)), _Side(known.away, known.away_blocks)
-    for work in known.waiting[: course.num_away]:
-        away.add(work)
-    queue = deque(known.waiting[course.num_away :])
+    queue = deque(known.waiting)
+    for _ in range(num_leaving(known, course)):
+        away.add(queue.popleft())
     now_s = 0.0
-    while True:
+    while now_s <= limit_s:
         _start(known, course, home, away, queue)
         if not home.ends and not away.ends:
             return now_s
-        first = _paces_of(costs, course.layout, home, away, 0.0)
-        span_s = min(home.num_left * first.home_s, away.num_left * first.away_s)
-        # At the mean load of the span.
-        mean = _paces_of(costs, course.layout, home, away, span_s / 2, first)
-        span_s = min(
-            *(
-                side.num_left * pace
-                for side, pace in ((home, mean.home_s), (away, mean.away_s))
-                if side.ends
-            ),
-            math.inf,
-        )
-        for side, pace in ((home, mean.home_s), (away, mean.away_s)):
+        now_s += _prompts_s(costs, course.layout, home, away)
+        pace = _paces_of(costs, course.layout, home, away)
+        for _ in range(_ROUNDS):
+            pace = _paces_of(costs, course.layout, home, away, _span_s(home, away, pace) / 2, pace)
+        span_s = _span_s(home, away, pace)
+        for side, step_s in ((home, pace.home_s), (away, pace.away_s)):
             if side.ends:
-                side.advance(span_s / pace if pace else side.num_left)
+                side.advance(span_s / step_s if step_s else side.num_left)
         now_s += span_s
-        if now_s > limit_s:
-            return math.inf
+    return math.inf
 
 
 def _start(known: Known, course: Course, home: _Side, away: _Side, queue: deque[Work]) -> None:
@@ -269,15 +290,39 @@ def _start(known: Known, course: Course, home: _Side, away: _Side, queue: deque[
         side.add(queue.popleft())
 
 
+def _prompts_s(costs: Costs, layout: Layout, home: _Side, away: _Side) -> float:
+    """What the device spends on the prompts of those that have just started,
+    beyond a step of theirs. Nobody gets on meanwhile."""
+    at_home, at_away = home.take_prompts(), away.take_prompts()
+    s_part, num_home, num_away = costs.s_part, len(home.ends), len(away.ends)
+    lanes = min(max(1, layout.num_away_lanes), max(1, num_away))
+    num_before = num_home if layout is Layout.MIXED else 0
+    seconds = 0.0
+    if at_home:
+        seconds += s_part(num_home + at_home) - s_part(num_home)
+    if at_away:
+        num_lane = num_before - (-num_away // lanes)
+        added_s = s_part(num_lane - (-at_away // lanes)) - s_part(num_lane)
+        seconds += costs.away_weight * lanes * added_s
+    return seconds
+
+
+def _span_s(home: _Side, away: _Side, pace: Paces) -> float:
+    """Until the next end of somebody."""
+    at_home = home.num_left * pace.home_s if home.ends else math.inf
+    at_away = away.num_left * pace.away_s if away.ends else math.inf
+    return min(at_home, at_away)
+
+
 def _paces_of(
     costs: Costs,
     layout: Layout,
     home: _Side,
     away: _Side,
-    ahead_s: float,
+    ahead_s: float = 0.0,
     before: Paces | None = None,
 ) -> Paces:
-    """At the loads in so many seconds; ``before``: how long steps take until then."""
+    """At the loads in so many seconds; ``before``: what steps take until then."""
     home_ahead = away_ahead = 0.0
     if before is not None:
         home_ahead = ahead_s / before.home_s if home.ends and before.home_s else 0.0

@@ -58,6 +58,8 @@ def choose(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
     known, stay = coarse(known, _MOST_ENDS), replace(now, num_away=0)
     corners = list(_corners(costs, margins))
     staying_s = [finish_s(known, stay, corner) for corner in corners]
+    # Forecasts know of no whole steps: they may be off by one.
+    step_s = costs.home_s(*_size(known.home)) if known.home else 0.0
     best, best_gain = stay, 0.0
     for course in _courses(known, now):
         if not _keeps_pace(known, course, corners[0], margins):
@@ -65,7 +67,7 @@ def choose(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
         gain = math.inf
         for corner, stay_s in zip(corners, staying_s, strict=True):
             # What gains less than another is of no use, by however much.
-            limit_s = stay_s * (1 - _least_gain(known, now, course, margins, best_gain))
+            limit_s = stay_s * (1 - _least_gain(known, now, course, margins, best_gain)) - step_s
             ends_s = finish_s(known, course, corner, limit_s)
             gain = min(gain, 1 - ends_s / stay_s if stay_s > 0 else 0.0)
             if gain == -math.inf:

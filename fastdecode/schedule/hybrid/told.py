@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from fastdecode.core.holders import HolderId
@@ -88,7 +89,10 @@ class Teller:
             return None
         if round_trip_s == math.inf:
             round_trip_s = 0.0 if self._guess is None else self._guess.round_trip_s
-        return Costs(self._times.s_part_s, self._device_s, self._r_part_s, round_trip_s)
+        workers = self.r_workers
+        blocks = [self._ledger.capacity.blocks(worker) for worker in workers]
+        r_part = partial(self._r_part_s, workers, blocks)
+        return Costs(self._times.s_part_s, self._device_s, r_part, round_trip_s)
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether the device has room for a sequence that waits, now."""
@@ -102,10 +106,10 @@ class Teller:
     def _device_s(self, load: float) -> float:
         return self._times.r_part_s(self._device, round(load))
 
-    def _r_part_s(self, num_sequences: int, load: float) -> float:
+    def _r_part_s(
+        self, workers: Seq[HolderId], blocks: Seq[int], num_sequences: int, load: float
+    ) -> float:
         """They are filled evenly, by their memory, up to a sequence."""
-        workers = self.r_workers
-        blocks = [self._ledger.capacity.blocks(worker) for worker in workers]
         one, in_all = load / max(1, num_sequences), max(1, sum(blocks))
         shares = [min(load, load * own / in_all + one) for own in blocks]
         return max(
@@ -121,10 +125,12 @@ class Teller:
     def _running(self, run: Run) -> Work:
         length = len(run.sequence.token_ids)
         num_blocks = self._ledger.shape.blocks_for(run.residence.num_tokens)
-        return Work(max(1, run.projected.target_length + 1 - length), length, num_blocks)
+        num_steps = max(1, run.projected.target_length + 1 - length)
+        return Work(num_steps, length, num_blocks, run.sequence.num_uncached)
 
     def _waiting(self, sequence: Sequence) -> Work:
         num_steps = self._lengths.expected(sequence) - sequence.num_generated
         reserved = cached_at_end(sequence, self._lengths.safe(sequence))
         num_blocks = self._ledger.shape.blocks_for(reserved)
-        return Work(max(1, num_steps), len(sequence.token_ids), num_blocks)
+        length = len(sequence.token_ids)
+        return Work(max(1, num_steps), length, num_blocks, length)

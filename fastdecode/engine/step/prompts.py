@@ -1,0 +1,203 @@
+"""Prompts that run in several chunks, and whose KV goes to R-workers: until such
+a prompt is done, its K and V stay on the S-worker's device, too.
+
+Else R-workers would have to attend what they hold of earlier chunks, and the
+lane would wait for them in every layer. So they only store, chunk by chunk,
+behind what the S-worker computes, and the prompt's last chunk finds them with
+all but its own tokens. A prompt for which there is no room on the device goes
+the other way, and so does one that begins with blocks that R-workers keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary, WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastdecode.core.sequence import Sequence
+from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
+from fastdecode.schedule.plan import Chunk
+from sworker.paged import PagedKV, Prompt
+
+
+@dataclass(eq=False)
+class _Held:
+    """A prompt's place on the device, as long as it lives: while the prompt is
+    under way, and the steps that use it."""
+
+    room: range
+    """Of slots."""
+    slots: Tensor  # int64 [len(room)], on the device
+    num_before: int = 0
+    """Tokens that are there when its last step begins."""
+    num_tokens: int = 0
+    """And when that ends."""
+
+    def next_slots(self, num_tokens: int) -> Tensor:
+        """Those of the next tokens, which are there from then on."""
+        self.num_before = self.num_tokens
+        self.num_tokens += num_tokens
+        return self.slots[self.num_before : self.num_tokens]
+
+
+@dataclass(frozen=True)
+class HeldChunks:
+    """A step's chunks of prompts that are held.
+
+    Args:
+        batch: the step, as R-workers and whoever attends the other rows see it.
+    """
+
+    batch: StepBatch
+    _cache: PagedKV
+    _stored: tuple[tuple[slice, Tensor], ...]
+    """Rows and their slots."""
+    _later: tuple[tuple[Prompt, ...], ...]
+    """Chunks that see more than themselves, by stretches of rows."""
+    _kept: tuple[_Held, ...]
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
+        """Keep a layer's k and v [T, Hkv, D] of these rows, and attend q [T, Hq,
+        D] of later chunks → their rows of o [T, Hq, D]."""
+        for rows, slots in self._stored:
+            self._cache.store(layer, k[rows], v[rows], slots)
+        for chunks in self._later:
+            self._cache.attend_later(layer, q, chunks, o)
+
+
+class HeldPrompts:
+    """The prompts that are held; for all lanes of one engine.
+
+    Args:
+        cache: on the device; holds them and nothing else.
+    """
+
+    def __init__(self, cache: PagedKV) -> None:
+        self._cache = cache
+        self._prompts: WeakKeyDictionary[Sequence, _Held] = WeakKeyDictionary()
+        self._rooms: WeakSet[_Held] = WeakSet()
+
+    @property
+    def num_held(self) -> int:
+        """Slots that are taken."""
+        return sum(len(held.room) for held in self._rooms)
+
+    def begin(self, batch: StepBatch) -> HeldChunks | None:
+        """A step begins. None: it has no such prompts."""
+        if not batch.local:
+            return None
+        stored: list[tuple[slice, Tensor]] = []
+        later: list[tuple[Prompt, ...]] = []
+        kept: list[_Held] = []
+        local: list[LocalSpan] = []
+        spans = list(batch.spans)
+        for span in batch.local:
+            chunks = list(_chunks(batch, span))
+            found = [self._go_on(chunk) if span.merge else self._take(chunk) for _, chunk in chunks]
+            if span.merge and None in found:
+                for _, chunk in chunks:
+                    self._prompts.pop(chunk.sequence, None)
+                local.append(span)
+                continue
+            prompts: list[Prompt] = []
+            for (rows, chunk), held in zip(chunks, found, strict=True):
+                if held is not None:
+                    stored.append((rows, held.next_slots(chunk.num_tokens)))
+                    prompts.append(Prompt(rows, held.slots[: held.num_tokens]))
+                    kept.append(held)
+                    self._end(chunk)
+            if span.merge:
+                later.append(tuple(prompts))
+                index = next(i for i, one in enumerate(spans) if _has(one, span))
+                spans[index] = _without_queries(spans[index], batch, span)
+            else:
+                local.append(span)
+        if not stored:
+            return None
+        seen = replace(batch, spans=tuple(spans), local=tuple(local))
+        return HeldChunks(seen, self._cache, tuple(stored), tuple(later), tuple(kept))
+
+    def _take(self, chunk: Chunk) -> _Held | None:
+        """A place for a prompt that begins, if it runs in several chunks and
+        there is room for all of it."""
+        sequence, length = chunk.sequence, len(chunk.sequence.token_ids)
+        self._prompts.pop(sequence, None)  # it ran before, and was lost
+        if chunk.num_tokens == length or not _is_whole(sequence):
+            return None
+        self._forget_others()
+        room = self._free(length)
+        if room is None:
+            return None
+        slots = torch.arange(room.start, room.stop, device=self._cache.pool.device)
+        held = self._prompts[sequence] = _Held(room, slots)
+        self._rooms.add(held)
+        return held
+
+    def _go_on(self, chunk: Chunk) -> _Held | None:
+        """The place of a prompt, if all that came before this chunk is there."""
+        held = self._prompts.get(chunk.sequence)
+        if held is None or held.num_tokens != chunk.sequence.num_cached:
+            return None
+        return held
+
+    def _end(self, chunk: Chunk) -> None:
+        """After its last chunk, nobody needs a prompt here any more."""
+        if chunk.num_tokens == chunk.sequence.num_uncached:
+            del self._prompts[chunk.sequence]
+
+    def _forget_others(self) -> None:
+        """Of those that don't go on where they were: they were lost or cancelled."""
+        for sequence, held in list(self._prompts.items()):
+            if sequence.num_cached not in (held.num_before, held.num_tokens):
+                del self._prompts[sequence]
+
+    def _free(self, num_slots: int) -> range | None:
+        """So many slots in a row that nobody has; the first ones."""
+        first = 0
+        for room in sorted((held.room for held in self._rooms), key=lambda room: room.start):
+            if room.start - first >= num_slots:
+                break
+            first = room.stop
+        return (
+            range(first, first + num_slots) if first + num_slots <= self._cache.num_slots else None
+        )
+
+
+def _chunks(batch: StepBatch, span: LocalSpan) -> Iterable[tuple[slice, Chunk]]:
+    """A stretch's chunks, each with its rows."""
+    for start in span.starts[:-1]:
+        first = span.rows.start + start
+        index = int(np.searchsorted(batch.last_rows, first))
+        yield slice(first, int(batch.last_rows[index]) + 1), batch.chunks[index]
+
+
+def _is_whole(sequence: Sequence) -> bool:
+    """Whether all of it is in one place."""
+    return sequence.residence is not None and len(sequence.residence.parts) == 1
+
+
+def _has(holder: HolderSpan, local: LocalSpan) -> bool:
+    return bool(holder.rows.start <= local.rows.start < holder.rows.stop)
+
+
+def _without_queries(span: HolderSpan, batch: StepBatch, local: LocalSpan) -> HolderSpan:
+    """The holder stores these later chunks, and attends nothing for them."""
+    begin = span.begin
+    first, end = np.searchsorted(batch.last_rows, (span.rows.start, span.rows.stop))
+    own_rows = batch.last_rows[first:end]
+    is_later = (local.rows.start <= own_rows) & (own_rows < local.rows.stop)
+    num_seen = span.counts.load_tokens - int(begin.num_past[: len(own_rows)][is_later].sum())
+    num_queries = begin.num_queries.copy()
+    num_queries[: len(own_rows)][is_later] = 0  # closed parts are behind them
+    is_split = not all(map(_is_whole, [chunk.sequence for chunk in batch.chunks[first:end]]))
+    begin = replace(begin, num_queries=num_queries, want_lse=is_split or bool(span.closed))
+    return replace(
+        span,
+        begin=begin,
+        query_rows=slice(span.query_rows.start, local.rows.start),
+        counts=replace(span.counts, load_tokens=num_seen),
+    )

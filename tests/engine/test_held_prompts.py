@@ -1,0 +1,184 @@
+"""Prompts in several chunks whose K and V stay on the device until they are
+done: R-workers store, and are asked nothing. (``test_late_device`` runs whole
+engines with them.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import prompts
+from device_runs import CPU, HOLDERS, PROMPT, Run, spec_of
+from recorded_gpu import RecordedGpu
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.dtype import DType
+from fastdecode.core.holders import HolderId, Part, PartId, Residence
+from fastdecode.core.sequence import Request, Sequence
+from fastdecode.core.sequence import SamplingParams as Params
+from fastdecode.core.spec import KVSpec
+from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.prompts import HeldChunks, HeldPrompts
+from fastdecode.schedule.plan import Chunk
+from sworker.paged import PagedKV
+
+CHUNKS = (8, 8, 4)
+"""Of a prompt of 20 tokens."""
+
+
+def held_prompts(num_tokens: int, num_layers: int = 2) -> HeldPrompts:
+    spec = spec_of(num_layers).attention
+    kv = KVSpec(num_layers, spec[0].num_kv_heads, spec[0].head_dim, DType.FLOAT32, 4)
+    return HeldPrompts(PagedKV(kv, spec, num_tokens // 4, CPU))
+
+
+def sequence(number: int, holder: int = 0) -> Sequence:
+    request = Request("r", PROMPT, Params(temperature=0), 9, seed=0)
+    made = Sequence.of(number, request, 0)  # type: ignore[arg-type]
+    made.residence = Residence((Part(PartId(number), HolderId(holder), 0, 64),))
+    return made
+
+
+def step(*chunks: Chunk) -> StepBatch:
+    return StepBatch.build(chunks, HOLDERS, step=0)
+
+
+def run_chunk(held: HeldPrompts, *sequences: Sequence) -> HeldChunks | None:
+    """Begin the next chunk of each, which is then over."""
+    nexts = [Chunk(one, CHUNKS[one.num_cached // 8]) for one in sequences]
+    begun = held.begin(step(*nexts))
+    for chunk in nexts:
+        chunk.sequence.num_cached += chunk.num_tokens
+    return begun
+
+
+def test_r_workers_are_asked_nothing_for_a_prompt() -> None:
+    held, one, decoding = held_prompts(64), sequence(1), sequence(2)
+    decoding.num_cached = len(PROMPT) - 1
+    for first, num_tokens in ((0, 8), (8, 8), (16, 4)):
+        one.num_cached = first
+        begun = held.begin(step(Chunk(one, num_tokens), Chunk(decoding, 1)))
+        assert begun is not None
+        (span,) = begun.batch.spans
+        assert span.begin.num_queries.tolist() == [1, 0]
+        assert span.begin.num_new.tolist() == [1, num_tokens]
+        assert (span.query_rows, span.rows) == (slice(0, 1), slice(0, 1 + num_tokens))
+        assert not span.begin.want_lse
+        assert (span.counts.load_tokens, span.counts.num_prompt_tokens) == (20, num_tokens)
+    assert held.num_held == len(PROMPT)
+    del begun
+    assert held.num_held == 0  # it is done
+
+
+def test_places_are_nobody_elses_until_their_steps_are_over() -> None:
+    held, one, two, three = held_prompts(44), *map(sequence, (1, 2, 3))
+    steps = [run_chunk(held, one), run_chunk(held, two)]
+    assert held.num_held == 40
+    assert run_chunk(held, three) is None  # no room: R-workers attend what they have
+    (span,) = step(Chunk(three, 8)).spans
+    assert span.begin.num_queries.tolist() == [8]
+    assert run_chunk(held, three) is None
+    last = [run_chunk(held, one) for _ in CHUNKS[1:]][-1]
+    assert held.num_held == 40  # its last step goes on
+    del last, steps
+    assert held.num_held == 20
+    four, begun = sequence(4), None
+    begun = run_chunk(held, four)
+    assert begun is not None and held.num_held == 40
+    slots = [slots.tolist() for _, slots in begun._stored]
+    assert slots == [list(range(8))]  # where the first one was
+
+
+def test_whoever_begins_anew_is_held_anew() -> None:
+    held, one, two = held_prompts(40), sequence(1), sequence(2)
+    run_chunk(held, one)
+    run_chunk(held, one)
+    one.num_cached = 0  # its R-worker was lost
+    assert run_chunk(held, one) is not None
+    assert held.num_held == 20
+    one.num_cached = 4  # a replica has so many
+    begun = held.begin(step(Chunk(one, 8)))
+    assert begun is None
+    assert held.num_held == 0
+    run_chunk(held, two)
+    two.num_cached = 0  # cancelled, say
+    assert run_chunk(held, sequence(3)) is not None
+    assert held.num_held == 20
+    del two
+    assert held.num_held == 0
+
+
+def test_a_step_with_one_that_isnt_held_is_attended_as_ever() -> None:
+    held, one, other = held_prompts(20), sequence(1), sequence(2)
+    run_chunk(held, one)
+    other.num_cached = 8
+    assert held.begin(step(Chunk(one, 8), Chunk(other, 8))) is None
+    assert held.num_held == 0
+
+
+@dataclass
+class HeldRun(Run):
+    """Every second row's prompt comes in chunks; then it decodes, as the others
+    do."""
+
+    num_steps: int = 4
+    num_held: int = 256
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        prompts = held_prompts(self.num_held, self.num_layers)
+        self.plan = self.remote = replace(self.remote, prompts=prompts)
+
+    def _batch(self, lane: int, num_rows: int, step: int) -> StepBatch:
+        chunks, num_before = [], step // self.lanes
+        for i in range(num_rows):
+            number = lane * 100 + i
+            one = self.sequences.setdefault(number, sequence(number, i % self.num_holders))
+            is_prompt = i % 2 == 0 and num_before < len(CHUNKS)
+            one.num_cached = 8 * num_before if is_prompt else len(PROMPT) - 1
+            chunks.append(Chunk(one, CHUNKS[num_before] if is_prompt else 1))
+        return StepBatch.build(chunks, HOLDERS[: self.num_holders], step=step, lane=lane)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_no_races(lanes: int) -> None:
+    run = HeldRun(lanes, gpu=RecordedGpu(3))
+    with torch.inference_mode():
+        run.run()
+    assert run.gpu.checker.num_accesses > 500
+    assert run.gpu.checker.races == [] and run.gpu.checker.unkept == []
+    # Three rows of six decode in the first three steps, and all in the fourth.
+    assert run.fleet.num_queries == lanes * run.num_layers * (3 * 3 + 6)
+
+
+def test_a_lane_of_prompts_runs_ahead_of_r_workers() -> None:
+    """Which may owe answers while they only store."""
+    run = HeldRun(1, rows=(1,), num_holders=1, num_steps=3, gpu=RecordedGpu(0))
+    with torch.inference_mode():
+        log = run.run().fleet.log
+    ahead = [entry for entry in log if entry.startswith(("launch", "receive"))]
+    second = ahead[ahead.index("launch A0", 1) :]
+    assert second.index("receive A0") > second.index("launch A1")
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_equal_tokens(kv_dtype: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    """Prompts in chunks that the S-worker attends alone, as if each came in one."""
+    path = str(tiny_checkpoint("gemma2" if kv_dtype == "float32" else "llama"))
+    options = {"dtype": "float32", "kv_dtype": kv_dtype, "kv_memory_gb": 0.01, "r_threads": 1}
+    asked = prompts([40, 3, 25, 61], seed=4)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    found = []
+    for chunk in (100, 7):
+        more = {"prompt_attention": "s", "prefill_chunk": chunk, "max_num_sequences": 4}
+        with LLM(path, **options, **more) as llm:
+            is_held = llm._running.resolved.memory.held_bytes > 0
+            assert is_held
+            found.append([x.completions[0].token_ids for x in llm.generate(asked, params)])
+    assert found[0] == found[1]
+    assert np.shape(found[0]) == (4, 6)
