@@ -5,16 +5,21 @@ thread does of a job.
 
 A tensor of float32 is read as it is; one of bfloat16 as the bits, uint16, and
 loops are compiled for both. A row's result depends on that row alone, to the
-bit. All compiled code is in this one file, as Numba looks at the time stamp of
-one to know whether what it has kept on disk is still good.
+bit. All compiled code is in this one file: what is kept of it on disk is kept
+under a name that tells this file's content.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
+
+from cpu_kernels.codegen.kept import KeptCode, complain, digest
 
 # A job: int64 fields and two float64; the counter of blocks that are taken has
 # a cache line of its own.
@@ -225,8 +230,7 @@ def _do_rows(dtype, job, numbers, first, last):
         _gate_rows(dtype, job, first, last)
 
 
-@cfunc(types.void(types.int64), cache=True)
-def run_job(address):
+def _run_job(address):
     """Do blocks of a job's rows until none is left: what each thread runs."""
     job = carray(_at(address), (NUM_FIELDS,), np.int64)
     numbers = carray(_at(address + 8 * NUM_FIELDS), (2,), np.float64)
@@ -239,3 +243,17 @@ def run_job(address):
             _do_rows(np.float32, job, numbers, first, last)
         else:
             _do_rows(np.uint16, job, numbers, first, last)
+
+
+def _compiled() -> CFunc:
+    """``_run_job`` as a C function, compiled once a host, where its disk allows."""
+    loops = CFunc(_run_job, ((types.int64,), types.void), locals={}, options={})
+    try:
+        loops._cache = KeptCode(_run_job, digest(Path(__file__)))
+    except (OSError, RuntimeError) as error:  # no directory can be written to
+        complain(error)
+    loops.compile()
+    return loops
+
+
+run_job = _compiled()

@@ -15,8 +15,9 @@ import pytest
 import torch
 from recorded_gpu import RecordedGpu
 
+from cpu_kernels.codegen.kept import KeptCode
 from sworker.graphs import StepGraphs
-from sworker.kernels import fused, fused_numba
+from sworker.kernels import fused, fused_numba, row_loops
 from sworker.kernels.fused import FusedRMSNorm, FusedRotary, Kernels, fuse, fuse_checked
 from sworker.load.weights import load_model
 from sworker.worker import SWorker
@@ -229,3 +230,8 @@ def test_rows_know_nothing_of_each_other(dtype: torch.dtype) -> None:
     for row in (0, 1, 150, 297):
         for alone, among in zip(everything(slice(row, row + 1)), together, strict=True):
             assert torch.equal(alone[0], among[row])
+
+
+def test_loops_that_were_damaged_on_disk_are_compiled_once_more() -> None:
+    """As kernels are: by what tests/cpu_kernels/test_disk_cache.py is about."""
+    assert isinstance(row_loops.run_job._cache, KeptCode)

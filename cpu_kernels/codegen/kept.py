@@ -1,0 +1,102 @@
+# mypy: ignore-errors
+# Numba's types are not Python's.
+"""Machine code that is kept on disk, for as long as its sources are what they were.
+
+Its name tells the sources and Numba's version: Numba looks at the time stamp of
+one file only, and fails on what a version of ours left there whose classes are
+no longer where they were. Each signature has a file of its own, with a checksum
+at its end; Numba's own index of them loses entries where two processes write to
+it, and a damaged one fails every later run. What can't be read is compiled,
+what can't be written isn't kept: no job fails for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from hashlib import sha256
+from pathlib import Path
+
+import numba
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+logger = logging.getLogger(__name__)
+
+_CHECKSUM_BYTES = sha256().digest_size
+
+
+def digest(*sources: Path) -> str:
+    """Of these files, and Numba's version."""
+    found = sha256(numba.__version__.encode())
+    for path in sources:
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+class _KeptFiles(IndexDataCacheFile):
+    """A file for each signature, without an index."""
+
+    def save(self, key, data):
+        content = self._dump(data)
+        with self._open_for_write(self._data_path(self._name_of(key))) as file:
+            file.write(content)
+            file.write(sha256(content).digest())
+
+    def load(self, key):
+        name = self._name_of(key)
+        try:
+            content = Path(self._data_path(name)).read_bytes()
+        except FileNotFoundError:
+            return None
+        if sha256(content[:-_CHECKSUM_BYTES]).digest() != content[-_CHECKSUM_BYTES:]:
+            raise OSError(f"{name} is damaged")
+        return self._load_data(name)  # it stops where the checksum begins
+
+    def _name_of(self, key):
+        return self._data_name_pattern.format(
+            number=int(sha256(repr(key).encode()).hexdigest()[:12], 16)
+        )
+
+
+class KeptCode(FunctionCache):
+    """Numba's own, but for its files, and for its errors, of which the first is told to the log.
+
+    Args:
+        py_func: whose machine code it is.
+        sources: a digest of all that it is made from.
+
+    Raises:
+        OSError, RuntimeError: no directory can be written to.
+    """
+
+    complained = False
+
+    def __init__(self, py_func, sources):
+        super().__init__(py_func)
+        name = f"{self._impl.filename_base}-{sources}"
+        self._cache_file = _KeptFiles(self._cache_path, name, source_stamp="")
+
+    def load_overload(self, sig, target_context):
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # of a file's content, anything
+            complain(error)
+            return None
+
+    def save_overload(self, sig, data):
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:
+            complain(error)
+
+
+def complain(error):
+    """Tell the log, once."""
+    if not KeptCode.complained:
+        KeptCode.complained = True
+        logger.warning(
+            "compiled kernels could not be read from or kept on disk, so they are compiled once "
+            "more: %s: %s; if this comes again, name a directory that can be written to in "
+            "NUMBA_CACHE_DIR",
+            type(error).__name__,
+            error,
+        )
