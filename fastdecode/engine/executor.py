@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from fastdecode.core.errors import ProtocolError, WorkerError
+from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId, HolderKind, PartId
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
@@ -215,6 +216,8 @@ class Executor:
                         self.tell(lost)
                 case events.Run():
                     raise AssertionError("a lane runs when it is launched")
+                case _:
+                    assert_never(instruction)
         self._stats.num_recomputed = self._lifecycle.endings.num_recomputed
         self._stats.num_suspended = self._lifecycle.num_suspended
         self._stats.num_cached_prompt_tokens = self._lifecycle.num_reused_tokens

@@ -16,7 +16,6 @@ from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
-from fastdecode.core.spec import KVSpec
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.executor import Watch
@@ -332,7 +331,7 @@ def _attention(
     s_worker: SWorker,
     device: LocalConnection | None,
 ) -> Attention:
-    token_bytes = _kv_spec(spec, resolved).token_bytes
+    token_bytes = kv_spec(resolved.config, spec, resolved.kv_dtype).token_bytes
     holder = Holder(workers.kind, resolved.prompts_on_r, workers.answers_at_once, token_bytes)
     if workers.attention is not None:
         return workers.attention(fleet, holder, s_worker)
@@ -385,18 +384,14 @@ def _reach_r_workers(resolved: ResolvedConfig) -> Reached:
 
 
 def _hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
-    kv = _kv_spec(spec, resolved)
+    kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
     return Hello(PROTOCOL_VERSION, checkpoint.model_hash, kv, spec.attention, resolved.dtype)
-
-
-def _kv_spec(spec: ModelSpec, resolved: ResolvedConfig) -> KVSpec:
-    return kv_spec(resolved.config, spec, resolved.kv_dtype)
 
 
 def _held_prompts(
     spec: ModelSpec, resolved: ResolvedConfig, device: torch.device
 ) -> HeldPrompts | None:
     """The device's room for prompts under way, if there is any."""
-    kv = _kv_spec(spec, resolved)
+    kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
     num_blocks = resolved.memory.held_bytes // kv.block_bytes
     return HeldPrompts(PagedKV(kv, spec.attention, num_blocks, device)) if num_blocks else None

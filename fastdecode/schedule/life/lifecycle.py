@@ -24,6 +24,7 @@ import logging
 from typing import Final
 
 from fastdecode.core.errors import CapacityError, WorkerError
+from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.adoption import Adoptions
@@ -127,6 +128,8 @@ class Lifecycle:
             case Regrouped():
                 assert not self._flying
                 self.scheduler.regroup(event.num_lanes)
+            case _:
+                assert_never(event)
         if self.adoptions and not self._flying:
             self.adoptions.ask()
         self._out += self._cache.stock.take_orders()
