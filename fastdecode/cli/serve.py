@@ -95,8 +95,12 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
     return ServeOptions(**{f.name: getattr(args, f.name) for f in fields(ServeOptions)})
 
 
-def run_serve(args: argparse.Namespace) -> int:
-    """Serve until asked to stop. Returns the exit code."""
+def run_serve(
+    args: argparse.Namespace,
+    serve: Callable[[argparse.Namespace, StopsWhileStarting], int] | None = None,
+) -> int:
+    """Serve until asked to stop. Returns the exit code. ``serve``: what to do, in
+    place of that."""
     from fastdecode.core.host.logs import keep_traces_out
 
     stops = StopsWhileStarting()
@@ -104,10 +108,11 @@ def run_serve(args: argparse.Namespace) -> int:
         stack.enter_context(stop_signals(stops.hear))
         if args.log_level != "debug":
             stack.callback(keep_traces_out())
-        code = _serve_or_stop(args, stops)
+        code = (serve or _serve_or_stop)(args, stops)
         if stops.num or stops.is_over:
-            # It goes on hearing them: they change nothing any more, also while MPI is left.
-            stack.pop_all()
+            # It goes on hearing them: they change nothing any more, also while MPI is
+            # left. Were the stack let go, it would put the handlers back.
+            stops.kept = stack.pop_all()
     return code
 
 
@@ -127,6 +132,8 @@ class StopsWhileStarting:
         self.num = 0
         self.is_over = False
         """Whether what ran has been answered; then there is nothing to stop."""
+        self.kept: contextlib.ExitStack | None = None
+        """What has this heard, until the process ends."""
         self._leave = leave
         self._is_put_off = False
 
@@ -199,7 +206,8 @@ def _start(
             from fastdecode.engine.llm import LLM
         with LLM(args.model, progress=tell, **engine_options(args)) as llm:
             stack.enter_context(stops_noted(wishes))
-            wishes.num_stops += min(1, stops.num)
+            if stops.num and not wishes.num_stops:
+                wishes.num_stops = 1
             wishes.ending = _serve(llm, http, options, wishes)
             stops.is_over = True
             code = exit_code(wishes.ending)

@@ -46,7 +46,7 @@ def _asked(port: int, body: bytes) -> Answer:
         while text := came.readline() if is_stream else came.read():
             if text.startswith(b"data: [DONE]"):
                 answer.is_whole, answer.error = True, None
-            elif text.strip():
+            elif text.startswith(b"data: ") or not is_stream:  # and no comment, as of silence
                 _take(answer, json.loads(text.removeprefix(b"data: ")), is_stream=is_stream)
     except TimeoutError:
         answer.error = "timeout"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -47,6 +48,8 @@ def test_it_is_terminated_then_killed(hanging: psutil.Popen, ended_by: signal.Si
 
 def test_one_that_somebody_stopped_is_left_alone(hanging: psutil.Popen) -> None:
     hanging.suspend()
+    while hanging.status() != psutil.STATUS_STOPPED:
+        os.sched_yield()
     end(hanging, patience_s=0.05)
     hanging.resume()
     hanging.stdin.write(b"\n")

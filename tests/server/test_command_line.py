@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 from server_process import CHECKPOINT, FASTDECODE, Server, serving
 
 from fastdecode.cli.main import main
-from fastdecode.cli.serve import StopsWhileStarting, exit_code, stops_noted
+from fastdecode.cli.serve import StopsWhileStarting, exit_code, run_serve, stops_noted
 from fastdecode.server.serving import Ending, Wishes
 
 SERVE = ["serve", "--model", str(CHECKPOINT), "--port", "0", "--dtype", "float32"]
@@ -48,6 +49,23 @@ def test_one_stop_while_it_starts_is_as_good_as_two() -> None:
     stops.is_over = True
     stops.hear(signal.SIGTERM, None)
     assert left == [3], "all was answered: there is nothing to stop"
+
+
+def test_who_has_answered_all_hears_signals_to_the_process_s_end() -> None:
+    """MPI may take seconds to leave."""
+
+    def serve(args: argparse.Namespace, stops: StopsWhileStarting) -> int:
+        stops.is_over = True
+        return 0
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert run_serve(argparse.Namespace(log_level="debug"), serve) == 0
+        for number in before:
+            signal.raise_signal(number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_stop_in_the_middle_of_an_import_is_heard_after_it() -> None:

@@ -91,6 +91,7 @@ class WatchfulProtocol(HttpToolsProtocol):
             self._answering.disconnected = True
             self._answering.message_event.set()
         self.pipeline.clear()
+        self._unset_keepalive_if_required()  # uvicorn lets it run where a client resets
         if self._answering is not None:
             # Or they would hold each other until the garbage collector comes.
             self._answering.transport = self.transport

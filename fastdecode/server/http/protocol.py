@@ -125,7 +125,7 @@ class GuardedProtocol(WatchfulProtocol):
     def _is_late(self) -> None:
         self._deadline = None
         if not self._is_in_header:
-            self.transport.close()
+            self.end()  # it is answered: who still sends is to see that
             return
         text = f"the header didn't come within {self._limits.header_timeout_s:g} s"
         self._end_with(Refused(408, text, "header_timeout"))
@@ -142,6 +142,7 @@ class GuardedProtocol(WatchfulProtocol):
                 return
             # Its body is what can't be read: this is its answer.
             answering.disconnected = True
+            answering.waiting_for_100_continue = False
             answering.message_event.set()
             if answering.response_started:
                 self.transport.close()

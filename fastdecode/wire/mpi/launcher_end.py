@@ -32,7 +32,8 @@ def see_off(names: tuple[str, ...] = NAMES) -> int | None:
     """Start to wait for this rank's launcher to end, in a process that outlives
     this one. Returns the launcher's; None: it isn't on this host, or none that
     we may end."""
-    with contextlib.suppress(psutil.Error):
+    # Whoever calls this ends next, and must: also where no process can be started.
+    with contextlib.suppress(psutil.Error, OSError):
         launcher = psutil.Process(os.getppid())
         if launcher.name() in names:
             # The launcher must not find it among what its ranks' output comes from.
@@ -67,4 +68,6 @@ def end(
 
 if __name__ == "__main__":
     with contextlib.suppress(psutil.Error):
-        end(psutil.Process(int(sys.argv[1])))
+        launcher = psutil.Process(int(sys.argv[1]))
+        if launcher.name() in NAMES:  # and not another that has its number by now
+            end(launcher)
