@@ -43,7 +43,8 @@ RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
 NUM_LAYERS = 6
 """Of a step: its first layer isn't counted, since the step's beginning travels before it."""
 WARM_UP_STEPS = 2
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
+"""Of an answer. The first may wait until kernels have been compiled."""
 SETTLE_S = 5e-3
 """Longer than a small answer takes."""
 

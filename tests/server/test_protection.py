@@ -101,6 +101,7 @@ def test_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         job.wait_until(lambda: "listening at https://" in job.output())
         port = int(job.output().split("127.0.0.1:")[1].split()[0])
         trusting = ssl.create_default_context(cafile=cert)
+        job.wait_until(lambda: _is_ready(port, trusting))
         connection = http.client.HTTPSConnection("localhost", port, timeout=30, context=trusting)
         with contextlib.closing(connection):
             connection.request("GET", "/live")
@@ -116,6 +117,13 @@ def test_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 plain.getresponse()
     assert main(["serve", str(CHECKPOINT), "--port", "0", "--tls-cert", key, "--tls-key", key]) == 2
     assert f"--tls-cert {key}, --tls-key {key} are no certificate" in capsys.readouterr().err
+
+
+def _is_ready(port: int, context: ssl.SSLContext) -> bool:
+    connection = http.client.HTTPSConnection("localhost", port, timeout=30, context=context)
+    with contextlib.closing(connection):
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
 
 
 def test_who_is_not_let_in_is_counted_and_logged(tmp_path: Path) -> None:
